@@ -70,7 +70,7 @@ class Backend:
 
 
 @dataclass(slots=True, kw_only=True)
-class Served:
+class ServedEngines:
     """Engines that run.
 
     ``resync`` takes a function that sends the weights of the policy once more, for servers that may restart.
@@ -108,14 +108,14 @@ class EngineBackend(Backend):
         EngineBackend(name="mine", start=start)     # start(EngineStart) -> async context manager of Served
     """
 
-    start: Callable[[EngineStart], AbstractAsyncContextManager[Served]] | None = None
+    start: Callable[[EngineStart], AbstractAsyncContextManager[ServedEngines]] | None = None
     gpus: Callable[[Config], Sequence[Sequence[int]]] | None = None  # of each server, numbered over the run
     count: Callable[[Config], int] | None = None  # engines that the config asks for
     spreads: Callable[[Config], bool] = lambda _: False  # others than slime choose the server of a request
     senders: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     """Transports of its routes but ``disk``: each makes a `weights.transports.senders.Sender` of a torch.device."""
     checksums: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
-    """Kinds of its routes but ``sha256``: each makes a `weights.hashing.Sums` of a torch.dtype."""
+    """Kinds of its routes but ``sha256``: each makes a `weights.hashing.Checksums` of a torch.dtype."""
 
     @property
     def embedded(self) -> bool:

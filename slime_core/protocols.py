@@ -74,7 +74,7 @@ class Engine(Protocol):
         ...
 
     async def fingerprints(self) -> dict[str, str]:
-        """Checksum of every tensor served: by Hugging Face name, or by ``types.Held.key`` where it has a route."""
+        """Checksum of every tensor served: by Hugging Face name, or by ``RankTensor.key`` where it has a route."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:
@@ -166,13 +166,13 @@ Drops = Sequence[tuple[Sequence["Sample"], "Drop"]]
 
 
 @dataclass(slots=True, kw_only=True)
-class Turn:
+class RequestTurn:
     """One request of a sample to its engine and what it has brought: whole, or in pieces between which it stood.
 
     Whoever stops a request between two tokens (a gate before the engine, an engine whose server went away or takes new
     weights) keeps one, asks for its rest, and hands one Completion back.
 
-    Example: Turn(request=request, pieces=[completion], finish="stop")
+    Example: RequestTurn(request=request, pieces=[completion], finish="stop")
     """
 
     request: GenerateRequest
@@ -260,11 +260,11 @@ class Ledger(Protocol):
         """What is known of these prompts' groups, by prompt id; those that were never issued are left out."""
         ...
 
-    async def suspend(self, turns: Mapping[str, Sequence[Turn]]) -> None:
+    async def suspend(self, turns: Mapping[str, Sequence[RequestTurn]]) -> None:
         """Keep what unfinished samples have generated, by sample id; it replaces what was kept of them before."""
         ...
 
-    async def suspended(self, ids: Sequence[str], before: int) -> dict[str, list[Turn]]:
+    async def suspended(self, ids: Sequence[str], before: int) -> dict[str, list[RequestTurn]]:
         """What :meth:`suspend` kept of these samples, tokens of version ``before`` and later cut off."""
         ...
 
@@ -341,7 +341,7 @@ class ServerProcess(Protocol):
 
     @property
     def host(self) -> Any:
-        """The `clusters.host.Host` that runs it."""
+        """The `clusters.host.ProcessHost` that runs it."""
         ...
 
 

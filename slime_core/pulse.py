@@ -29,10 +29,10 @@ NONE = -1
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Work:
+class HookCall:
     """One hook call at work.
 
-    Example: Work(limit=60.0, hook="geo.slime_reward", provider="geo (geo==1.0)", key="reward.reward_timeout",
+    Example: HookCall(limit=60.0, hook="geo.slime_reward", provider="geo (geo==1.0)", key="reward.reward_timeout",
                   home="/site/geo", about="prompt 'main/3'")
     """
 
@@ -49,7 +49,7 @@ class Work:
         return text.encode(errors="replace")[:TEXT]
 
     @classmethod
-    def unpacked(cls, limit: float, text: bytes) -> Work:
+    def unpacked(cls, limit: float, text: bytes) -> HookCall:
         """What :meth:`packed` gave."""
         parts = [*text.decode(errors="replace").split("\0"), "", "", "", ""]
         return cls(limit=limit, hook=parts[0], provider=parts[1], key=parts[2], home=parts[3], about=parts[4])
@@ -113,13 +113,13 @@ class Block:
             COUNT.pack_into(self._memory, HEAD + slot * SLOT.size, 0)
             self._free.append(slot)
 
-    def works(self) -> dict[int, list[Work]]:
+    def works(self) -> dict[int, list[HookCall]]:
         """Thread id -> the hook calls that it is in or awaits, the shortest limit first."""
-        works: dict[int, list[Work]] = {}
+        works: dict[int, list[HookCall]] = {}
         for slot in range(SLOTS):
             thread, limit, length, text = SLOT.unpack_from(self._memory, HEAD + slot * SLOT.size)
             if thread:
-                works.setdefault(thread, []).append(Work.unpacked(limit, text[:length]))
+                works.setdefault(thread, []).append(HookCall.unpacked(limit, text[:length]))
         return {thread: sorted(calls, key=lambda work: work.limit) for thread, calls in works.items()}
 
 

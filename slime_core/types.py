@@ -428,7 +428,7 @@ class Piece:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Held:
+class RankTensor:
     """One tensor as a rank of an engine holds it: pieces of Hugging Face tensors end to end along ``dim``.
 
     Example:
@@ -470,7 +470,7 @@ class WeightRoute:
     group: str = ""  # nccl: name of the process group
     timeout: float = 600.0  # nccl: seconds until the trainer gives up on servers that do not take the weights
     checksum: Checksum = "sha256"
-    checks: tuple[Held, ...] = ()  # tensors whose checksums the update carries
+    checks: tuple[RankTensor, ...] = ()  # tensors whose checksums the update carries
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

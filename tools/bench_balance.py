@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from slime_core.clusters.channel import Frame, encode
-from slime_core.trainers.data_parallel import Split, pack
+from slime_core.trainers.data_parallel import BatchSplit, pack
 from slime_core.trainers.packing import make_packs, micro_batch, prompts_of
 from slime_core.types import Batch, MicroBatch
 from slime_core.weights.flops import Flops
@@ -103,7 +103,7 @@ class Row:
 def measure(args: argparse.Namespace, ranks: int) -> Row:
     """The worst of the seeds."""
     found = Row()
-    split = Split(flops=FLOPS, ranks=ranks, max_tokens=args.max_tokens)
+    split = BatchSplit(flops=FLOPS, ranks=ranks, max_tokens=args.max_tokens)
     for seed in range(args.seeds):
         batch = draw(args, seed)
         start = time.process_time()

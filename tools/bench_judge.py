@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slime_kernelbench.judge import JudgeOptions, LocalJudge
-from slime_kernelbench.types import Problem, Verdict
+from slime_kernelbench.types import KernelProblem, Verdict
 
 CORPUS = Path(__file__).parent.parent / "plugins" / "slime_kernelbench" / "tests" / "corpus"
 HONEST = ("add_one_shot", "relu_with_main", "row_softmax", "heuristics_gelu", "autograd_function")
@@ -61,17 +61,17 @@ class Measured:
         }
 
 
-def candidates(names: tuple[str, ...], kind: str) -> list[tuple[str, Problem]]:
+def candidates(names: tuple[str, ...], kind: str) -> list[tuple[str, KernelProblem]]:
     found = []
     for name in names:
         text = (CORPUS / kind / f"{name}.txt").read_text(encoding="utf-8")
         title = text.splitlines()[0].removeprefix("# problem: ")
         source = (CORPUS / "problems" / f"{title}.txt").read_text(encoding="utf-8")
-        found.append((text, Problem(id=f"corpus/{title}", name=title, source=source)))
+        found.append((text, KernelProblem(id=f"corpus/{title}", name=title, source=source)))
     return found
 
 
-async def measure(judge: LocalJudge, kind: list[tuple[str, Problem]], seconds: float, askers: int) -> Measured:
+async def measure(judge: LocalJudge, kind: list[tuple[str, KernelProblem]], seconds: float, askers: int) -> Measured:
     measured, number = Measured(askers), 0
     await asyncio.gather(*(judge.judge(f"{text}\n# warm", problem) for text, problem in kind))  # references, once
     began = time.perf_counter()

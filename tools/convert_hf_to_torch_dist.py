@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slime_cli.failure import Session, report_failure
+from slime_cli.failure import CliSession, report_failure
 from slime_cli.main import main as slime
 from slime_core.config.command_line import resolve, split
 from slime_core.config.problems import Problem, raise_all
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         compare(model_args(rest), Path(given.hf_checkpoint))
     except Exception as error:
-        return report_failure(error, Session(as_json=given.json))
+        return report_failure(error, CliSession(as_json=given.json))
     words = ["convert", "hf-to-dist", given.hf_checkpoint, given.save, "--dtype", given.dtype]
     words += ["--make-vocab-size-divisible-by", given.make_vocab_size_divisible_by]
     words += ["--tensor-model-parallel-size", given.tensor_model_parallel_size]

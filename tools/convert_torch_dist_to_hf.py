@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from slime_cli.failure import Session, report_failure
+from slime_cli.failure import CliSession, report_failure
 from slime_cli.main import main as slime
 from slime_core.errors import ConfigError
 from slime_core.report.text import say
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             why="config.json says how tensors are named and cut, and DST needs one",
             fix="--origin-hf-dir FOLDER, the model folder that training started from",
         )  # fmt: skip
-        return report_failure(error, Session(as_json=given.json))
+        return report_failure(error, CliSession(as_json=given.json))
     for name in ("model_name", "vocab_size"):
         if getattr(given, name):
             say(f"--{name.replace('_', '-')} is not needed: config.json of {given.origin_hf_dir} says it")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from slime_core.clusters.proxy import Service, run
-from slime_core.trainers.data_parallel import Portion, Seat
+from slime_core.trainers.data_parallel import Portion, RankSeat
 from slime_core.weights.flops import Flops
 
 
@@ -23,10 +23,10 @@ class IdleRank(Service):
         self._hello = hello
         return ""
 
-    def join(self, place: str, errors: Path) -> Seat:
+    def join(self, place: str, errors: Path) -> RankSeat:
         """Its seat."""
         flops = Flops(token=1e9, pair=1e5)
-        return Seat(number=self._hello["rank"], ranks=self._hello["world"], over=1, flops=flops)
+        return RankSeat(number=self._hello["rank"], ranks=self._hello["world"], over=1, flops=flops)
 
     def score(self, portion: Portion, roles: frozenset[str]) -> dict[str, Any]:
         """Columns of its rows."""

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from slime_cli.failure import Session, report_failure
+from slime_cli.failure import CliSession, report_failure
 from slime_cli.main import main as slime
 from slime_core.errors import ConfigError
 from slime_core.report.text import say
@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None, *, ahead: int) -> int:
     try:
         words, notices = words_of(given, ahead=ahead)
     except ConfigError as error:
-        return report_failure(error, Session(as_json="--json" in given))
+        return report_failure(error, CliSession(as_json="--json" in given))
     for notice in notices:
         say(notice)
     return slime(words)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slime_cli.failure import Session
+from slime_cli.failure import CliSession
 from slime_cli.tables import heading, print_table
 from slime_cli.words import PASSING
 from slime_core.report.text import say
@@ -32,7 +32,7 @@ def command() -> None:
 @click.option("--card", "as_card", is_flag=True, help="The algorithm's card as comments first, and settled values.")
 @click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")
 @click.pass_obj
-def show(session: Session, words: tuple[str, ...], stage: str | None, as_card: bool, as_json: bool) -> None:
+def show(session: CliSession, words: tuple[str, ...], stage: str | None, as_card: bool, as_json: bool) -> None:
     """Print the resolved config as TOML: flag over recipe over plugin default over core default.
 
     With --card, or an --advantage-estimator on the command line, the algorithm's card stands before it, and keys that
@@ -143,7 +143,7 @@ def keys(prefix: str, plugins: tuple[str, ...], backend: str | None, as_json: bo
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[RECIPE] [--KEY VALUE]...")
 @click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")
 @click.pass_obj
-def check(session: Session, words: tuple[str, ...], as_json: bool) -> None:
+def check(session: CliSession, words: tuple[str, ...], as_json: bool) -> None:
     """Check keys, values, files, rules between keys, plugins and their routes; the exit code says where it failed."""
     from slime_cli.settings import load_settings, plans
     from slime_core.config.dump import fingerprint

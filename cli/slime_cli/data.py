@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slime_cli.failure import Session
+from slime_cli.failure import CliSession
 from slime_cli.tables import heading, print_pairs, print_table
 from slime_cli.words import PASSING
 from slime_core.report.text import say
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from slime_cli.survey import Survey
     from slime_core.config.schema import Config
     from slime_core.data.prompts import Encoder
-    from slime_core.data.rows import Rows
+    from slime_core.data.rows import DataRows
 
 BAR = 40  # characters of the longest bar of the histogram
 EVERY = 10.0  # seconds between lines of progress
@@ -36,7 +36,7 @@ def command() -> None:
 @click.option("--run", "run_dir", type=click.Path(path_type=Path), help="A run that must still find its rows in FILE.")
 @click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")
 @click.pass_obj
-def check(session: Session, file: str, words: tuple[str, ...], run_dir: Path | None, as_json: bool) -> int:
+def check(session: CliSession, file: str, words: tuple[str, ...], run_dir: Path | None, as_json: bool) -> int:
     """Read FILE whole as a run would: rows, keys, lengths, duplicates, bad rows with line and column.
 
     FILE is what data.prompt_data may be: JSONL, Parquet, a folder or a hub set, with @[a:b] for a slice. The columns
@@ -46,12 +46,12 @@ def check(session: Session, file: str, words: tuple[str, ...], run_dir: Path | N
     """
     from slime_cli.settings import load_words, split_words
     from slime_cli.survey import survey
-    from slime_core.config.schema import Task
+    from slime_core.config.schema import DataTask
     from slime_core.data.opening import open_rows
     from slime_core.data.prompts import Keys, check_columns
 
     config = load_words(split_words([*words, "--prompt-data", file]), session).config
-    keys = Keys.of(config, Task(name="default"))
+    keys = Keys.of(config, DataTask(name="default"))
     rows = open_rows(config.data.prompt_data, max_line_bytes=config.data.max_line_bytes)
     try:
         check_columns(rows, keys)
@@ -110,7 +110,7 @@ def progress(total: int) -> Callable[[int], None]:
     return tell
 
 
-def check_run(run_dir: Path, rows: Rows, config: Config) -> None:
+def check_run(run_dir: Path, rows: DataRows, config: Config) -> None:
     """Refuse rows that are not those that the run began with; one that has grown since is told, as a resumed run does.
 
     Raises:
@@ -150,7 +150,7 @@ def _as_far(state: Mapping[str, Any], config: Config) -> str:
         rows.close()
 
 
-def facts_of(result: Survey, rows: Rows, config: Config) -> dict[str, Any]:
+def facts_of(result: Survey, rows: DataRows, config: Config) -> dict[str, Any]:
     """Everything that `slime data check` says, with stable keys."""
     batch_size = config.rollout.rollout_batch_size
     notes = (
@@ -192,7 +192,7 @@ def facts_of(result: Survey, rows: Rows, config: Config) -> dict[str, Any]:
     }
 
 
-def _grown(config: Config, rows: Rows) -> str:
+def _grown(config: Config, rows: DataRows) -> str:
     from slime_core.data.rows import split_slice
 
     mark = rows.mark() or {}

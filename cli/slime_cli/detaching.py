@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from slime_core.plugins import Plugins
 
 
-class Drivers(Protocol):
+class DetachedDrivers(Protocol):
     """Detached drivers of one cluster, by name."""
 
     def submit(self, name: str, order: Order) -> dict[str, Any]:
@@ -56,7 +56,9 @@ class Detaching(Protocol):
         """What the user should know before the run is sent there."""
         ...
 
-    def drivers(self, address: str, config: Config | None = None) -> AbstractContextManager[tuple[Drivers, str]]:
+    def drivers(
+        self, address: str, config: Config | None = None
+    ) -> AbstractContextManager[tuple[DetachedDrivers, str]]:
         """Its drivers, and its address as it names it; with ``config`` what the run needs goes there too.
 
         Raises:

@@ -14,7 +14,7 @@ from slime_cli.tables import heading, print_pairs, print_table
 from slime_core.report.text import say
 
 if TYPE_CHECKING:
-    from slime_cli.replaying.compare import Comparison, Part
+    from slime_cli.replaying.compare import ComparedPart, StepComparison
     from slime_core.report.rundir import RunDir
 
 MOST = 40
@@ -126,14 +126,14 @@ def compare_final(one: RunDir, other: RunDir) -> dict[str, Any]:
     }
 
 
-def rows_of(steps: Comparison) -> list[list[Any]]:
+def rows_of(steps: StepComparison) -> list[list[Any]]:
     """A row a step: version, stage, and a word a part."""
     from slime_cli.replaying.compare import PARTS
 
     return [[s.version, s.stage[0], *(_word(s.parts[name]) for name in PARTS)] for s in steps.steps]
 
 
-def _word(part: Part) -> str:
+def _word(part: ComparedPart) -> str:
     if part.verdict == "same":
         return "="
     if part.verdict == "unknown":

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from slime_cli import history
-from slime_cli.failure import Session, Terminated, report_failure
-from slime_cli.restarts import MEMORY, Command, Death, Past, given_up, pause, refusal
+from slime_cli.failure import CliSession, Terminated, report_failure
+from slime_cli.restarts import MEMORY, Death, Past, RestartCommand, given_up, pause, refusal
 from slime_cli.signals import terminable
 from slime_cli.starts import starts_of
 from slime_core.clusters.channel import end_with
@@ -72,7 +72,7 @@ def main() -> int:
         letter = Letter(**json.load(file))
     os.environ[DETACHED] = "1"
     run_dir = RunDir(Path(letter.run_dir))
-    session = Session(verbose=letter.verbose, run_dir=run_dir, secrets=frozenset(letter.secrets.values()))
+    session = CliSession(verbose=letter.verbose, run_dir=run_dir, secrets=frozenset(letter.secrets.values()))
     try:
         words = next_words(letter, run_dir, session)
     except BaseException as error:
@@ -84,7 +84,7 @@ def main() -> int:
     return slime(words)
 
 
-def next_words(letter: Letter, run_dir: RunDir, session: Session) -> list[str] | None:
+def next_words(letter: Letter, run_dir: RunDir, session: CliSession) -> list[str] | None:
     """Words after `slime` of this start; None where the run has ended already.
 
     Raises:
@@ -114,7 +114,7 @@ def next_words(letter: Letter, run_dir: RunDir, session: Session) -> list[str] |
         fix = f"slime run --resume {run_dir.path}"
         raise Preempted("stopped before it went on (SIGTERM)", why="nothing is lost", fix=fix) from None
     remember(Past(deaths=deaths, allowed=letter.allowed, secrets=letter.secrets))
-    again = Command(
+    again = RestartCommand(
         session, forced=letter.forced, stop_after=letter.left, verify_step=letter.verify_step, as_json=False
     )
     return again.words(run_dir, lost.version)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slime_cli.failure import Session, exit_refused
+from slime_cli.failure import CliSession, exit_refused
 from slime_cli.libraries import quiet_libraries
 from slime_cli.run import drive, reporting, terminable
 from slime_cli.starts import end
@@ -35,7 +35,7 @@ OWN_SETS = ("eval_prompt_data", "eval_config")  # sets on the command line: --pl
 @click.option("-v", "--verbose", is_flag=True, help="Show tracebacks.")
 @click.pass_obj
 def command(
-    session: Session,
+    session: CliSession,
     model: str,
     words: tuple[str, ...],
     run_dir: Path | None,
@@ -86,7 +86,7 @@ def _check_judged(results: dict[str, dict[str, float]], path: str) -> None:
 
 
 def evaluate(
-    model: str, words: tuple[str, ...], session: Session, at: Path | None
+    model: str, words: tuple[str, ...], session: CliSession, at: Path | None
 ) -> tuple[dict[str, dict[str, float]], str]:
     """Metrics by set name, and the directory that holds them."""
     from slime_cli.settings import Settings, load_words, split_words

@@ -13,7 +13,7 @@ FIGURE = re.compile(r"(.+?)/((?:pass|maj)@\d+(?:/(?:low|high|questions))?|questi
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Table:
+class TextTable:
     """Cells of text with a title."""
 
     title: str
@@ -21,7 +21,7 @@ class Table:
     rows: list[list[str]]
 
 
-def figure_tables(results: Mapping[str, Mapping[str, float]]) -> list[Table]:
+def figure_tables(results: Mapping[str, Mapping[str, float]]) -> list[TextTable]:
     """A table with a column a set, then a table of categories for each set that has some.
 
     Example:
@@ -31,10 +31,10 @@ def figure_tables(results: Mapping[str, Mapping[str, float]]) -> list[Table]:
     plain = [key for figures in results.values() for key in figures if not key.startswith(CATEGORY)]
     keys = [key for key in dict.fromkeys(plain) if not _is_end(key, plain)]
     rows = [[key, *(_figure(figures, key) for figures in results.values())] for key in keys]
-    return [Table(title="evaluation", columns=["figure", *results], rows=rows), *_categories(results)]
+    return [TextTable(title="evaluation", columns=["figure", *results], rows=rows), *_categories(results)]
 
 
-def difference_tables(differences: Sequence[Difference]) -> list[Table]:
+def difference_tables(differences: Sequence[Difference]) -> list[TextTable]:
     """A row a set, then a table of categories for each set that has some."""
     columns = ["set", "questions", "A", "B", "B - A", "95 % interval", "p", "test", "only A", "only B", "left out"]
     rows = [
@@ -45,23 +45,23 @@ def difference_tables(differences: Sequence[Difference]) -> list[Table]:
         ]
         for d in differences
     ]
-    tables = [Table(title="comparison (pass@1)", columns=columns, rows=rows)]
+    tables = [TextTable(title="comparison (pass@1)", columns=columns, rows=rows)]
     for d in differences:
         parts = [[n, str(c), _short(a), _short(b), f"{b - a:+.4g}"] for n, (c, a, b) in d.categories.items()]
         if parts:
             names = ["category", "questions", "A", "B", "B - A"]
-            tables.append(Table(title=f"categories of {d.name}", columns=names, rows=parts))
+            tables.append(TextTable(title=f"categories of {d.name}", columns=names, rows=parts))
     return tables
 
 
-def to_markdown(table: Table) -> str:
+def to_markdown(table: TextTable) -> str:
     """A heading and a pipe table; pipes in cells are escaped."""
     lines = [table.columns, ["---"] * len(table.columns), *table.rows]
     shown = ["| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines]
     return "\n".join([f"## {table.title}", "", *shown, ""])
 
 
-def _categories(results: Mapping[str, Mapping[str, float]]) -> list[Table]:
+def _categories(results: Mapping[str, Mapping[str, float]]) -> list[TextTable]:
     tables = []
     for name, figures in results.items():
         parts: dict[str, dict[str, float]] = {}
@@ -73,7 +73,7 @@ def _categories(results: Mapping[str, Mapping[str, float]]) -> list[Table]:
         keys = [key for key in keys if not _is_end(key, keys)]
         rows = [[category, *(_figure(part, key) for key in keys)] for category, part in parts.items()]
         if rows:
-            tables.append(Table(title=f"categories of {name}", columns=["category", *keys], rows=rows))
+            tables.append(TextTable(title=f"categories of {name}", columns=["category", *keys], rows=rows))
     return tables
 
 

@@ -37,7 +37,7 @@ class Terminated(BaseException):
 
 
 @dataclass(slots=True)
-class Session:
+class CliSession:
     """What one call of `slime` knows about itself."""
 
     argv: list[str] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Session:
     on_hang: Callable[[SlimeError], None] | None = None  # told of a part that hangs, before the run is ended for it
 
 
-def report_failure(error: BaseException, session: Session) -> int:
+def report_failure(error: BaseException, session: CliSession) -> int:
     """Say what happened and choose the exit code."""
     if isinstance(error, (click.exceptions.Exit, SystemExit)):
         code = error.exit_code if isinstance(error, click.exceptions.Exit) else error.code
@@ -144,7 +144,7 @@ def coloured() -> bool:
     return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def _told(shown: SlimeError, error: BaseException, session: Session, *, always_saved: bool = False) -> int:
+def _told(shown: SlimeError, error: BaseException, session: CliSession, *, always_saved: bool = False) -> int:
     from slime_core.config.dump import scrub
 
     trace = scrub(shortened("".join(traceback.format_exception(error)), TRACE), session.secrets)
@@ -167,7 +167,7 @@ def _told(shown: SlimeError, error: BaseException, session: Session, *, always_s
     return shown.exit_code
 
 
-def _stopped(error: Preempted, session: Session) -> int:
+def _stopped(error: Preempted, session: CliSession) -> int:
     """No failure: what was reached, and how to go on."""
     code = INTERRUPTED if session.interrupted else error.exit_code
     say(f"{error.what}; {error.why}" if error.why else error.what)
@@ -199,7 +199,7 @@ def _ours(error: BaseException) -> SlimeError:
     )
 
 
-def _save(trace: str, session: Session) -> Path | None:
+def _save(trace: str, session: CliSession) -> Path | None:
     try:
         if session.run_dir is not None:
             return save_error(session.run_dir, "traceback", trace)
@@ -211,5 +211,5 @@ def _save(trace: str, session: Session) -> Path | None:
         return None
 
 
-def _kept(session: Session) -> str:
+def _kept(session: CliSession) -> str:
     return f"; what was done is in {session.run_dir.path}" if session.run_dir is not None else ""

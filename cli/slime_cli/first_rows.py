@@ -11,7 +11,7 @@ from slime_core.data.rows import split_slice
 from slime_core.data.supply import BadRows, FileSupply
 
 if TYPE_CHECKING:
-    from slime_core.config.schema import Config, Task
+    from slime_core.config.schema import Config, DataTask
 
 SMALL = 64 << 20  # bytes of a file that is read whole: a second at most
 
@@ -38,7 +38,7 @@ def first_rows(config: Config, tasks_with_prompts: frozenset[str]) -> dict[str, 
     return rows_by_task
 
 
-def _first_row(config: Config, task: Task, key: str) -> Parsed | None:
+def _first_row(config: Config, task: DataTask, key: str) -> Parsed | None:
     path = Path(split_slice(task.prompt_data, key)[0]).expanduser()
     if path.is_dir() or (path.is_file() and path.stat().st_size > SMALL):
         return None

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_cli.detaching import actor_name, detaching
-from slime_core.clusters.detached import LOG, PREFIX, Record, code_of, read_record
+from slime_core.clusters.detached import LOG, PREFIX, DriverRecord, code_of, read_record
 from slime_core.errors import ConfigError, SlimeError, install_line
 from slime_core.report.rundir import RunDir
 from slime_core.report.text import say
 
 if TYPE_CHECKING:
-    from slime_cli.detaching import Drivers
+    from slime_cli.detaching import DetachedDrivers
 
 SHOWN = 20  # lines of what was said before
 POLL = 0.2  # seconds between looks at files
@@ -29,11 +29,11 @@ ASK = 2.0  # seconds between questions to an actor
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Target:
+class RunTarget:
     """A run that somebody named."""
 
     run_dir: RunDir
-    record: Record | None
+    record: DriverRecord | None
 
     @property
     def path(self) -> Path:
@@ -57,7 +57,7 @@ class Target:
         return code_of(info)
 
 
-def target_of(path: Path) -> Target:
+def target_of(path: Path) -> RunTarget:
     """The run in a folder.
 
     Raises:
@@ -66,10 +66,10 @@ def target_of(path: Path) -> Target:
     resolved = path.expanduser().absolute()
     record = read_record(resolved)
     run_dir = RunDir(resolved) if record is not None else RunDir.open(path)
-    return Target(run_dir=run_dir, record=record)
+    return RunTarget(run_dir=run_dir, record=record)
 
 
-def named(word: str, address: str) -> Target:
+def named(word: str, address: str) -> RunTarget:
     """A run by its folder, or a detached one by the name of its actor or of its folder.
 
     Raises:
@@ -105,7 +105,7 @@ def plain(actor: str) -> str:
 
 
 @contextmanager
-def reached(address: str) -> Iterator[Drivers]:
+def reached(address: str) -> Iterator[DetachedDrivers]:
     """Detached drivers of a cluster: the address that is given, or RAY_ADDRESS, or that of this machine.
 
     Raises:
@@ -133,7 +133,7 @@ def reached(address: str) -> Iterator[Drivers]:
 
 
 @contextmanager
-def reached_of(target: Target, address: str) -> Iterator[Drivers]:
+def reached_of(target: RunTarget, address: str) -> Iterator[DetachedDrivers]:
     """The cluster of a detached run.
 
     Raises:
@@ -170,7 +170,7 @@ class Lines:
         return [line.decode(errors="replace") for line in (lines[-self._last :] if first else lines)]
 
 
-def follow(target: Target, address: str, show: Callable[[str], None] = say) -> int:
+def follow(target: RunTarget, address: str, show: Callable[[str], None] = say) -> int:
     """Show what the run says until it has ended; its exit code.
 
     Raises:
@@ -186,7 +186,7 @@ def follow(target: Target, address: str, show: Callable[[str], None] = say) -> i
     return follow_process(target, show)
 
 
-def follow_detached(target: Target, address: str, show: Callable[[str], None]) -> int:
+def follow_detached(target: RunTarget, address: str, show: Callable[[str], None]) -> int:
     """Its driver's output; its actor is asked now and then, its record is looked at always."""
     lines, name = Lines(target.path / LOG), actor_name(target.path)
     with reached_of(target, address) as drivers:
@@ -206,7 +206,7 @@ def follow_detached(target: Target, address: str, show: Callable[[str], None]) -
             time.sleep(POLL)
 
 
-def lost(target: Target) -> SlimeError:
+def lost(target: RunTarget) -> SlimeError:
     """The error of a driver that is not started again and could not say how it ended."""
     return SlimeError(
         "the run's driver was lost, and is not started again",
@@ -217,7 +217,7 @@ def lost(target: Target) -> SlimeError:
     )
 
 
-def follow_process(target: Target, show: Callable[[str], None]) -> int:
+def follow_process(target: RunTarget, show: Callable[[str], None]) -> int:
     """Steps, evaluations and sentences of a run in a process of this or another machine."""
     notes, figures = Lines(target.run_dir.log / "run.log"), Lines(target.run_dir.metrics, SHOWN)
     shown = Steps(target.run_dir)

@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from slime_cli.failure import Session, report_failure
+from slime_cli.failure import CliSession, report_failure
 
 COMMANDS = {
     "run": "train: a recipe file, or a plugin's default recipe",
@@ -85,7 +85,7 @@ class LazyGroup(click.Group):
 @click.option("-v", "--verbose", is_flag=True, help="Show tracebacks.")
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=lambda *a: _version(*a))
 @click.pass_obj
-def cli(session: Session, verbose: bool) -> None:
+def cli(session: CliSession, verbose: bool) -> None:
     """Post-train language models with reinforcement learning."""
     session.verbose = verbose or session.verbose
 
@@ -101,7 +101,7 @@ def _version(ctx: click.Context, parameter: click.Parameter, value: bool) -> Non
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the answer is the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    session = Session(argv=words, as_json="--json" in words)
+    session = CliSession(argv=words, as_json="--json" in words)
     try:
         result: Any = cli.main(args=words, prog_name="slime", standalone_mode=False, obj=session)
     except BaseException as error:

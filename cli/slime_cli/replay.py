@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slime_cli.failure import Session
+from slime_cli.failure import CliSession
 from slime_cli.tables import heading, print_pairs, print_table
 from slime_core.report.text import say
 
@@ -29,7 +29,7 @@ SHOWN = 40
 @click.option("--verify", is_flag=True, help="Recompute its gradient slowly, too.")
 @click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")
 @click.pass_obj
-def command(session: Session, run: Path, step: int, verify: bool, as_json: bool) -> int:
+def command(session: CliSession, run: Path, step: int, verify: bool, as_json: bool) -> int:
     """Make a recorded step again from the ledger and compare it with what was recorded.
 
     Begins at the nearest checkpoint before it, or at the starting weights; starts no engine; changes nothing of the

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from slime_cli.failure import Session, Terminated, placed, report_failure
+from slime_cli.failure import CliSession, Terminated, placed, report_failure
 from slime_cli.signals import kill_descendants
 from slime_cli.starts import end, save_error
 from slime_core.errors import END_NOW, Hung, Preempted, SlimeError, remade
@@ -129,7 +129,7 @@ class Restarts:
             run.fresh(None)
     """
 
-    def __init__(self, session: Session, before: Past, settings: Settings, command: Command) -> None:
+    def __init__(self, session: CliSession, before: Past, settings: Settings, command: RestartCommand) -> None:
         self._session, self._past, self._settings, self._command = session, before, settings, command
         self._ending = threading.Event()  # the run is over, for better or worse
 
@@ -217,14 +217,14 @@ def unsaved(settings: Settings) -> dict[str, str]:
     return {key: plain[key] for key, text in hidden.items() if REDACTED in text and key in plain}
 
 
-class Command:
+class RestartCommand:
     """The command line of this process, and what it becomes: `slime run --resume`, in the folder and environment here.
 
     Make it before anything changes either.
     """
 
     def __init__(
-        self, session: Session, *, forced: Sequence[str], stop_after: float | None, verify_step: int, as_json: bool
+        self, session: CliSession, *, forced: Sequence[str], stop_after: float | None, verify_step: int, as_json: bool
     ) -> None:
         self._forced, self._stop_after, self._verify_step = tuple(forced), stop_after, verify_step
         self._as_json, self._session = as_json, session

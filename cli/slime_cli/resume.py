@@ -15,22 +15,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime_cli.failure import Session
+from slime_cli.failure import CliSession
 from slime_cli.live import total_steps
 from slime_cli.starts import starts_of
 from slime_core.config.command_line import Word
 from slime_core.config.dump import REDACTED, texts_in
-from slime_core.config.load import Words, stages
+from slime_core.config.load import CommandLine, stages
 from slime_core.errors import ConfigError, PluginError
 from slime_core.report.rundir import RunDir
 from slime_core.report.text import say
 
 if TYPE_CHECKING:
-    from slime_cli.resume_compatibility import Change
+    from slime_cli.resume_compatibility import ConfigChange
     from slime_cli.settings import Settings
     from slime_core.checkpoint import LoadedCheckpoint
     from slime_core.config.schema import Config
-    from slime_core.ledger.repair import Standing
+    from slime_core.ledger.repair import ResumePoint
     from slime_core.plugins import Plugins
 
 AUTO = "auto"
@@ -46,7 +46,7 @@ class Going:
     run_dir: RunDir
     found: LoadedCheckpoint | None
     exact: bool  # steps that were recorded must give the recorded weights
-    changes: list[Change]
+    changes: list[ConfigChange]
 
     @property
     def version(self) -> int:
@@ -54,7 +54,7 @@ class Going:
         return self.found.version if self.found else 0
 
 
-def choose(word: str, at: Path | None, words: Sequence[str], session: Session) -> tuple[Settings, Path | None]:
+def choose(word: str, at: Path | None, words: Sequence[str], session: CliSession) -> tuple[Settings, Path | None]:
     """The settings, and the run to go on with; None where ``auto`` finds none and a fresh one is due.
 
     Raises:
@@ -94,7 +94,7 @@ def newest(name: str, at: Path | None = None) -> Path | None:
     return None
 
 
-def load_saved(path: Path, words: Sequence[str], session: Session) -> Settings:
+def load_saved(path: Path, words: Sequence[str], session: CliSession) -> Settings:
     """The config of a run under flags; a recipe among ``words`` stands in its place, and is compared with it later.
 
     Raises:
@@ -231,21 +231,21 @@ def recover_ledger(run_dir: RunDir, checkpoint: LoadedCheckpoint | None, config:
         say(line)
 
 
-def standing(checkpoint: LoadedCheckpoint | None, stages: int) -> Standing:
+def standing(checkpoint: LoadedCheckpoint | None, stages: int) -> ResumePoint:
     """What the ledger must still hold for a run of so many stages that goes on from ``checkpoint``."""
-    from slime_core.ledger.repair import Standing
+    from slime_core.ledger.repair import ResumePoint
 
     if checkpoint is None:
-        return Standing()
+        return ResumePoint()
     collector, issued = checkpoint.state["collector"], checkpoint.ledger.get("issued", 0)
     in_last = collector is not None and checkpoint.state["stage"] == stages - 1
     first = min(collector.get("open", ()), default=collector.get("issued", 0)) if collector and in_last else 0
-    return Standing(version=checkpoint.version, copy=checkpoint.ledger_copy, issued=issued, first=first)
+    return ResumePoint(version=checkpoint.version, copy=checkpoint.ledger_copy, issued=issued, first=first)
 
 
 def check_config(
     run_dir: RunDir, checkpoint: LoadedCheckpoint | None, config: Config, settings: Settings, forced: Collection[str]
-) -> list[Change]:
+) -> list[ConfigChange]:
     """The keys that are not as they were saved, after unsafe ones were refused; the others are told.
 
     Raises:
@@ -384,4 +384,4 @@ def _refuse_redacted(data: Any, path: Path) -> None:
         )
 
 
-__all__ = ["AUTO", "Going", "Words", "already_finished", "choose", "kind_of", "references", "reopen"]
+__all__ = ["AUTO", "CommandLine", "Going", "already_finished", "choose", "kind_of", "references", "reopen"]

@@ -147,7 +147,7 @@ TABLE = Rule("unsafe", "only its plugin or backend knows what it changes", froze
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Change:
+class ConfigChange:
     """A key whose value is not that of the saved run; with several stages, perhaps of one of them."""
 
     key: str  # train.lr, plugin.rm_math.digits, stage.warmup.train.lr
@@ -171,7 +171,7 @@ def rule_of(name: str) -> Rule:
     return next((rule for rule in RULES if name in rule.keys), Rule("unsafe", "no class has it", frozenset()))
 
 
-def compare(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+def compare(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[ConfigChange]:
     """Changed keys of two whole configs as plain tables (secrets redacted in both), in the schema's order.
 
     Raises:
@@ -180,10 +180,12 @@ def compare(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     before, after = stages(_config(was)), stages(_config(now))
     names = [stage_name(stage) for stage in before], [stage_name(stage) for stage in after]
     if names[0] != names[1]:
-        structure = Change(key=STAGE, was=names[0], now=names[1], verdict=STRUCTURE.verdict, reason=STRUCTURE.reason)
+        structure = ConfigChange(
+            key=STAGE, was=names[0], now=names[1], verdict=STRUCTURE.verdict, reason=STRUCTURE.reason
+        )
         before, after = before[-1:], after[-1:]
         return [structure, *_of_stage(before[0], after[0], was, now, last=True)]
-    changes: dict[str, list[tuple[str, Change]]] = {}
+    changes: dict[str, list[tuple[str, ConfigChange]]] = {}
     for name, old, new in zip(names[0], before, after):
         for change in _of_stage(old, new, was, now, last=name == names[0][-1]):
             changes.setdefault(change.key, []).append((name, change))
@@ -201,12 +203,12 @@ def signature(data: Mapping[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(values, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
 
 
-def refused(changes: Sequence[Change], forced: Collection[str] = ()) -> list[Change]:
+def refused(changes: Sequence[ConfigChange], forced: Collection[str] = ()) -> list[ConfigChange]:
     """The unsafe ones that no ``--force-key`` names."""
     return [c for c in changes if c.verdict == "unsafe" and not any(c.named_by(force) for force in forced)]
 
 
-def table(changes: Sequence[Change]) -> str:
+def table(changes: Sequence[ConfigChange]) -> str:
     """Lines ``key  was -> now  verdict: reason``, aligned."""
     rows = [(c.key, f"{shown(c.was)} -> {shown(c.now)}", f"{c.verdict}: {c.reason}") for c in changes]
     widths = [max(len(row[i]) for row in rows) for i in range(2)] if rows else [0, 0]
@@ -219,7 +221,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 120 else text[:80] + "..." + text[-37:]
 
 
-def check(changes: Sequence[Change], forced: Collection[str], where: str) -> None:
+def check(changes: Sequence[ConfigChange], forced: Collection[str], where: str) -> None:
     """Refuse what would make another experiment of the run.
 
     Raises:
@@ -238,7 +240,7 @@ def check(changes: Sequence[Change], forced: Collection[str], where: str) -> Non
         )
 
 
-def check_forced(forced: Collection[str], changes: Sequence[Change] = ()) -> None:
+def check_forced(forced: Collection[str], changes: Sequence[ConfigChange] = ()) -> None:
     """Every ``--force-key`` is a key; it need not have changed.
 
     Raises:
@@ -277,7 +279,7 @@ def _config(data: Mapping[str, Any]) -> Config:
 
 def _of_stage(
     old: Config, new: Config, was: Mapping[str, Any], now: Mapping[str, Any], *, last: bool
-) -> Iterator[Change]:
+) -> Iterator[ConfigChange]:
     """Changes of one resolved stage. A key that only follows from another (``auto``) is left out."""
     before, after = dict(_flat(old.model_dump(mode="json"))), dict(_flat(new.model_dump(mode="json")))
     written = _written(was, old), _written(now, new)
@@ -286,7 +288,7 @@ def _of_stage(
         if one == two or _core(path) in _settled(written, path):
             continue
         rule = _rule_at(path, old, new, last)
-        yield Change(key=path, was=one, now=two, verdict=rule.verdict, reason=rule.reason)
+        yield ConfigChange(key=path, was=one, now=two, verdict=rule.verdict, reason=rule.reason)
 
 
 def _written(data: Mapping[str, Any], stage: Config) -> dict[str, Any]:
@@ -343,12 +345,12 @@ def _flat(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, list(data) if isinstance(data, tuple) else data
 
 
-def _merged(changes: list[tuple[str, Change]], count: int) -> list[Change]:
+def _merged(changes: list[tuple[str, ConfigChange]], count: int) -> list[ConfigChange]:
     """One row where all stages changed alike, else a row a stage."""
     same = len(changes) == count and len({(shown(c.was), shown(c.now), c.verdict) for _, c in changes}) == 1
     if count == 1 or same:
         return [changes[-1][1]]
     return [
-        Change(key=f"{STAGE}.{name}.{c.key}", was=c.was, now=c.now, verdict=c.verdict, reason=c.reason)
+        ConfigChange(key=f"{STAGE}.{name}.{c.key}", was=c.was, now=c.now, verdict=c.verdict, reason=c.reason)
         for name, c in changes
     ]

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slime_cli.failure import Session, Terminated, ended_by_code, exit_refused, loop_kept
+from slime_cli.failure import CliSession, Terminated, ended_by_code, exit_refused, loop_kept
 from slime_cli.libraries import quiet_libraries, warnings_noted
 from slime_cli.signals import Signals, drive as drive, terminable as terminable
 from slime_cli.starts import begin, end
 from slime_cli.stop_after import REASON, Seconds, StopAfter, process_age
-from slime_cli.summary import Seen, say_answer, say_end
+from slime_cli.summary import StepRange, say_answer, say_end
 from slime_cli.watched import watched
 from slime_cli.words import PASSING
 from slime_core.report.text import say
@@ -56,7 +56,7 @@ Ctrl-C or SIGTERM: checkpoint and end in order; twice: at once."""
 @click.option("-v", "--verbose", is_flag=True, help="Show tracebacks.")
 @click.pass_obj
 def command(
-    session: Session,
+    session: CliSession,
     words: tuple[str, ...],
     run_dir: Path | None,
     resume: str | None,
@@ -71,12 +71,14 @@ def command(
     """Train. RECIPE is a TOML file, or PLUGIN/NAME; without one, the default recipe of the named plugin."""
     session.verbose = session.verbose or verbose
     limit = None if stop_after is None else stop_after - process_age()
-    from slime_cli.restarts import Command, Restarts, past
+    from slime_cli.restarts import RestartCommand, Restarts, past
     from slime_cli.settings import plans
 
     check_flags(resume, forced, dry_run)
     before = session.past = past()
-    again = Command(session, forced=forced, stop_after=stop_after, verify_step=verify_step or 0, as_json=as_json)
+    again = RestartCommand(
+        session, forced=forced, stop_after=stop_after, verify_step=verify_step or 0, as_json=as_json
+    )
     with Signals() as signals:
         settings, old = settings_of(words, run_dir, resume, session)
         try:
@@ -135,7 +137,7 @@ def check_flags(resume: str | None, forced: tuple[str, ...], dry_run: bool) -> N
 
 
 def settings_of(
-    words: tuple[str, ...], run_dir: Path | None, resume: str | None, session: Session
+    words: tuple[str, ...], run_dir: Path | None, resume: str | None, session: CliSession
 ) -> tuple[Settings, Path | None]:
     """The config and plugins of a command line, and the run that it goes on with, if any."""
     if resume is not None:
@@ -188,7 +190,7 @@ class Run:
         self,
         *,
         settings: Settings,
-        session: Session,
+        session: CliSession,
         signals: Signals,
         limit: float | None = None,
         verify_step: int = 0,
@@ -302,10 +304,10 @@ def reporting(
     settings: Settings,
     run_dir: RunDir,
     config: Any,
-    session: Session,
+    session: CliSession,
     going: Going | None = None,
     clock: StopAfter | None = None,
-) -> Iterator[tuple[Report, Seen]]:
+) -> Iterator[tuple[Report, StepRange]]:
     """A started report, which is finished however the block ends; ``run.json`` says how it ended."""
     from slime_cli.live import make_live
     from slime_cli.resume import kind_of
@@ -313,7 +315,7 @@ def reporting(
     from slime_core.context import Context
     from slime_core.report import Report
 
-    summary = Seen()
+    summary = StepRange()
     sinks: list[Any] = [summary, *([clock] if clock else [])]
     if config.report.use_wandb:
         sinks.append(WandbSink(config.report.wandb_project, config.report.wandb_group))
@@ -350,7 +352,7 @@ def ended(error: BaseException) -> str:
     return "interrupted" if isinstance(error, (KeyboardInterrupt, asyncio.CancelledError)) else "failed"
 
 
-def about(settings: Settings, config: Any, session: Session) -> dict[str, Any]:
+def about(settings: Settings, config: Any, session: CliSession) -> dict[str, Any]:
     """What ``run.json`` says at the start."""
     import os
     import platform

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime_cli.failure import Session
-from slime_core.config.load import Loaded, Words, read, split, stages
+from slime_cli.failure import CliSession
+from slime_core.config.load import CommandLine, LoadedConfig, read, split, stages
 from slime_core.config.problems import Problem, raise_all
 from slime_core.errors import ConfigError
 from slime_core.plugins import load_plugin, load_plugins, option_models, recipe_path
@@ -28,7 +28,7 @@ OWN_DATA = ("prompt_data",)  # keys of data that a plugin's default recipe was n
 class Settings:
     """A loaded config and its plugins."""
 
-    loaded: Loaded
+    loaded: LoadedConfig
     plugins: Plugins
 
     @property
@@ -37,7 +37,7 @@ class Settings:
         return self.loaded.config
 
 
-def load_settings(words: Sequence[str], session: Session) -> Settings:
+def load_settings(words: Sequence[str], session: CliSession) -> Settings:
     """Config and plugins of a command line; notices go to stderr.
 
     Raises:
@@ -49,7 +49,7 @@ def load_settings(words: Sequence[str], session: Session) -> Settings:
     return with_plugins(loaded)
 
 
-def with_plugins(loaded: Loaded) -> Settings:
+def with_plugins(loaded: LoadedConfig) -> Settings:
     """A config with its plugins, whose rules it keeps.
 
     Raises:
@@ -74,7 +74,7 @@ def plugin_problems(plugins: Plugins, config: Config) -> Iterator[Problem]:
             yield from listed(rules, value, Problem, "the config", "slime_core.config.problems.Problem")
 
 
-def split_words(words: Sequence[str]) -> Words:
+def split_words(words: Sequence[str]) -> CommandLine:
     """A command line taken apart; a trainer's own flags are known by name.
 
     Raises:
@@ -84,8 +84,8 @@ def split_words(words: Sequence[str]) -> Words:
 
 
 def load_words(
-    words: Words, session: Session, *, quiet: Collection[str] = (), data_keys: Collection[str] = OWN_DATA
-) -> Loaded:
+    words: CommandLine, session: CliSession, *, quiet: Collection[str] = (), data_keys: Collection[str] = OWN_DATA
+) -> LoadedConfig:
     """The config of a split command line; notices go to stderr, but for those about the keys in ``quiet``.
 
     ``data_keys`` as :func:`find_recipe` has it.
@@ -98,7 +98,7 @@ def load_words(
     return loaded
 
 
-def find_recipe(words: Words, data_keys: Collection[str] = OWN_DATA) -> Path | None:
+def find_recipe(words: CommandLine, data_keys: Collection[str] = OWN_DATA) -> Path | None:
     """The recipe's file: a path, ``PLUGIN/NAME``, ``NAME`` of a named plugin, or a named plugin's default recipe.
 
     With a flag for one of ``data_keys``, data of the user's own, no default recipe is taken: it has other data.

@@ -14,7 +14,7 @@ import click
 
 from slime_cli.detaching import actor_name
 from slime_cli.failure import INTERRUPTED
-from slime_cli.following import POLL, Target, follow, named, reached_of, target_of
+from slime_cli.following import POLL, RunTarget, follow, named, reached_of, target_of
 from slime_core.errors import ConfigError
 from slime_core.report.text import say
 
@@ -47,7 +47,7 @@ def command(run: str, now: bool, address: str, as_json: bool) -> int:
     return 0
 
 
-def stop_detached(target: Target, now: bool, address: str, lines: list[str]) -> int:
+def stop_detached(target: RunTarget, now: bool, address: str, lines: list[str]) -> int:
     """Ask its actor, and follow it to its end."""
     with reached_of(target, address) as drivers:
         while target_of(target.path).detached and not drivers.stop(actor_name(target.path), now=now):
@@ -55,7 +55,7 @@ def stop_detached(target: Target, now: bool, address: str, lines: list[str]) -> 
     return follow(target_of(target.path), address, lines.append)
 
 
-def stop_process(target: Target, now: bool, lines: list[str]) -> int:
+def stop_process(target: RunTarget, now: bool, lines: list[str]) -> int:
     """Signal the process that holds the run, which must be on this machine.
 
     Raises:
@@ -83,7 +83,7 @@ def stop_process(target: Target, now: bool, lines: list[str]) -> int:
     return follow(target_of(target.path), "", lines.append)
 
 
-def end_process(target: Target, pid: int, *, now: bool) -> None:
+def end_process(target: RunTarget, pid: int, *, now: bool) -> None:
     """SIGTERM once; or until it is gone, and SIGKILL where it does not go."""
     end = time.monotonic() + NOW
     number = signal.SIGTERM

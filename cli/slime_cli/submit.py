@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from slime_cli.detaching import Detaching, actor_name
 from slime_cli.driver_process import Letter, deadline
-from slime_cli.failure import Session
+from slime_cli.failure import CliSession
 from slime_cli.restarts import MEMORY, allowed, unsaved
-from slime_core.clusters.detached import FILE, LOG, Order, Record, read_record, taken, time_of_day
+from slime_core.clusters.detached import FILE, LOG, DriverRecord, Order, read_record, taken, time_of_day
 from slime_core.errors import ConfigError
 from slime_core.plugins.backends import cluster_of
 from slime_core.report.text import say
@@ -35,7 +35,7 @@ PROGRAM = ("-P", "-m", "slime_cli.driver_process")
 class Detach:
     """A command line of `slime run --detach`."""
 
-    session: Session
+    session: CliSession
     words: Sequence[str]  # recipe, flags and keys
     run_dir: Path | None
     resume: str | None
@@ -86,7 +86,7 @@ def submit(detach: Detach, settings: Settings) -> dict[str, Any]:
                 environment={**environment, **cluster.environment(cluster_address)},
                 restarts=letter.allowed,
             )
-            Record(actor=name, address=cluster_address, epoch=letter.epoch, submitted=time_of_day()).write(
+            DriverRecord(actor=name, address=cluster_address, epoch=letter.epoch, submitted=time_of_day()).write(
                 run_dir.path
             )
             about = drivers.submit(name, order)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from slime_core.types import StepReport
 
 
-class Seen:
+class StepRange:
     """Remembers the first and the last step, for the summary."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Seen:
         """Nothing to close."""
 
 
-def say_end(run_dir: RunDir, version: int, seconds: float, summary: Seen, final: Path | None) -> None:
+def say_end(run_dir: RunDir, version: int, seconds: float, summary: StepRange, final: Path | None) -> None:
     """Steps, time, and how the reward went."""
     from slime_cli.live import duration
 

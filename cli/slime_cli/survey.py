@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slime_core.data.prompts import MEDIA, Encoder, Keys, Parsed, empty, parse_of
-from slime_core.data.rows import Rows
+from slime_core.data.rows import DataRows
 from slime_core.data.supply import OVERLONG, SHOWN, Hashes, duplicate_ids, equal_pairs, hash_of, nothing_left
 from slime_core.errors import DataError
 
@@ -107,7 +107,7 @@ class Survey:
 
 
 def survey(
-    rows: Rows, keys: Keys, encoder: Encoder | None = None, progress: Callable[[int], None] | None = None
+    rows: DataRows, keys: Keys, encoder: Encoder | None = None, progress: Callable[[int], None] | None = None
 ) -> Survey:
     """Read every row once, in order.
 
@@ -134,7 +134,9 @@ def survey(
     return result
 
 
-def _look(rows: Rows, index: int, where: str, keys: Keys, result: Survey, encoder: Encoder | None) -> Parsed | None:
+def _look(
+    rows: DataRows, index: int, where: str, keys: Keys, result: Survey, encoder: Encoder | None
+) -> Parsed | None:
     try:
         row = rows[index]
         _count_keys(row, result)
@@ -209,7 +211,7 @@ def _hash(hashes: Mapping[str, Hashes], index: int, parsed: Parsed | None, where
     hashes["id"][index] = hash_of(prompt if parsed is None else parsed.row_id)
 
 
-def _duplicates(result: Survey, hashes: Mapping[str, Hashes], rows: Rows, *, with_ids: bool) -> None:
+def _duplicates(result: Survey, hashes: Mapping[str, Hashes], rows: DataRows, *, with_ids: bool) -> None:
     equal = equal_pairs(hashes["row"])
     same = {second for _, second in equal}
     other = [pair for pair in equal_pairs(hashes["prompt"]) if pair[1] not in same]

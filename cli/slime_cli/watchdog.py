@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slime_core.errors import SlimeError
-    from slime_core.pulse import Block, Work
+    from slime_core.pulse import Block, HookCall
 
 PR_SET_PDEATHSIG = 1
 TICK = 0.5  # seconds
@@ -134,7 +134,7 @@ class Watchdog:
             )
         return False
 
-    def _culprit(self) -> tuple[Work | None, str]:
+    def _culprit(self) -> tuple[HookCall | None, str]:
         """The hook call that stands in the way, and the stack of its thread; without one that of the thread that runs.
 
         While Python runs that is the main thread, which alone hears signals.
@@ -147,7 +147,7 @@ class Watchdog:
                 return work, stack
         return None, stacks[0]
 
-    def _running(self, works: dict[int, list[Work]]) -> list[int]:
+    def _running(self, works: dict[int, list[HookCall]]) -> list[int]:
         """The threads that run, hooks' first; where none does, hooks' threads by the shortest limit."""
         before = _spent(self.pid)
         time.sleep(TICK)
@@ -167,7 +167,7 @@ class Watchdog:
             text += os.read(self.stacks, 65536)
         return text.decode(errors="replace").strip()
 
-    def _error(self, work: Work | None, stack: str, silent: float | None = None, lock: str = "") -> SlimeError:
+    def _error(self, work: HookCall | None, stack: str, silent: float | None = None, lock: str = "") -> SlimeError:
         from slime_core.errors import Hung, PluginError
 
         place = innermost(stack, work.home if work else None)
@@ -216,7 +216,7 @@ class Watchdog:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def owner(works: list[Work], stack: str) -> Work | None:
+def owner(works: list[HookCall], stack: str) -> HookCall | None:
     """The hook call whose code is on the stack; of several of one hook, which await their turn, any may be it."""
     matching = [work for work in works if work.home and f'  File "{work.home}' in stack]
     same = [work for work in matching if work.hook == matching[0].hook]

@@ -15,7 +15,7 @@ import numpy as np
 import pydantic
 
 from slime_core import EngineError, hookimpl
-from slime_core.backends import EngineBackend, Served
+from slime_core.backends import EngineBackend, ServedEngines
 from slime_core.clusters.embedded import context_len
 from slime_core.config.problems import conflict
 from slime_core.engines.admission import room
@@ -50,7 +50,7 @@ async def attached(start):
         models = (await engine.ask("GET", "/v1/models"))["data"]
         engine.model = section.model or models[0]["id"]
         start.note(f"{section.url} serves {engine.model}")
-        yield Served(engine=engine)
+        yield ServedEngines(engine=engine)
 
 
 class OpenaiEngine:

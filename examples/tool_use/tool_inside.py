@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import traceback
 
-from slime_sandbox import Channel
+from slime_sandbox import CandidateChannel
 
 
-def main(channel: Channel) -> None:
+def main(channel: CandidateChannel) -> None:
     """Run the Python that comes; what it prints, its traceback too, is what the model will read."""
     source = channel.receive().decode()
     try:

@@ -34,14 +34,14 @@ import numpy as np
 from slime_core.clusters.hangs import Look, look, within
 from slime_core.config.schema import Config
 from slime_core.durable import FileMark
-from slime_core.trainers.data_parallel import Portion, Seat
+from slime_core.trainers.data_parallel import Portion, RankSeat
 from slime_core.types import (
     ArrayRef,
     Batch,
     Completion,
     GenerateRequest,
-    Held,
     Piece,
+    RankTensor,
     SamplingParams,
     WeightRoute,
     WeightUpdate,
@@ -49,9 +49,9 @@ from slime_core.types import (
 from slime_core.weights.flops import Flops
 
 CROSSING = (
-    *(ArrayRef, Batch, Portion, Seat, Flops, FileMark),
+    *(ArrayRef, Batch, Portion, RankSeat, Flops, FileMark),
     *(Completion, GenerateRequest, SamplingParams),
-    *(WeightUpdate, WeightRoute, Held, Piece),
+    *(WeightUpdate, WeightRoute, RankTensor, Piece),
 )
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in CROSSING}
 BUILT: dict[str, Callable[[Any], Any]] = {

@@ -29,10 +29,10 @@ CODES = {"finished": 0, "stopped": Preempted.exit_code, "interrupted": 130, "ter
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Record:
+class DriverRecord:
     """``driver.json``. Only who holds the actor writes it.
 
-    Example: Record(actor="driver:demo-0-1f0c...", address="10.0.0.5:6379", epoch=0, submitted="2026-11-22T10:00:00")
+    Example: DriverRecord(actor="driver:demo-0-1f...", address="10.0.0.5:6379", epoch=0, submitted="2026-11-22")
     """
 
     actor: str
@@ -57,11 +57,11 @@ class Record:
         except OSError as error:
             raise storage_error(error, path, f"{FILE} cannot be written") from error
 
-    def asking(self, what: str) -> Record:
+    def asking(self, what: str) -> DriverRecord:
         """The same, asked to end."""
         return replace(self, asked=what)
 
-    def ending(self, code: int, epoch: int) -> Record:
+    def ending(self, code: int, epoch: int) -> DriverRecord:
         """The same, at its end."""
         return replace(self, code=code, last=epoch, ended=time_of_day())
 
@@ -71,10 +71,10 @@ def time_of_day() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S")
 
 
-def read_record(run_dir: Path) -> Record | None:
+def read_record(run_dir: Path) -> DriverRecord | None:
     """What a run directory says of its detached driver; None where it never had one."""
     with suppress(OSError, ValueError, TypeError):
-        return Record(**json.loads((run_dir / FILE).read_text(encoding="utf-8")))
+        return DriverRecord(**json.loads((run_dir / FILE).read_text(encoding="utf-8")))
     return None
 
 

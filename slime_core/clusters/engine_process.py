@@ -40,7 +40,7 @@ PROCESS = "slime_core.clusters.engine_process"
 LOST = "ENG84"
 
 
-class Sender:
+class FrameSender:
     """Weights in a frame for engines elsewhere: made once an update, however many engines take it."""
 
     def __init__(self, thread: TorchThread) -> None:
@@ -85,7 +85,7 @@ class EngineProcess:
         thread: TorchThread,
         number: int = 0,
         start: Start | None = None,
-        sender: Sender | None = None,
+        sender: FrameSender | None = None,
     ) -> None:
         self.version, self.epoch = -1, epoch
         self.abilities: frozenset[Ability] = frozenset()

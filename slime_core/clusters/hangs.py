@@ -59,7 +59,7 @@ COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>\S+)', re.MULTILINE)
 
 
-class Asked(Protocol):
+class ProcessProbe(Protocol):
     """What the watch asks of a process, wherever that is; `channel.Channel` has it."""
 
     @property
@@ -86,7 +86,7 @@ class Member:
     """One process of the run; ``doing`` is empty where nobody waits for it."""
 
     name: str
-    channel: Asked
+    channel: ProcessProbe
     doing: str = ""
     since: float = 0.0  # monotonic seconds of the last sign of progress while it does that
     patience: float = 0.0  # seconds that it has at least
@@ -113,22 +113,22 @@ class Servers:
 
 @dataclass(slots=True, frozen=True)
 class ServerLook:
-    """Implements `Asked` over the `host.Host` of a server."""
+    """Implements `ProcessProbe` over the `host.ProcessHost` of a server."""
 
     host: Any
 
     @property
     def pid(self) -> int:
-        """See `Asked`; it changes when the server is restarted."""
+        """See `ProcessProbe`; it changes when the server is restarted."""
         return int(self.host.pid)
 
     @property
     def node(self) -> str:
-        """See `Asked`."""
+        """See `ProcessProbe`."""
         return self.host.place or socket.gethostname()
 
     async def look(self) -> Look:
-        """See `Asked`; what SIGUSR1 does there is the server's own affair."""
+        """See `ProcessProbe`; what SIGUSR1 does there is the server's own affair."""
         state: str = await self.host.state()
         reason = "its watch judges it by its tokens" if state else "it is not running"
         return Look(pid=self.pid, state=state, why=reason)
@@ -137,7 +137,7 @@ class ServerLook:
         """The cluster's end does that in order."""
 
 
-class Watch:
+class HangWatch:
     """See the module.
 
     Example:
@@ -192,16 +192,16 @@ class Watch:
         task.cancel("hung")
         await asyncio.gather(*(within(KILLED, member.channel.kill()) for member in self._members()))
 
-    async def _look(self) -> list[Seen]:
+    async def _look(self) -> list[ProcessReport]:
         members = self._members()
         looks = await asyncio.gather(*(within(ASKED, member.channel.look()) for member in members))
         phase, since = self._report.doing
-        now, processes = time.monotonic(), [Seen.driver(phase, since)]
+        now, processes = time.monotonic(), [ProcessReport.driver(phase, since)]
         for member, reply in zip(members, looks, strict=True):
             missing = f"no answer from {member.channel.node} in {ASKED:g} s"
             state = reply or Look(pid=member.channel.pid, state="", why=missing)
             node, age = member.channel.node, now - member.since if member.doing else None
-            processes.append(Seen(name=member.name, node=node, doing=member.doing, seconds=age, look=state))
+            processes.append(ProcessReport(name=member.name, node=node, doing=member.doing, seconds=age, look=state))
         return processes
 
     async def _queues(self) -> str:
@@ -211,7 +211,7 @@ class Watch:
         texts = [f"{counts[name]} {name}" for name in ("issued", "pending", "trained")] if counts else ["unknown"]
         return f"in flight: {', '.join(flying) or 'no request'}; samples: {', '.join(texts)}"
 
-    def _page(self, processes: Sequence[Seen], late: str, queues: str) -> tuple[Path, str]:
+    def _page(self, processes: Sequence[ProcessReport], late: str, queues: str) -> tuple[Path, str]:
         """Write it; its path and first line."""
         first = cause(processes, late)
         phase, since = self._report.doing
@@ -229,13 +229,13 @@ class Watch:
 
 
 @asynccontextmanager
-async def watching(config: Config, report: Report) -> AsyncIterator[Watch]:
+async def watching(config: Config, report: Report) -> AsyncIterator[HangWatch]:
     """A watch over the block's parts.
 
     Raises:
         Hung: HNG125, one of them hung; it replaces whatever the block ended with then.
     """
-    watch, task = Watch(config, report), asyncio.current_task()
+    watch, task = HangWatch(config, report), asyncio.current_task()
     assert task is not None
     looking = asyncio.create_task(watch.run(task), name="slime-hangs") if watch.timeout else None
     try:
@@ -257,10 +257,10 @@ HEADS = ("process", "pid", "node", "state", "asked for", "since", "is in")
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Seen:
+class ProcessReport:
     """One process, and what others wait for it to do.
 
-    Example: Seen(name="rank 1", node="node-3", doing="step", seconds=35.0, look=look)
+    Example: ProcessReport(name="rank 1", node="node-3", doing="step", seconds=35.0, look=look)
     """
 
     name: str
@@ -270,7 +270,7 @@ class Seen:
     look: Look
 
     @classmethod
-    def driver(cls, phase: str, since: float) -> Seen:
+    def driver(cls, phase: str, since: float) -> ProcessReport:
         """This process, in a phase of the loop."""
         node, seconds = socket.gethostname(), time.monotonic() - since if phase else None
         return cls(
@@ -298,7 +298,7 @@ class Seen:
         return f"for {self.seconds:.0f} s in {self.doing}" if self.seconds is not None else "now"
 
 
-def cause(processes: Sequence[Seen], late: str) -> str:
+def cause(processes: Sequence[ProcessReport], late: str) -> str:
     """The first line: who keeps the others waiting.
 
     A process that is stopped, dead or not to be reached comes first; then one that is busy elsewhere while others wait
@@ -329,7 +329,7 @@ def cause(processes: Sequence[Seen], late: str) -> str:
     )
 
 
-def _waiting(busy: Sequence[Seen], cause: Seen) -> str:
+def _waiting(busy: Sequence[ProcessReport], cause: ProcessReport) -> str:
     """`; rank 0 waits for it in all_reduce`."""
     others = [one for one in busy if one is not cause and collective(one.look.stack)]
     if not others or not cause.name.startswith(("rank", "host")):
@@ -338,7 +338,7 @@ def _waiting(busy: Sequence[Seen], cause: Seen) -> str:
     return f"; {names} for it in {collective(others[0].look.stack)}"
 
 
-def render(first: str, facts: Mapping[str, str], processes: Sequence[Seen], driver: str) -> str:
+def render(first: str, facts: Mapping[str, str], processes: Sequence[ProcessReport], driver: str) -> str:
     """The page."""
     rows = [HEADS, *(_row(one) for one in processes)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADS))]
@@ -350,7 +350,7 @@ def render(first: str, facts: Mapping[str, str], processes: Sequence[Seen], driv
     return "\n".join(lines) + "\n"
 
 
-def _row(one: Seen) -> tuple[str, ...]:
+def _row(one: ProcessReport) -> tuple[str, ...]:
     seconds = f"{one.seconds:.0f} s" if one.seconds is not None else ""
     state = one.look.told if one.look.state else "?"
     return (one.name, str(one.look.pid), one.node, state, one.doing or "nothing", seconds, one.within or one.look.why)

@@ -1,4 +1,4 @@
-"""Machines on which an engine's servers run: a cluster implements `Host` and `ServerSites`, an engine uses them.
+"""Machines on which an engine's servers run: a cluster implements `ProcessHost` and `ServerSites`.
 
     Launch, token --start--> StartedProcess --its end, or stop--> nothing left
 
@@ -39,7 +39,7 @@ class StartedProcess:
     log_begin: int  # bytes that the log had before
 
 
-class Host(Protocol):
+class ProcessHost(Protocol):
     """A machine for one process at a time."""
 
     place: str
@@ -88,7 +88,7 @@ class Site:
     """
 
     address: str = LOOPBACK  # it listens there
-    host: Host | None = None  # None: this machine
+    host: ProcessHost | None = None  # None: this machine
     env: Mapping[str, str] = field(default_factory=dict)  # beside what its command says
 
 

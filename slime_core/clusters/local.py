@@ -18,11 +18,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from slime_core.backends import EngineStart, Served
+from slime_core.backends import EngineStart, ServedEngines
 from slime_core.clusters.channel import Start, start_here
 from slime_core.clusters.debug import AbsentEngine, IdleTrainer
 from slime_core.clusters.embedded import context_len, embedded_engine, open_folder
-from slime_core.clusters.engine_process import EngineProcess, Sender
+from slime_core.clusters.engine_process import EngineProcess, FrameSender
 from slime_core.clusters.engine_set import as_one, holding
 from slime_core.clusters.hangs import Servers, Watched, watching
 from slime_core.clusters.machine import engines_apart
@@ -95,7 +95,7 @@ async def assembled(
         ] * bool(places.ranks)
         sender = None
         if places.start_engine is not None:
-            sender = Sender(thread)
+            sender = FrameSender(thread)
             stack.callback(sender.close)
         engines = [
             EngineProcess(
@@ -112,7 +112,7 @@ async def assembled(
         processes: list[RankTrainer | EngineProcess] = [*ranks, *engines]
         for part in (*places.watched, *processes):
             watch.add(part)
-        served: Served | None = None
+        served: ServedEngines | None = None
         if start is not None and not absent:
             served = await stack.enter_async_context(_servers(config, start, folder, report, places))
             watch.add(Servers(served.processes))
@@ -159,11 +159,11 @@ async def assembled(
 @asynccontextmanager
 async def _servers(
     config: Config,
-    start: Callable[[EngineStart], AbstractAsyncContextManager[Served]],
+    start: Callable[[EngineStart], AbstractAsyncContextManager[ServedEngines]],
     folder: ModelFolder,
     report: Report,
     places: Places,
-) -> AsyncIterator[Served]:
+) -> AsyncIterator[ServedEngines]:
     """Servers; those that share the trainer's GPUs have given their memory back."""
     run_dir, rollout = report.run_dir, config.rollout
     if places.sites is not None and not places.ranks and rollout.update_weight_transport == "auto":

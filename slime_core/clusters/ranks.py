@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from slime_core.durable import FileMark
     from slime_core.plugins import Plugins
     from slime_core.protocols import Role
-    from slime_core.trainers.data_parallel import Dealer, Portion, Seat
+    from slime_core.trainers.data_parallel import Dealer, Portion, RankSeat
     from slime_core.types import Batch, Columns, WeightRoute, WeightUpdate
 
 RANK = "slime_core.clusters.ranks"
@@ -68,7 +68,7 @@ class RankTrainer:
     ) -> None:
         self._epoch = epoch
         self._config, self._plugins = config, plugins
-        self._seats: list[Seat] = []
+        self._seats: list[RankSeat] = []
         self._dealer: Dealer | None = None
         self._world, self._run_dir = world, run_dir
         self._rendezvous = run_dir / "log" / f"rendezvous-{os.getpid()}"
@@ -310,7 +310,7 @@ class RankService(Service):
             return open_rendezvous(hello["address"], hello["world"])
         return str(hello["rendezvous"])
 
-    async def join(self, place: str, errors: Path) -> Seat:
+    async def join(self, place: str, errors: Path) -> RankSeat:
         """Make the trainer, when all are at ``place``; what the driver must know of it to deal."""
         hello, config = self._hello, self._hello["config"]
         plugins = load_plugins(config)
@@ -333,7 +333,7 @@ class RankService(Service):
             rendezvous=place,
             errors=errors,
         )
-        seat: Seat = self.target.seat
+        seat: RankSeat = self.target.seat
         return seat
 
 

@@ -151,7 +151,7 @@ def _servers(config: Config) -> dict[str, Any]:
     }
 
 
-class Served(Protocol):
+class Loopback(Protocol):
     """What has the loopback `/generate` of a run."""
 
     def server(self) -> Any:
@@ -171,7 +171,7 @@ class Args:
 
     __slots__ = ("_ctx", "_session", "_values")
 
-    def __init__(self, values: Mapping[str, Any], session: Served, ctx: Context | None) -> None:
+    def __init__(self, values: Mapping[str, Any], session: Loopback, ctx: Context | None) -> None:
         for name, value in (("_values", values), ("_session", session), ("_ctx", ctx)):
             object.__setattr__(self, name, value)
 

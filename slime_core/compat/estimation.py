@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from slime_core.algorithms import algorithms
 from slime_core.algorithms.grpo import grpo
 from slime_core.compat.sample import Sample
-from slime_core.compat.session import Session
+from slime_core.compat.session import CompatSession
 from slime_core.compat.steps import flat_of, numbers, rollout_data, samples_of, write_back
 from slime_core.protocols import Estimator
 from slime_core.types import Batch, Columns
@@ -26,7 +26,7 @@ Function = Callable[..., Any]
 def estimator(
     inner: Estimator,
     config: Config,
-    session: Session,
+    session: CompatSession,
     samples_by_id: Mapping[str, Sample],
     *,
     convert: Function | None,

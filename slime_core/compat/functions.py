@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 from slime_core.compat import listeners, owners, rollouts, shapes
 from slime_core.compat.modules import Modules, slime_modules
 from slime_core.compat.sample import Sample
-from slime_core.compat.session import Session
+from slime_core.compat.session import CompatSession
 from slime_core.hookspecs import OWN_PROCESS
 from slime_core.plugins.boundary import failure
 from slime_core.plugins.locate import locate
@@ -42,7 +42,7 @@ LOSSES = {
 }
 
 
-ADAPTERS: dict[str, dict[str, Callable[[Function, Session], Function]]] = {
+ADAPTERS: dict[str, dict[str, Callable[[Function, CompatSession], Function]]] = {
     "slime_reward": {"reward.custom_rm_path": owners.reward},
     "slime_generate": {"rollout.custom_generate_function_path": owners.generate},
     "slime_rollout": {
@@ -80,7 +80,7 @@ class FunctionsByPath(Functions):
     """See `slime_core.plugins.router.Functions`."""
 
     def __init__(self) -> None:
-        self._session = Session()
+        self._session = CompatSession()
         self._modules: Modules | None = None
         self._located: dict[tuple[str, str], Function] = {}
         self._guards: dict[tuple[str, str], Function] = {}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from slime_core.compat import shapes
 from slime_core.compat.owners import views
 from slime_core.compat.sample import Sample, copy_fields
-from slime_core.compat.session import Session
+from slime_core.compat.session import CompatSession
 from slime_core.compat.steps import rollout_data, write_back
 from slime_core.types import Batch, Drop, Group, Sample as CoreSample, Status, StepReport
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Function = Callable[..., Any]
 
 
-def dynamic_filter(fn: Function, session: Session) -> Function:
+def dynamic_filter(fn: Function, session: CompatSession) -> Function:
     """`slime_filter` by ``filter(args, samples, **kw) -> DynamicFilterOutput | bool``."""
 
     def slime_filter(group: Group, ctx: Context) -> Any:
@@ -41,7 +41,7 @@ def _drop(verdict: Any) -> Drop | None:
     return None if keep else Drop(reason=str(getattr(verdict, "reason", None) or "dynamic_filter"))
 
 
-def sample_filter(fn: Function, session: Session) -> Function:
+def sample_filter(fn: Function, session: CompatSession) -> Function:
     """`slime_filter` by ``filter(args, data)``, which sets ``sample.remove_sample``; ``data`` holds one group."""
 
     def slime_filter(group: Group, ctx: Context) -> None:
@@ -50,7 +50,7 @@ def sample_filter(fn: Function, session: Session) -> Function:
     return slime_filter
 
 
-def buffer_filter(fn: Function, session: Session) -> Function:
+def buffer_filter(fn: Function, session: CompatSession) -> Function:
     """`slime_filter` by ``filter(args, rollout_id, buffer, num_samples)``: its buffer holds this group."""
 
     def slime_filter(group: Group, ctx: Context) -> Drop | None:
@@ -60,7 +60,7 @@ def buffer_filter(fn: Function, session: Session) -> Function:
     return slime_filter
 
 
-def sample_hook(fn: Function, session: Session) -> Function:
+def sample_hook(fn: Function, session: CompatSession) -> Function:
     """`slime_sample_done` by ``hook(args, sample, *, rollout_id=None, evaluation=False) -> Sample | None``."""
 
     def slime_sample_done(sample: CoreSample, ctx: Context) -> Any:
@@ -81,7 +81,7 @@ def _take(sample: CoreSample, view: Sample, result: Any) -> None:
     copy_fields(view if result is None else result, sample)
 
 
-def postprocess(fn: Function, session: Session) -> Function:
+def postprocess(fn: Function, session: CompatSession) -> Function:
     """`slime_batch` by ``fn(args, rollout_id, rollout_data)``; masks and columns may change, tokens may not."""
 
     def slime_batch(batch: Batch, ctx: Context) -> None:
@@ -96,7 +96,7 @@ PREFIXES = {"reference": "ref_", "teacher": "teacher_"}
 """slime's names of what a forward-only pass computes, by role; of the others the name is empty."""
 
 
-def megatron_init(fn: Function, session: Session) -> Function:
+def megatron_init(fn: Function, session: CompatSession) -> Function:
     """`slime_megatron_init` by ``fn(args)``, with slime's args."""
 
     def slime_megatron_init(args: Any, ctx: Context) -> None:
@@ -105,7 +105,7 @@ def megatron_init(fn: Function, session: Session) -> Function:
     return slime_megatron_init
 
 
-def megatron_log_prob(fn: Function, session: Session) -> Function:
+def megatron_log_prob(fn: Function, session: CompatSession) -> Function:
     """`slime_megatron_before_log_prob` by ``fn(args, model, store_prefix)``."""
 
     def slime_megatron_before_log_prob(model: Any, role: str, ctx: Context) -> None:
@@ -114,7 +114,7 @@ def megatron_log_prob(fn: Function, session: Session) -> Function:
     return slime_megatron_before_log_prob
 
 
-def megatron_train_step(fn: Function, session: Session) -> Function:
+def megatron_train_step(fn: Function, session: CompatSession) -> Function:
     """`slime_megatron_before_train_step` by ``fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)``.
 
     The scheduler is None: the rates of the step stand in the optimizer's groups, and may be changed there.
@@ -126,7 +126,7 @@ def megatron_train_step(fn: Function, session: Session) -> Function:
     return slime_megatron_before_train_step
 
 
-def rollout_log(fn: Function, session: Session) -> Function:
+def rollout_log(fn: Function, session: CompatSession) -> Function:
     """`slime_step_done` by ``fn(rollout_id, args, samples, rollout_extra_metrics, rollout_time)``.
 
     Its answer, which in slime turns the usual log off, is ignored: sinks have their own switches.
@@ -139,7 +139,7 @@ def rollout_log(fn: Function, session: Session) -> Function:
     return slime_step_done
 
 
-def evaluation_log(fn: Function, session: Session) -> Function:
+def evaluation_log(fn: Function, session: CompatSession) -> Function:
     """Told of an evaluation, by ``fn(rollout_id, args, data, extra_metrics)`` with slime's data of each set."""
 
     def tell(sets: Mapping[str, list[Group]], metrics: dict[str, float], ctx: Context) -> None:

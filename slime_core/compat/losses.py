@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime_core.compat.session import Session
+from slime_core.compat.session import CompatSession
 from slime_core.config.presets import settle
 from slime_core.errors import PluginError
 from slime_core.protocols import Loss, Role
@@ -61,7 +61,7 @@ class NoLogits:
 
 def wrap(
     inner: Loss,
-    session: Session,
+    session: CompatSession,
     config_of: Callable[[Any], Config],
     functions: Callable[[Any], Mapping[str, Function | None]],
 ) -> Loss:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from slime_core.context import Context
 
 
-class Server(Protocol):
+class GenerateEndpoint(Protocol):
     """`/generate` before the run's engine, on the loopback."""
 
     def port(self, ctx: Context | None) -> int | None:
@@ -42,8 +42,8 @@ class Modules(Protocol):
         ...
 
 
-def server(key: str, calls: Mapping[int, Any], token: str = "") -> Server:
-    """A server for ``key`` that knows running calls by their seeds (`slime_core.compat.session.Call`).
+def server(key: str, calls: Mapping[int, Any], token: str = "") -> GenerateEndpoint:
+    """A server for ``key`` that knows running calls by their seeds (`slime_core.compat.session.GenerationCall`).
 
     Raises:
         PluginError: PLG51 slime-compat is not installed; PLG50 to PLG55 it does not load.

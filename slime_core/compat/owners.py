@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime_core.compat import shapes
 from slime_core.compat.sample import Sample, plain
-from slime_core.compat.session import Session
+from slime_core.compat.session import CompatSession
 from slime_core.plugins.boundary import together
 from slime_core.types import Group, Sample as CoreSample, SamplingParams, Status
 
@@ -51,7 +51,7 @@ def sampling_params(params: SamplingParams, seed: int) -> dict[str, Any]:
     }
 
 
-def reward(fn: Function, session: Session) -> Function:
+def reward(fn: Function, session: CompatSession) -> Function:
     """`slime_reward` by ``reward(sample)``, ``reward(args, sample, **kw)`` or, for a group, ``(args, samples, **kw)``.
 
     A sample whose reward is set already keeps it. Siblings that one generate call returned are judged together.
@@ -125,7 +125,7 @@ async def _with_log_probs(sample: CoreSample, ctx: Context) -> CoreSample:
     return sample
 
 
-def generate(fn: Function, session: Session) -> Function:
+def generate(fn: Function, session: CompatSession) -> Function:
     """`slime_generate` by ``generate(args, sample, sampling_params[, evaluation])``, a sample at a time.
 
     A list of samples in place of one is fan-out: its members share the rollout and the group's share of the loss.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime_core.compat.owners import views
 from slime_core.compat.sample import Sample, plain
-from slime_core.compat.session import Session
+from slime_core.compat.session import CompatSession
 from slime_core.types import Group, Prompt, Sample as CoreSample
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class DataBuffer:
         return len(self._waiting)
 
 
-def rollout(fn: Function, session: Session) -> Function:
+def rollout(fn: Function, session: CompatSession) -> Function:
     """`slime_rollout` by ``generate_rollout(args, rollout_id, data_buffer, evaluation=False)``."""
 
     async def slime_rollout(groups: list[Group], ctx: Context) -> list[Group]:
@@ -113,7 +113,7 @@ def _trainable(sample: CoreSample, ctx: Context) -> CoreSample:
     return sample
 
 
-class Rows:
+class PulledRows:
     """A slime data source as rows by number: pulled in order, and kept while they may be asked for again."""
 
     KEPT = 100_000
@@ -164,7 +164,7 @@ def _prompt(group: Any, position: int) -> Prompt:
     )
 
 
-def prompts(source_class: Function, session: Session) -> Function:
+def prompts(source_class: Function, session: CompatSession) -> Function:
     """`slime_prompts` by a class ``C(args)`` with ``get_samples(n)``; one instance a task."""
     sources: dict[str, PromptSource] = {}
 
@@ -173,7 +173,7 @@ def prompts(source_class: Function, session: Session) -> Function:
             source = source_class(session.args(ctx.config, ctx))
             if not callable(getattr(source, "get_samples", None)):
                 raise TypeError(f"{type(source).__name__} has no get_samples(num_samples)")
-            sources[task] = Rows(source)
+            sources[task] = PulledRows(source)
         return sources[task]
 
     return slime_prompts

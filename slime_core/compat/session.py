@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from slime_core.compat.args import Args, flat
-from slime_core.compat.modules import Server, server
+from slime_core.compat.modules import GenerateEndpoint, server
 from slime_core.errors import SlimeError
 from slime_core.plugins.boundary import HookThreads
 from slime_core.seeds import seed_of
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Call:
+class GenerationCall:
     """One sample's generation by a function, between its first and last request."""
 
     seed: int
@@ -37,7 +37,7 @@ class Call:
         self.version = min(numbers, default=None)
 
 
-class Session:
+class CompatSession:
     """One a run. Its server starts when a function first reads the address, and closes with the run."""
 
     def __init__(self) -> None:
@@ -46,8 +46,8 @@ class Session:
         self.threads = HookThreads()
         self.step: dict[str, Any] = {}  # slime's samples of the last step, by id
         self._flat: dict[int, tuple[Config, dict[str, Any]]] = {}
-        self._calls: dict[int, Call] = {}
-        self._server: Server | None = None
+        self._calls: dict[int, GenerationCall] = {}
+        self._server: GenerateEndpoint | None = None
         self._lock = threading.Lock()
 
     def args(self, config: Config, ctx: Context | None = None) -> Args:
@@ -57,14 +57,14 @@ class Session:
         return Args(self._flat[id(config)][1], self, ctx)
 
     @contextmanager
-    def call(self, sample: Sample, ctx: Context) -> Iterator[Call]:
+    def call(self, sample: Sample, ctx: Context) -> Iterator[GenerationCall]:
         """The block in which a function generates one sample; its draws are keyed by the sample's id alone.
 
         Raises:
             SlimeError: what a request of the block met in the engine, in place of the function's own exception.
         """
         kind = "eval" if ctx.evaluation else "sample"
-        call = Call(seed=seed_of(ctx.config.seed, kind, sample.id, sample.attempt))
+        call = GenerationCall(seed=seed_of(ctx.config.seed, kind, sample.id, sample.attempt))
         self._calls[call.seed] = call
         try:
             yield call
@@ -75,7 +75,7 @@ class Session:
         finally:
             del self._calls[call.seed]
 
-    def server(self) -> Server:
+    def server(self) -> GenerateEndpoint:
         """The server of /generate, which starts when its port is first asked for.
 
         Raises:

@@ -16,13 +16,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from slime_core.config.fields import Key, core_keys, describe, element, is_model, is_sequence, unwrap
+from slime_core.config.fields import ConfigKey, core_keys, describe, element, is_model, is_sequence, unwrap
 from slime_core.config.problems import KeyPath, Problem, dotted
 from slime_core.config.schema import SECTIONS
 from slime_core.config.validate import absent
 from slime_core.config.values import typed
 from slime_core.errors import ConfigError, nearest
-from slime_core.plugins.backends import Tables
+from slime_core.plugins.backends import BackendTables
 
 ALIASES = {"plugin": "plugins", "cluster": "cluster_backend"}
 _DOTTED = re.compile(r"([A-Za-z_][\w-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
@@ -41,12 +41,12 @@ class Word:
 
 
 @dataclass(slots=True)
-class Words:
+class CommandLine:
     """A split command line."""
 
     recipe: str | None = None
     overrides: list[Word] = field(default_factory=list)
-    tables: Tables = field(default_factory=Tables)
+    tables: BackendTables = field(default_factory=BackendTables)
 
     @property
     def plugins(self) -> list[str]:
@@ -76,13 +76,13 @@ class Override:
     place: str  # "command line: --lr"
 
 
-def split(tokens: Sequence[str], tables: Tables | None = None) -> Words:
+def split(tokens: Sequence[str], tables: BackendTables | None = None) -> CommandLine:
     """Take apart what stands after `slime run`.
 
     Raises:
         ConfigError: CFG01 a second recipe, CFG02 a flag without its value.
     """
-    words, keys, at = Words(tables=tables or Tables()), core_keys(), 0
+    words, keys, at = CommandLine(tables=tables or BackendTables()), core_keys(), 0
     while at < len(tokens):
         token = tokens[at]
         at += 1
@@ -110,8 +110,8 @@ def _flag(
     value: str | None,
     tokens: Sequence[str],
     at: int,
-    keys: Mapping[str, Key],
-    tables: Tables,
+    keys: Mapping[str, ConfigKey],
+    tables: BackendTables,
 ) -> tuple[Word, int]:
     plain = _name(name)
     plain = ALIASES.get(plain, plain)
@@ -168,7 +168,7 @@ def _prefixed_flag(
 
 
 def _bare_flag(
-    plain: str, shown: str, value: str | None, tokens: Sequence[str], at: int, tables: Tables
+    plain: str, shown: str, value: str | None, tokens: Sequence[str], at: int, tables: BackendTables
 ) -> tuple[Word, int] | None:
     """An option of a trainer with the words that are its value; None for any other name, and after ``=``."""
     if value is not None:
@@ -206,7 +206,7 @@ def _name(text: str) -> str:
     return text.replace("-", "_")
 
 
-def resolve(words: Words, models: Models) -> tuple[list[Override], list[Problem]]:
+def resolve(words: CommandLine, models: Models) -> tuple[list[Override], list[Problem]]:
     """Every override with its full key and typed value, and what is wrong with the others."""
     keys, overrides, problems = core_keys(), [], []
     for word in words.overrides:
@@ -227,7 +227,7 @@ def resolve(words: Words, models: Models) -> tuple[list[Override], list[Problem]
 
 
 def _locate(
-    word: Word, keys: Mapping[str, Key], models: Models, tables: Tables, place: str
+    word: Word, keys: Mapping[str, ConfigKey], models: Models, tables: BackendTables, place: str
 ) -> tuple[KeyPath, Any] | Problem:
     parts = word.name.split(".")
     if len(parts) == 1:
@@ -255,7 +255,7 @@ def _locate(
 
 
 def _bare(
-    word: Word, keys: Mapping[str, Key], models: Models, tables: Tables, place: str
+    word: Word, keys: Mapping[str, ConfigKey], models: Models, tables: BackendTables, place: str
 ) -> tuple[KeyPath, Any] | Problem:
     name = ALIASES.get(word.name, word.name) if not word.shown.startswith("-") else word.name
     if name in keys:

@@ -17,7 +17,7 @@ TOP_KEYS = ("schema_version", "name", "seed", "plugins")
 
 
 @dataclass(slots=True, frozen=True)
-class Key:
+class ConfigKey:
     """One core key.
 
     Example:
@@ -39,12 +39,12 @@ class Key:
         return " ".join([describe(self.info.annotation), *bounds(self.info)])
 
 
-def core_keys() -> dict[str, Key]:
+def core_keys() -> dict[str, ConfigKey]:
     """Every core key by its name, which is unique over all sections."""
-    keys = {name: Key(name, "", Config.model_fields[name]) for name in TOP_KEYS}
+    keys = {name: ConfigKey(name, "", Config.model_fields[name]) for name in TOP_KEYS}
     for section in SECTIONS:
         model = section_model(section)
-        keys |= {name: Key(name, section, info) for name, info in model.model_fields.items()}
+        keys |= {name: ConfigKey(name, section, info) for name, info in model.model_fields.items()}
     return keys
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from slime_core.config import evaluation_file, rules
-from slime_core.config.command_line import Override, Words as Words, resolve, split as split, written
+from slime_core.config.command_line import CommandLine as CommandLine, Override, resolve, split as split, written
 from slime_core.config.dump import secrets_in
 from slime_core.config.fields import sections_of_keys
 from slime_core.config.paths import absolute_paths, missing_files, plugin_path
@@ -27,13 +27,13 @@ from slime_core.config.schema import SECTIONS, Config
 from slime_core.config.stages import resolve_stage, stage_name as stage_name, stages as stages
 from slime_core.config.validate import ModelsOf, check_model, check_table, not_finite, plain_options, unknown
 from slime_core.errors import ConfigError
-from slime_core.plugins.backends import BRINGS, Tables
+from slime_core.plugins.backends import BRINGS, BackendTables
 
 Models = Mapping[str, "type[BaseModel] | None"]
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Loaded:
+class LoadedConfig:
     """A config, and what a person should know beside it."""
 
     config: Config
@@ -67,11 +67,11 @@ def load_config(
 
 def read(
     recipe: Path | None,
-    overrides: Sequence[str] | Words = (),
+    overrides: Sequence[str] | CommandLine = (),
     *,
     models: ModelsOf | None = None,
     check: bool = True,
-) -> Loaded:
+) -> LoadedConfig:
     """:func:`load_config`, with notices, secrets and the origin of every key.
 
     Args:
@@ -84,7 +84,7 @@ def read(
         ConfigError: as :func:`load_config`.
     """
     file = read_recipe(recipe) if recipe is not None else Recipe(data={})
-    words = overrides if isinstance(overrides, Words) else split(overrides)
+    words = overrides if isinstance(overrides, CommandLine) else split(overrides)
     if words is not overrides and words.recipe is not None:
         raise ConfigError(
             f"what is '{words.recipe}'?",
@@ -110,7 +110,7 @@ def read(
             for problem in (*rules.section(backend, config), *backend.problems(config, origins))
         ]
         raise_all(problems)
-    return Loaded(
+    return LoadedConfig(
         config=config,
         recipe=file.path,
         notices=tuple(_notices(file, words, parts, check)),
@@ -119,14 +119,14 @@ def read(
     )
 
 
-def plugin_names(data: Mapping[str, Any], words: Words, base: Path) -> list[str]:
+def plugin_names(data: Mapping[str, Any], words: CommandLine, base: Path) -> list[str]:
     """Plugins that a recipe in ``base`` and flags name, in order, before anything is validated."""
     listed = data.get("plugins", [])
     names = [plugin_path(name, base) for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     return list(dict.fromkeys([*names, *(plugin_path(name, Path.cwd()) for name in words.plugins)]))
 
 
-def _merge(file: Recipe, words: Words, options: Models) -> tuple[dict[str, Any], Origins]:
+def _merge(file: Recipe, words: CommandLine, options: Models) -> tuple[dict[str, Any], Origins]:
     """Recipe tables with the flags laid over them, all local paths absolute."""
     base = file.path.parent if file.path is not None else Path.cwd()
     data = absolute_paths(file.data, base, options)
@@ -141,7 +141,7 @@ def _merge(file: Recipe, words: Words, options: Models) -> tuple[dict[str, Any],
 
 
 def _apply(
-    data: dict[str, Any], override: Override, origins: Origins, options: Models, backends: Tables
+    data: dict[str, Any], override: Override, origins: Origins, options: Models, backends: BackendTables
 ) -> list[Problem]:
     path, value = override.path, override.value
     if path == ("plugins", "+"):
@@ -227,7 +227,7 @@ def _no_stage(override: Override, staged: Sequence[Mapping[str, Any]]) -> Proble
     )
 
 
-def _validate(data: dict[str, Any], origins: Origins, options: Models, backends: Tables) -> Config:
+def _validate(data: dict[str, Any], origins: Origins, options: Models, backends: BackendTables) -> Config:
     """The base config, with plugin tables filled where their models are known."""
     tables = data.get("plugin", {})
     problems: list[Problem] = []
@@ -252,7 +252,7 @@ def _validate(data: dict[str, Any], origins: Origins, options: Models, backends:
     return config
 
 
-def _no_table(key: str, backends: Tables) -> Problem:
+def _no_table(key: str, backends: BackendTables) -> Problem:
     """What is wrong with a key or table at the top that nobody has."""
     if error := backends.fault(key):
         return Problem(
@@ -292,7 +292,7 @@ def _stages(config: Config, origins: Origins, options: Models) -> list[tuple[Con
     return parts
 
 
-def _notices(file: Recipe, words: Words, parts: Sequence[tuple[Config, Origins]], check: bool) -> list[str]:
+def _notices(file: Recipe, words: CommandLine, parts: Sequence[tuple[Config, Origins]], check: bool) -> list[str]:
     notices = [
         f"warning CFG10: {key} looks like a secret ({file.origins.of(_path(key)) or 'recipe'}); it is kept out of "
         f"everything that slime writes, but better: export it and write ${{NAME}}"

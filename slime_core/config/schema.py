@@ -84,7 +84,7 @@ class ClusterSection(Section):
     )
 
 
-class Task(Section):
+class DataTask(Section):
     """One entry of `[[data.tasks]]`."""
 
     name: str = Field(description="What Prompt.task says; rewards and metrics are routed and reported by it.")
@@ -98,7 +98,7 @@ class Task(Section):
     n_samples_per_prompt: int = Field(0, ge=0, description="Samples a prompt; 0 takes the section's.")
 
 
-class EvalTask(Task):
+class EvalTask(DataTask):
     """One entry of `[[eval.eval_tasks]]`: a set with its own sampling, template and judgement."""
 
     temperature: float = Field(-1.0, ge=-1, description="0 is greedy; -1 takes eval_temperature.")
@@ -130,7 +130,7 @@ class DataSection(Section):
     overlong_prompt: Literal["drop", "truncate", "error"] = Field("drop", description="What a longer prompt meets.")
     max_bad_rows: int = Field(0, ge=0, description="Unreadable rows that are skipped, counted and copied out.")
     max_line_bytes: int = Field(8 << 20, ge=1024, description="Longest line of a JSONL file.")
-    tasks: tuple[Task, ...] = Field((), description="Several data sets, with weights and their own functions.")
+    tasks: tuple[DataTask, ...] = Field((), description="Several data sets, with weights and their own functions.")
 
 
 class RolloutSection(Section):

@@ -14,7 +14,7 @@ from typing import Any
 
 from slime_core.config.paths import folder_of_set
 from slime_core.data.parquet import without_nulls
-from slime_core.data.rows import Rows
+from slime_core.data.rows import DataRows
 from slime_core.errors import DataError, nearest
 
 NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(#(?P<config>[\w.-]+))?(:(?P<split>[\w.-]+))?")
@@ -23,7 +23,7 @@ SAVED = ("state.json", "dataset_dict.json")
 """What `save_to_disk` leaves in a folder."""
 
 
-class HubRows(Rows):
+class HubRows(DataRows):
     """The rows of one split.
 
     Example:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slime_core.data.rows import Rows
+from slime_core.data.rows import DataRows
 from slime_core.data.strict import HINT, converted, parse_line
 from slime_core.errors import DataError
 from slime_core.notices import notice
@@ -36,7 +36,7 @@ PACKED = {
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
-class JsonlRows(Rows):
+class JsonlRows(DataRows):
     """The objects of a JSONL file by row number; pins the bytes that were there at opening, or the first ``size``.
 
     Reading a row raises DataError DAT37 where those bytes are no longer there.
@@ -109,7 +109,7 @@ class JsonlRows(Rows):
         return {"bytes": self._size, "rows": self._count, "sha256": self._pin.digest}
 
     def close(self) -> None:
-        """See `Rows`."""
+        """See `DataRows`."""
         self._close()
 
     def _check_kind(self, head: bytes) -> None:

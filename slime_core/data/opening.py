@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_core.config.paths import folder_of_set
-from slime_core.config.schema import EvalTask, Task
+from slime_core.config.schema import DataTask, EvalTask
 from slime_core.data.hub import HubRows, is_hub_name
 from slime_core.data.jsonl import JsonlRows
 from slime_core.data.parquet import ParquetRows
 from slime_core.data.prompts import Encoder, Keys
-from slime_core.data.rows import Rows, SlicedRows, split_slice
+from slime_core.data.rows import DataRows, SlicedRows, split_slice
 from slime_core.data.source import DataSource, Stream
 from slime_core.data.strict import converted
 from slime_core.data.supply import BadRows, FileSupply, PluginSupply, Supply, changed, nothing_left, say_grown
@@ -134,10 +134,10 @@ def _eval_encoder(config: Config, task: EvalTask, tokenizer: Any) -> Encoder:
     return encoder_of(config.model_copy(update={"data": data}), tokenizer, length)
 
 
-def train_tasks(config: Config) -> list[tuple[Task, str]]:
+def train_tasks(config: Config) -> list[tuple[DataTask, str]]:
     """Every training task and the key of its data; a config without ``data.tasks`` has the one named "default"."""
     if not config.data.tasks:
-        return [(Task(name="default", prompt_data=config.data.prompt_data), "data.prompt_data")]
+        return [(DataTask(name="default", prompt_data=config.data.prompt_data), "data.prompt_data")]
     return [(task, f"data.tasks[{number}].prompt_data") for number, task in enumerate(config.data.tasks)]
 
 
@@ -194,7 +194,7 @@ def _read_whole(name: str, task: EvalTask, supply: Supply, key: str) -> EvalSet:
 
 def _supply(
     config: Config,
-    task: Task,
+    task: DataTask,
     plugins: Plugins,
     encoder: Encoder,
     bad: BadRows,
@@ -209,7 +209,7 @@ def _supply(
         raise no_data(task.name, key)
     keys = Keys.of(config, task)
 
-    def opened(mark: Mapping[str, Any] | None) -> Rows:
+    def opened(mark: Mapping[str, Any] | None) -> DataRows:
         limit = config.data.max_line_bytes
         return open_rows(task.prompt_data, max_line_bytes=limit, columns=keys.columns, key=key, mark=mark)
 
@@ -219,7 +219,7 @@ def _supply(
     return FileSupply(rows, task.name, keys, encoder, bad, opened)
 
 
-def _same_as(mark: Mapping[str, Any], rows: Rows, task: Task) -> None:
+def _same_as(mark: Mapping[str, Any], rows: DataRows, task: DataTask) -> None:
     """Refuse another file than the saved run had, before its rows are judged; tell of one that has grown."""
     digest_mark = rows.mark() or {}
     if digest_mark.get("sha256") != mark["sha256"]:
@@ -234,7 +234,7 @@ def _same_as(mark: Mapping[str, Any], rows: Rows, task: Task) -> None:
         say_grown(rows.where(0), mark, now)
 
 
-def _keys(config: Config, stage: str, task: Task) -> Any:
+def _keys(config: Config, stage: str, task: DataTask) -> Any:
     if not config.data.rollout_shuffle:
         return None
     return lambda epoch: seed_of(config.seed, "shuffle", stage, task.name, epoch)
@@ -281,10 +281,10 @@ def open_rows(
     columns: Collection[str] = (),
     key: str = "data.prompt_data",
     mark: Mapping[str, Any] | None = None,
-) -> Rows:
+) -> DataRows:
     """Open what ``spec`` names; ``columns`` are those that a column store needs to decode, ``key`` names the setting.
 
-    With ``mark``, which `Rows.mark` gave to a saved run, a JSONL file is read as far as it reached then.
+    With ``mark``, which `DataRows.mark` gave to a saved run, a JSONL file is read as far as it reached then.
 
     Raises:
         ConfigError: CFG03 a malformed slice, CFG05 no such file.
@@ -305,7 +305,9 @@ def open_rows(
     return opened
 
 
-def _open(spec: str, max_line_bytes: int, columns: Collection[str], key: str, mark: Mapping[str, Any] | None) -> Rows:
+def _open(
+    spec: str, max_line_bytes: int, columns: Collection[str], key: str, mark: Mapping[str, Any] | None
+) -> DataRows:
     path = Path(spec).expanduser()
     if path.is_file():
         return _open_file(path, max_line_bytes, columns, mark)
@@ -329,7 +331,7 @@ def _open(spec: str, max_line_bytes: int, columns: Collection[str], key: str, ma
     )
 
 
-def _open_file(path: Path, max_line_bytes: int, columns: Collection[str], mark: Mapping[str, Any] | None) -> Rows:
+def _open_file(path: Path, max_line_bytes: int, columns: Collection[str], mark: Mapping[str, Any] | None) -> DataRows:
     try:
         with path.open("rb") as file:
             head = file.read(16)

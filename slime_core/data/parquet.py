@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from slime_core.data.jsonl import Pin, digest_of
-from slime_core.data.rows import Rows
+from slime_core.data.rows import DataRows
 from slime_core.errors import DataError
 
 MAX_GROUP_BYTES = 1 << 30  # decoded size that a row group's footer may claim
 KEPT_BYTES = 256 << 20  # of decoded row groups
 
 
-class ParquetRows(Rows):
+class ParquetRows(DataRows):
     """The rows of a Parquet file as dicts of the wanted columns (all of them where none are wanted by name).
 
     Example:

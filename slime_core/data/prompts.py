@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from slime_core.config.schema import EvalTask
 from slime_core.data.chat import check_media, check_prompt, check_text, encode, render, require_template
-from slime_core.data.rows import Rows
+from slime_core.data.rows import DataRows
 from slime_core.data.strict import check_value
 from slime_core.data.template_trial import try_template
 from slime_core.errors import DataError, nearest
 from slime_core.types import Message, Prompt
 
 if TYPE_CHECKING:
-    from slime_core.config.schema import Config, Task
+    from slime_core.config.schema import Config, DataTask
 
 MAX_ID = 512
 CATEGORY = "category"  # in the metadata of an evaluation set's prompts
@@ -55,7 +55,7 @@ class Keys:
     required: tuple[tuple[str, str], ...] = field(init=False, compare=False)  # what a row must have, and its setting
 
     @classmethod
-    def of(cls, config: Config, task: Task) -> Keys:
+    def of(cls, config: Config, task: DataTask) -> Keys:
         """The section's keys, the task's own where it has some."""
         data = config.data
         category = task.category_key or config.eval.eval_category_key if isinstance(task, EvalTask) else ""
@@ -109,7 +109,7 @@ def parse_row(row: dict[str, Any], keys: Keys, where: str, root: Path | None) ->
     )
 
 
-def check_columns(rows: Rows, keys: Keys) -> None:
+def check_columns(rows: DataRows, keys: Keys) -> None:
     """Of rows that have columns, refuse ones that lack a wanted column.
 
     Raises:
@@ -127,7 +127,7 @@ def check_columns(rows: Rows, keys: Keys) -> None:
             )
 
 
-def parse_of(rows: Rows, index: int, keys: Keys, row: dict[str, Any] | None = None) -> Parsed:
+def parse_of(rows: DataRows, index: int, keys: Keys, row: dict[str, Any] | None = None) -> Parsed:
     """`parse_row` of row ``index``, which ``row`` is where it was read before.
 
     Raises:

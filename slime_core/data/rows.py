@@ -17,7 +17,7 @@ SLICE = re.compile(r"(?P<path>.*)@\[(?P<inside>[^\]]*)\]", re.DOTALL)
 BOUNDS = re.compile(r"\s*(?P<start>[+-]?\d+)?\s*:\s*(?P<stop>[+-]?\d+)?\s*")
 
 
-class Rows(ABC):
+class DataRows(ABC):
     """Rows of one file or set."""
 
     root: Path | None = None  # the folder that relative media paths must stay in
@@ -50,10 +50,10 @@ class Rows(ABC):
         """Close files; a set that maps them has nothing to do."""
 
 
-class SlicedRows(Rows):
+class SlicedRows(DataRows):
     """Rows ``start`` to ``stop`` of others; messages keep the numbers of the whole."""
 
-    def __init__(self, rows: Rows, start: int, stop: int) -> None:
+    def __init__(self, rows: DataRows, start: int, stop: int) -> None:
         self.root, self.keys = rows.root, rows.keys
         self._rows, self._start, self._count = rows, start, max(0, stop - start)
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slime_core.data.prompts import Encoder, Keys, Parsed, check_columns, parse_of
-from slime_core.data.rows import Rows
+from slime_core.data.rows import DataRows
 from slime_core.errors import DataError, PluginError, SlimeError
 from slime_core.notices import notice
 from slime_core.protocols import PromptSource
@@ -88,12 +88,12 @@ class FileSupply(Supply):
 
     def __init__(
         self,
-        rows: Rows,
+        rows: DataRows,
         task: str,
         keys: Keys,
         encoder: Encoder,
         bad: BadRows,
-        reopen: Callable[[Mapping[str, Any]], Rows] | None = None,
+        reopen: Callable[[Mapping[str, Any]], DataRows] | None = None,
     ) -> None:
         self._rows, self._task, self._keys, self.encoder, self._bad = rows, task, keys, encoder, bad
         self._reopen = reopen  # the same rows of a file with this mark

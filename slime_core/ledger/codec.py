@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slime_core.errors import PluginError
-from slime_core.protocols import Turn
+from slime_core.protocols import RequestTurn
 from slime_core.types import ArrayRef, Completion, GenerateRequest, Sample, SamplingParams
 
 LENGTH = struct.Struct("<I")
@@ -159,7 +159,7 @@ def plain_reward(sample: Sample) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def encode_turns(turns: Sequence[Turn]) -> list[bytes | memoryview]:
+def encode_turns(turns: Sequence[RequestTurn]) -> list[bytes | memoryview]:
     """The parts of a record."""
     pieces = [piece for turn in turns for piece in turn.pieces]
     arrays = [("prompt", ints([token for turn in turns for token in turn.request.tokens]))]
@@ -169,7 +169,7 @@ def encode_turns(turns: Sequence[Turn]) -> list[bytes | memoryview]:
     return pack({"turns": [_header(turn) for turn in turns]}, arrays)
 
 
-def decode_turns(body: bytes) -> list[Turn]:
+def decode_turns(body: bytes) -> list[RequestTurn]:
     """The turns of a record that :func:`encode_turns` made.
 
     Raises:
@@ -181,7 +181,7 @@ def decode_turns(body: bytes) -> list[Turn]:
     for header in fields["turns"]:
         request, end = dict(header["request"]), prompt_at + header["prompt"]
         params = SamplingParams(**{**request.pop("params"), **_tuples(header["request"]["params"])})
-        turn = Turn(
+        turn = RequestTurn(
             request=GenerateRequest(tokens=numbers["prompt"][prompt_at:end], params=params, **request),
             finish=header["finish"],
         )
@@ -196,7 +196,7 @@ def decode_turns(body: bytes) -> list[Turn]:
     return turns
 
 
-def cut(turns: Iterable[Turn], before: int) -> list[Turn]:
+def cut(turns: Iterable[RequestTurn], before: int) -> list[RequestTurn]:
     """The turns up to the first token that version ``before`` or a later one made.
 
     A turn that loses tokens goes on again (``finish`` is empty, the cut piece ends in ``abort`` without its text); one
@@ -228,7 +228,7 @@ def _pieces_before(pieces: Sequence[Completion], before: int) -> tuple[list[Comp
     return completions, True
 
 
-def _header(turn: Turn) -> dict[str, Any]:
+def _header(turn: RequestTurn) -> dict[str, Any]:
     request = asdict(turn.request)
     count = len(request.pop("tokens"))
     return {"request": request, "prompt": count, "finish": turn.finish, "pieces": [_scalars(p) for p in turn.pieces]}

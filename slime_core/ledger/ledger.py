@@ -19,10 +19,10 @@ from slime_core.durable import FileMark
 from slime_core.errors import StorageError
 from slime_core.failpoints import failpoint
 from slime_core.ledger.commits import Commits, Points
-from slime_core.ledger.rows import Rows, forget_payloads, living, remove_segments
+from slime_core.ledger.rows import LedgerTables, forget_payloads, living, remove_segments
 from slime_core.ledger.schema import copy_database, damaged, database_path, sweep_copies
 from slime_core.ledger.segments import Segments
-from slime_core.protocols import Drops, Recalled, Turn
+from slime_core.protocols import Drops, Recalled, RequestTurn
 from slime_core.types import Batch, Group, Sample
 
 ISSUE = Points(before="ledger.issue.before", after="ledger.issue.after")
@@ -58,7 +58,7 @@ class SqliteLedger:
             raise damaged(self.path, "the ledger is gone", f"{self.segments.folder} has payloads that it named")
         self.commits = Commits(self.path, self.segments, lambda: self.rows.forget())
         sweep_copies(self.path)
-        self.rows = Rows(self.commits.db, self.segments, self.path)
+        self.rows = LedgerTables(self.commits.db, self.segments, self.path)
 
     async def issue(self, groups: Sequence[Group]) -> None:
         """See `protocols.Ledger`. An earlier attempt of a sample that is still open becomes dropped(restarted).
@@ -98,7 +98,7 @@ class SqliteLedger:
         ids = list(prompt_ids)
         return await self.commits.run(lambda: self.rows.recall(ids))
 
-    async def suspend(self, turns: Mapping[str, Sequence[Turn]]) -> None:
+    async def suspend(self, turns: Mapping[str, Sequence[RequestTurn]]) -> None:
         """See `protocols.Ledger`. Samples that finished or were dropped meanwhile keep nothing.
 
         Raises:
@@ -107,7 +107,7 @@ class SqliteLedger:
         turns_now = dict(turns)
         await self.commits.run(lambda: self.rows.suspend(turns_now), rows=len(turns_now), points=SUSPEND)
 
-    async def suspended(self, ids: Sequence[str], before: int) -> dict[str, list[Turn]]:
+    async def suspended(self, ids: Sequence[str], before: int) -> dict[str, list[RequestTurn]]:
         """See `protocols.Ledger`. Samples of which nothing is left are left out."""
         sample_ids = list(ids)
         return await self.commits.run(lambda: self.rows.suspended(sample_ids, before))

@@ -44,7 +44,7 @@ from slime_core.ledger.schema import (
     database_path,
     sqlite_error,
 )
-from slime_core.ledger.segments import Place, Segments
+from slime_core.ledger.segments import RecordPlace, Segments
 
 UNREADABLE = frozenset({"STO111", "STO112", "STO121"})
 STORED = f"""
@@ -162,7 +162,7 @@ def _open(path: Path) -> sqlite3.Connection:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Standing:
+class ResumePoint:
     """Where a run goes on: the checkpoint's version, its copy of the ledger, and how many samples it knew.
 
     Groups before position ``first`` were trained or dropped by then.
@@ -184,11 +184,11 @@ class _Row(NamedTuple):
     crc32: int
 
     @property
-    def place(self) -> Place:
-        return Place(*self[3:])
+    def place(self) -> RecordPlace:
+        return RecordPlace(*self[3:])
 
 
-def recover(run_dir: Path, standing: Standing, ledger_dir: str = "", *, thorough: bool = False) -> list[str]:
+def recover(run_dir: Path, standing: ResumePoint, ledger_dir: str = "", *, thorough: bool = False) -> list[str]:
     """Make the ledger one that the run can go on with; the answer says what was damaged, a sentence each.
 
     A ledger of any size is checked whole if ``thorough``.
@@ -217,7 +217,7 @@ def recover(run_dir: Path, standing: Standing, ledger_dir: str = "", *, thorough
     return lines
 
 
-def _check(path: Path, standing: Standing, *, thorough: bool) -> None:
+def _check(path: Path, standing: ResumePoint, *, thorough: bool) -> None:
     if not (path.exists() and path.stat().st_size):
         if standing.issued:
             raise damaged(path, "the ledger is gone", f"the checkpoint was made with {standing.issued} samples")
@@ -235,13 +235,13 @@ def _check(path: Path, standing: Standing, *, thorough: bool) -> None:
         raise damaged(path, "the ledger has lost commits", lost)
 
 
-def _no_copy(error: StorageError, standing: Standing) -> StorageError:
+def _no_copy(error: StorageError, standing: ResumePoint) -> StorageError:
     lacks = f"checkpoint {standing.version} has no copy of it" if standing.issued else "there is no checkpoint"
     fix = "put the file back, or start another run: slime run ... --run-dir NEW_DIR"
     return StorageError(error.what, code="STO117", where=error.where, why=f"{error.why}; {lacks}", fix=fix)
 
 
-def _reset_unreadable(path: Path, segments: Segments, standing: Standing) -> list[str]:
+def _reset_unreadable(path: Path, segments: Segments, standing: ResumePoint) -> list[str]:
     owner = Owner(path)
     try:
         with closing(connect(path, owner.marks)) as db:

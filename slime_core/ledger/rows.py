@@ -22,8 +22,8 @@ from slime_core.durable import storage_error
 from slime_core.errors import StorageError
 from slime_core.ledger.codec import array_refs, cut, decode, decode_turns, encode, encode_turns, plain_reward
 from slime_core.ledger.schema import DROPPED, FINISHED, PENDING, STATES, TRAINED
-from slime_core.ledger.segments import Place, Segments
-from slime_core.protocols import Drops, Recalled, Turn
+from slime_core.ledger.segments import RecordPlace, Segments
+from slime_core.protocols import Drops, Recalled, RequestTurn
 from slime_core.types import Group, Sample
 
 REPLACED = "replaced"  # issued, but a fan-out returned other samples in its place
@@ -32,7 +32,7 @@ REASON_LENGTH = 64
 OF_PROMPT = "id >= ? AND id < ? AND instr(substr(id, ?), '-') = 0"
 """Rows of one prompt, with :func:`of_prompt`: PROMPT_ID-J and PROMPT_ID-J.K ('.' follows '-' in ASCII)."""
 MEASURES = ("place", "rollout", "version", "newest", "ticks", "reward", "tokens", "response_length")
-STORED = Place._fields
+STORED = RecordPlace._fields
 FINISH = f"""
 INSERT INTO samples (state, position, {", ".join(MEASURES)}, {", ".join(STORED)}, id, attempt)
 VALUES ({FINISHED}, ?, {", ".join("?" for _ in (*MEASURES, *STORED))}, ?, ?)
@@ -82,7 +82,7 @@ def of_prompt(prompt_id: str) -> tuple[str, str, int]:
     return f"{prompt_id}-", f"{prompt_id}.", len(prompt_id) + 2
 
 
-class Rows:
+class LedgerTables:
     """The tables of one connection; nothing here begins or ends a transaction."""
 
     def __init__(self, db: sqlite3.Connection, segments: Segments, where: Path) -> None:
@@ -143,7 +143,7 @@ class Rows:
                     raise self.conflict(sample.id, "trained", "dropped")
                 place += 1
 
-    def suspend(self, turns: Mapping[str, Sequence[Turn]]) -> None:
+    def suspend(self, turns: Mapping[str, Sequence[RequestTurn]]) -> None:
         """See `protocols.Ledger`; what samples kept that have ended stays as it was.
 
         It stays until their payloads are pruned: a step that is made again after a rewind goes on from it.
@@ -246,10 +246,10 @@ class Rows:
             if row is None or row[0] is None:
                 reason = "it was never issued" if row is None else "it was not finished, or its payload was pruned"
                 raise StorageError(f"sample {name} has no payload", where=str(self._where), why=reason)
-            samples.append(decode(self._segments.read(Place(*row))))
+            samples.append(decode(self._segments.read(RecordPlace(*row))))
         return samples
 
-    def suspended(self, ids: Sequence[str], before: int) -> dict[str, list[Turn]]:
+    def suspended(self, ids: Sequence[str], before: int) -> dict[str, list[RequestTurn]]:
         """See `protocols.Ledger`; samples of which nothing is left are left out."""
         query = (
             "SELECT turns.segment, turns.offset, turns.length, turns.crc32 "
@@ -258,7 +258,9 @@ class Rows:
         suspended = {}
         for name in ids:
             row = self._db.execute(query, (name,)).fetchone()
-            turns = cut(decode_turns(self._segments.read(Place(*row))), before) if row and row[0] is not None else []
+            turns = (
+                cut(decode_turns(self._segments.read(RecordPlace(*row))), before) if row and row[0] is not None else []
+            )
             if turns:
                 suspended[name] = turns
         return suspended
@@ -307,7 +309,7 @@ class Rows:
         if step is not None:
             raise self.conflict(name, f"journaled for version {step}", change)
 
-    def _store(self, position: int, order: int, sample: Sample, place: Place) -> None:
+    def _store(self, position: int, order: int, sample: Sample, place: RecordPlace) -> None:
         values = (position, *_measures(sample, order), *place, sample.id, sample.attempt)
         self._db.execute(FINISH, values)
         named = {int(ref.segment[:-4]) for ref in array_refs(sample).values() if ref.segment[:-4].isdecimal()}
@@ -338,7 +340,9 @@ class Rows:
         places_stored = [] if state == PENDING else stored
         dropped = [row for row in rows if row.state == DROPPED and row.reason != REPLACED]
         places = [
-            Place(row.segment, row.offset, row.length, row.crc32) for row in places_stored if row.segment is not None
+            RecordPlace(row.segment, row.offset, row.length, row.crc32)
+            for row in places_stored
+            if row.segment is not None
         ]
         return Recalled(
             state=STATES[state],  # type: ignore[arg-type]

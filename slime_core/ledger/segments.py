@@ -42,7 +42,7 @@ DTYPES = frozenset(["bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bi
 }
 
 
-class Place(NamedTuple):
+class RecordPlace(NamedTuple):
     """Where a record's body lies; ``segment`` is the file's number, ``offset`` and ``length`` are bytes."""
 
     segment: int
@@ -79,7 +79,7 @@ class Segments:
         except OSError as error:
             raise storage_error(error, folder, "the segment folder cannot be made") from error
 
-    def append(self, parts: Sequence[bytes | memoryview]) -> Place:
+    def append(self, parts: Sequence[bytes | memoryview]) -> RecordPlace:
         """Write one record whose body is the parts end to end. Durable after :meth:`sync`.
 
         Raises:
@@ -99,7 +99,7 @@ class Segments:
                 raise storage_error(error, self.path(self._number), "a segment cannot be written") from error
             self._end = start + FRAME.size + length
             self._dirty = True
-            return Place(segment=self._number, offset=start + FRAME.size, length=length, crc32=crc)
+            return RecordPlace(segment=self._number, offset=start + FRAME.size, length=length, crc32=crc)
 
     def sync(self) -> None:
         """Make every record appended so far durable.
@@ -120,7 +120,7 @@ class Segments:
                 raise storage_error(error, self.path(number), "a segment cannot be made durable") from error
             self._dirty = False
 
-    def read(self, place: Place) -> bytes:
+    def read(self, place: RecordPlace) -> bytes:
         """The body of a record.
 
         Raises:
@@ -259,7 +259,7 @@ def read_bytes(folder: Path, ref: ArrayRef) -> bytes:
     return _verified(body, place, folder / ref.segment)
 
 
-def _place_of(folder: Path, ref: ArrayRef) -> Place:
+def _place_of(folder: Path, ref: ArrayRef) -> RecordPlace:
     sound = NAME.fullmatch(ref.segment) and ref.dtype in DTYPES and ref.offset >= 0 and min(ref.shape, default=0) >= 0
     if not sound:
         raise StorageError(
@@ -267,7 +267,7 @@ def _place_of(folder: Path, ref: ArrayRef) -> Place:
             code="STO112",
             where=str(folder),
         )
-    return Place(segment=int(ref.segment[:-4]), offset=ref.offset, length=ref.nbytes, crc32=ref.crc32)
+    return RecordPlace(segment=int(ref.segment[:-4]), offset=ref.offset, length=ref.nbytes, crc32=ref.crc32)
 
 
 def as_array(body: bytes, ref: ArrayRef) -> NDArray[Any]:
@@ -318,7 +318,7 @@ def _read_at(fd: int, offset: int, length: int, path: Path) -> bytes:
     return b"".join(pieces)
 
 
-def _verified(body: bytes, place: Place, path: Path) -> bytes:
+def _verified(body: bytes, place: RecordPlace, path: Path) -> bytes:
     if len(body) == place.length and zlib.crc32(body) == place.crc32:
         return body
     raise StorageError(

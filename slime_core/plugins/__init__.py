@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         recipe_path as recipe_path,
     )
     from slime_core.plugins.facade import Plugins as Plugins
-    from slime_core.plugins.load import Loaded as Loaded, load_plugin as load_plugin
+    from slime_core.plugins.load import LoadedPlugin as LoadedPlugin, load_plugin as load_plugin
 
 _HOME_OF = {
     "connect": "assemble",

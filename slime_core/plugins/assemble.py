@@ -11,7 +11,7 @@ from slime_core.config.stages import stages
 from slime_core.errors import ConfigError, PluginError, nearest
 from slime_core.plugins.backends import BUFFER, PACKAGES, check_names, implied, install
 from slime_core.plugins.facade import Plugins
-from slime_core.plugins.load import Loaded, core_plugin, load_options, load_plugin, options_model, recipe_of
+from slime_core.plugins.load import LoadedPlugin, core_plugin, load_options, load_plugin, options_model, recipe_of
 from slime_core.plugins.router import Functions, names_functions
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def load_plugins(config: Config) -> Plugins:
         ConfigError: CFG01, CFG02 a [plugin.NAME] table; CFG04 an unknown reward type, estimator or loss, or a plugin
             that a key needs and that is not installed.
     """
-    loaded: dict[str, Loaded] = {}
+    loaded: dict[str, LoadedPlugin] = {}
     parts = stages(config)
     for entry in dict.fromkeys([*(name for part in parts for name in implied(part)), *config.plugins]):
         plugin = load_plugin(entry)
@@ -65,7 +65,7 @@ def load_plugins(config: Config) -> Plugins:
     return connect(loaded, parts)
 
 
-def connect(loaded: dict[str, Loaded], configs: Sequence[Config]) -> Plugins:
+def connect(loaded: dict[str, LoadedPlugin], configs: Sequence[Config]) -> Plugins:
     """Plugins from what is already loaded, with core and functions by path, resolved for every config."""
     by_path = any(map(names_functions, configs))
     functions: Functions = import_module(FUNCTIONS).FunctionsByPath() if by_path else Functions()

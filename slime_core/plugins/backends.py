@@ -24,7 +24,7 @@ from slime_core.plugins.discover import available, paths
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
-    from slime_core.plugins.load import Loaded
+    from slime_core.plugins.load import LoadedPlugin
     from slime_core.plugins.provider import Provider
 
 CORE = "slime_core.clusters"  # of a higher layer, loaded by name like every plugin
@@ -153,7 +153,7 @@ def twice(hook: str, name: str, origins: Sequence[str]) -> PluginError:
     )
 
 
-def check_names(loaded: Iterable[Loaded]) -> None:
+def check_names(loaded: Iterable[LoadedPlugin]) -> None:
     """Refuse a backend of a run's plugins that the core, or another of them, brings too.
 
     Raises:
@@ -225,7 +225,7 @@ def _asked(hook: str, plugin: str, _: object = None) -> tuple[str, list[Any]]:
 _offered = lru_cache(maxsize=64)(_asked)
 
 
-def offers(loaded: Loaded, hook: str, kind: type[B]) -> list[B]:
+def offers(loaded: LoadedPlugin, hook: str, kind: type[B]) -> list[B]:
     """What a loaded plugin brings by ``hook``; its functions raise errors that name the package.
 
     Raises:
@@ -304,7 +304,7 @@ def brought_by(plugin: str) -> list[Backend]:
         return []
 
 
-class Tables:
+class BackendTables:
     """Tables of backends as the command line sees them; a plugin is asked when a word begins with its name.
 
     Example:

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 from slime_core.errors import PluginError, SlimeError, text_of
 from slime_core.memory import shortage
 from slime_core.plugins.provider import CORE, Answer, Provider, signature_of
-from slime_core.pulse import PULSE, Work
+from slime_core.pulse import PULSE, HookCall
 
 T = TypeVar("T")
 Frames = Sequence[traceback.FrameSummary]  # outermost first
@@ -359,7 +359,7 @@ def _at_work(answer: Answer, about: str, limit: float, key: str) -> Iterator[Non
         yield
         return
     hook, home = f"{provider.name}.{answer.hook}", str(provider.home or "")
-    work = Work(limit=limit, hook=hook, provider=str(provider), key=key, home=home, about=about)
+    work = HookCall(limit=limit, hook=hook, provider=str(provider), key=key, home=home, about=about)
     slot = PULSE.begin(limit, work.packed())
     try:
         yield

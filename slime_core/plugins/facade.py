@@ -14,17 +14,17 @@ from slime_core.algorithms.shared.terms import add_terms, needed_roles
 from slime_core.errors import PluginError
 from slime_core.plugins.boundary import HookThreads, Stuck, call, call_now, wrong
 from slime_core.plugins.isolated import INSIDE, Processes, group_question, sample_question
-from slime_core.plugins.load import Loaded, fingerprint, load_options, sources
+from slime_core.plugins.load import LoadedPlugin, fingerprint, load_options, sources
 from slime_core.plugins.provider import CORE, Answer
 from slime_core.plugins.result_checks import checked_columns, expect, role_columns, same_groups, to_reward, to_rewards
-from slime_core.plugins.router import INFRA, Functions, Router, made_elsewhere
+from slime_core.plugins.router import INFRA, Functions, HookRouter, made_elsewhere
 from slime_core.protocols import Estimator, Loss, PromptSource, Role, Sink
 from slime_core.types import Batch, Columns, Drop, Group, Prompt, Reward, Sample, SamplingParams, StepReport
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from slime_core.config.schema import Config, Task
+    from slime_core.config.schema import Config, DataTask
     from slime_core.context import Context
 
 GENERATE = "rollout.generate_timeout"
@@ -39,13 +39,13 @@ class Plugins:
     lets errors of the core (EngineError, DataError) through as they are.
     """
 
-    def __init__(self, loaded: Mapping[str, Loaded], core: Loaded, functions: Functions) -> None:
+    def __init__(self, loaded: Mapping[str, LoadedPlugin], core: LoadedPlugin, functions: Functions) -> None:
         self._loaded, self._core, self._functions = dict(loaded), core, functions
         self._threads = HookThreads()
         self._processes = Processes() if INSIDE not in os.environ else None
         self._checks: Any = None  # once they are asked for
         self._last: tuple[Answer, str] | None = None
-        self._router = Router(self._loaded, core, functions)
+        self._router = HookRouter(self._loaded, core, functions)
         self._options: dict[tuple[str, int], BaseModel | None] = {}
 
     @property
@@ -54,7 +54,7 @@ class Plugins:
         return tuple(self._loaded)
 
     @property
-    def loaded(self) -> tuple[Loaded, ...]:
+    def loaded(self) -> tuple[LoadedPlugin, ...]:
         """The loaded plugins themselves, for a hook that a plugin asks (`slime_model_bridge`)."""
         return tuple(self._loaded.values())
 
@@ -153,7 +153,7 @@ class Plugins:
         value = self._call_now(answer, ctx, about, prompt=prompt)
         return expect(answer, value, SamplingParams, about, "return dataclasses.replace(ctx.sampling, ...)")
 
-    def prompts(self, task: Task, ctx: Context) -> PromptSource | None:
+    def prompts(self, task: DataTask, ctx: Context) -> PromptSource | None:
         """The task's rows by `slime_prompts`; None where the config's data holds them."""
         answer = self._router.owner("slime_prompts", task.name, ctx.config, ctx.evaluation, chosen=task)
         if answer is None or (task.prompt_data and answer.provider.source == "plugin"):
@@ -353,7 +353,7 @@ class Plugins:
             raise PluginError(f"nothing answers {hook} for task '{task}'", fix="slime plugins hooks")
         return answer
 
-    def _declaring(self, hook: str) -> list[Loaded]:
+    def _declaring(self, hook: str) -> list[LoadedPlugin]:
         return [plugin for plugin in (*self._loaded.values(), self._core) if hook in plugin.answers]
 
     def _states(self) -> list[tuple[str, Answer, Any]]:

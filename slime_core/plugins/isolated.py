@@ -38,7 +38,7 @@ class Gone(Exception):
     """The worker ended without an answer."""
 
 
-class Worker:
+class IsolatedWorker:
     """One process and the socket to it. It is to be made on a thread that lasts: the process ends with it."""
 
     def __init__(self, config: Config) -> None:
@@ -91,8 +91,8 @@ class Processes:
     def __init__(self, most: int = 0) -> None:
         self._most = most or max(1, min(8, os.cpu_count() or 1))
         self._threads = HookThreads(2 * self._most)
-        self._idle: list[Worker] = []
-        self._all: set[Worker] = set()
+        self._idle: list[IsolatedWorker] = []
+        self._all: set[IsolatedWorker] = set()
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     def pids(self) -> list[int]:
@@ -146,13 +146,13 @@ class Processes:
         for worker in list(self._all):
             self._kill(worker)
 
-    async def _take(self, answer: Answer, config: Config, about: str) -> Worker:
+    async def _take(self, answer: Answer, config: Config, about: str) -> IsolatedWorker:
         while self._idle:
             worker = self._idle.pop()
             if worker.config is config and worker.process.poll() is None:
                 return worker
             self._kill(worker)
-        worker = Worker(config)
+        worker = IsolatedWorker(config)
         self._all.add(worker)
         try:
             await self._threads.run(worker.load, START_SECONDS)
@@ -164,7 +164,7 @@ class Processes:
             raise
         return worker
 
-    def _kill(self, worker: Worker) -> int:
+    def _kill(self, worker: IsolatedWorker) -> int:
         self._all.discard(worker)
         if worker in self._idle:
             self._idle.remove(worker)

@@ -27,7 +27,7 @@ MARK = "slime_impl"  # what `hookimpl` leaves on a function
 
 
 @dataclass(slots=True, kw_only=True)
-class Loaded:
+class LoadedPlugin:
     """A plugin that was imported, with its checked answers."""
 
     provider: Provider
@@ -36,7 +36,7 @@ class Loaded:
     options: BaseModel | None = None
 
 
-def load_plugin(name: str) -> Loaded:
+def load_plugin(name: str) -> LoadedPlugin:
     """Import one plugin, by its name or by the path of its file, and check its hooks.
 
     Raises:
@@ -48,7 +48,7 @@ def load_plugin(name: str) -> Loaded:
     home = _home(target)
     provider = Provider(name=info.name, origin=info.requirement, source="plugin", home=home)
     _check_api(target, provider)
-    return Loaded(provider=provider, target=target, answers=answers_of(provider, target))
+    return LoadedPlugin(provider=provider, target=target, answers=answers_of(provider, target))
 
 
 def _import(info: PluginInfo) -> Any:
@@ -151,7 +151,7 @@ def _check_names(provider: Provider, target: Any) -> None:
             )
 
 
-def options_model(loaded: Loaded) -> type[BaseModel] | None:
+def options_model(loaded: LoadedPlugin) -> type[BaseModel] | None:
     """The plugin's own model of ``[plugin.NAME]``, None where it has no options.
 
     Raises:
@@ -168,7 +168,7 @@ def options_model(loaded: Loaded) -> type[BaseModel] | None:
     return model
 
 
-def load_options(loaded: Loaded, table: Mapping[str, Any]) -> BaseModel | None:
+def load_options(loaded: LoadedPlugin, table: Mapping[str, Any]) -> BaseModel | None:
     """The plugin's ``[plugin.NAME]`` table as its own model.
 
     Raises:
@@ -180,13 +180,13 @@ def load_options(loaded: Loaded, table: Mapping[str, Any]) -> BaseModel | None:
     return validate_options(loaded.provider.name, options_model(loaded), table)
 
 
-def core_plugin(target: Any) -> Loaded:
+def core_plugin(target: Any) -> LoadedPlugin:
     """Core's own plugin, registered through the same hooks; it has the lowest rank."""
     provider = Provider(name=CORE, origin="slime-rl", source="core", home=Path(CORE_FOLDER))
-    return Loaded(provider=provider, target=target, answers=answers_of(provider, target))
+    return LoadedPlugin(provider=provider, target=target, answers=answers_of(provider, target))
 
 
-def recipe_of(loaded: Loaded, recipe: str) -> Path:
+def recipe_of(loaded: LoadedPlugin, recipe: str) -> Path:
     """The file of one of a plugin's recipes.
 
     Raises:
@@ -210,7 +210,7 @@ def recipe_of(loaded: Loaded, recipe: str) -> Path:
     return path
 
 
-def fingerprint(loaded: Mapping[str, Loaded], routing: list[dict[str, str]], files: Iterable[Path]) -> str:
+def fingerprint(loaded: Mapping[str, LoadedPlugin], routing: list[dict[str, str]], files: Iterable[Path]) -> str:
     """A checksum of names, versions, hooks, routing, and the bytes of every source file of plugins and functions."""
     facts = {
         "api": API_VERSION,
@@ -221,7 +221,7 @@ def fingerprint(loaded: Mapping[str, Loaded], routing: list[dict[str, str]], fil
     return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def sources(loaded: Mapping[str, Loaded], files: Iterable[Path]) -> dict[str, str]:
+def sources(loaded: Mapping[str, LoadedPlugin], files: Iterable[Path]) -> dict[str, str]:
     """A checksum of each plugin's source files by ``plugin NAME``, and of each file of functions by its path."""
     checksums = {f"plugin {name}": _checksum(_package_files([plugin]), 8) for name, plugin in loaded.items()}
     for file in sorted(files):
@@ -237,7 +237,7 @@ def _checksum(files: Iterable[Path], size: int) -> str:
     return digest.hexdigest()
 
 
-def _package_files(plugins: Iterable[Loaded]) -> list[Path]:
+def _package_files(plugins: Iterable[LoadedPlugin]) -> list[Path]:
     files: list[Path] = []
     for home in (plugin.provider.home for plugin in plugins):
         if home is not None:

@@ -20,12 +20,12 @@ from slime_core.errors import ConfigError, PluginError, nearest
 from slime_core.hookspecs import HOOKS, OWN_PROCESS
 from slime_core.plugins.backends import BUFFER
 from slime_core.plugins.boundary import LONGEST, call_now, listed, wrong
-from slime_core.plugins.load import Loaded
+from slime_core.plugins.load import LoadedPlugin
 from slime_core.plugins.provider import Answer
 from slime_core.protocols import Estimator, Loss
 
 if TYPE_CHECKING:
-    from slime_core.config.schema import Config, Task
+    from slime_core.config.schema import Config, DataTask
     from slime_core.types import Batch, Group
 
 OWNER_HOOKS = tuple(name for name, info in HOOKS.items() if info.kind == "owner")
@@ -133,10 +133,10 @@ class Registry:
         return self.entries[name][1]
 
 
-class Router:
+class HookRouter:
     """Answers by hook and task, resolved once a config and kept."""
 
-    def __init__(self, loaded: Mapping[str, Loaded], core: Loaded, functions: Functions) -> None:
+    def __init__(self, loaded: Mapping[str, LoadedPlugin], core: LoadedPlugin, functions: Functions) -> None:
         self._loaded, self._core, self._functions = dict(loaded), core, functions
         self.named: dict[str, Registry] = {hook: collect(hook, [*loaded.values(), core]) for hook in NAMED_HOOKS}
         self._owners: dict[tuple[int, str, str, bool], Answer | None] = {}
@@ -145,7 +145,7 @@ class Router:
         self._resolved: list[Config] = []
 
     def owner(
-        self, hook: str, task: str, config: Config, evaluation: bool = False, chosen: Task | None = None
+        self, hook: str, task: str, config: Config, evaluation: bool = False, chosen: DataTask | None = None
     ) -> Answer | None:
         """Who answers an owner hook for a task.
 
@@ -244,7 +244,9 @@ class Router:
         for hook, name in named.items():
             yield _row(hook, name, self.named[hook].answer(name))
 
-    def _choose(self, hook: str, task: str, config: Config, evaluation: bool, chosen: Task | None) -> Answer | None:
+    def _choose(
+        self, hook: str, task: str, config: Config, evaluation: bool, chosen: DataTask | None
+    ) -> Answer | None:
         declared = chosen or task_named(config, task, evaluation)
         owners = owners_of(config, self._loaded)
         inherited = "" if any(t.name == task for t in config.data.tasks) else owners.get(DEFAULT_TASK, "")
@@ -275,7 +277,7 @@ class Router:
             )
         return best[0] if best else None
 
-    def _own_choice(self, hook: str, task: Task | None, config: Config) -> Answer | None:
+    def _own_choice(self, hook: str, task: DataTask | None, config: Config) -> Answer | None:
         path = {"slime_generate": task.generate, "slime_reward": task.reward}.get(hook, "") if task else ""
         if not path:
             return None
@@ -284,7 +286,7 @@ class Router:
         return self._functions.of_task(hook, path, config)
 
 
-def owners_of(config: Config, loaded: Mapping[str, Loaded]) -> dict[str, str]:
+def owners_of(config: Config, loaded: Mapping[str, LoadedPlugin]) -> dict[str, str]:
     """Task name to the name of the plugin that owns it, for every task that has one.
 
     Raises:
@@ -317,12 +319,12 @@ def owners_of(config: Config, loaded: Mapping[str, Loaded]) -> dict[str, str]:
     return owners
 
 
-def declared_tasks(config: Config) -> list[Task]:
+def declared_tasks(config: Config) -> list[DataTask]:
     """Every task that the config declares, for training and evaluation."""
     return [*config.data.tasks, *config.eval.eval_tasks]
 
 
-def task_named(config: Config, name: str, evaluation: bool = False) -> Task | None:
+def task_named(config: Config, name: str, evaluation: bool = False) -> DataTask | None:
     """The declared task of that name; in evaluation an evaluation set's comes first."""
     tasks = [*config.eval.eval_tasks, *config.data.tasks] if evaluation else config.data.tasks
     return next((task for task in tasks if task.name == name), None)
@@ -348,7 +350,7 @@ def _row(hook: str, task: str, answer: Answer) -> dict[str, str]:
     return {"hook": hook, "task": task, "provider": str(answer.provider)}
 
 
-def collect(hook: str, plugins: Sequence[Loaded]) -> Registry:
+def collect(hook: str, plugins: Sequence[LoadedPlugin]) -> Registry:
     """Everything registered through ``hook``.
 
     Raises:

@@ -36,14 +36,14 @@ def main() -> None:
     os.environ[INSIDE] = "1"
     os.dup2(2, 1)
     file = socket.socket(fileno=int(sys.argv[1])).makefile("rwb")
-    judge = Judge()
+    judge = RewardWorker()
     for line in file:
         file.write(json.dumps(response_to(judge.answer, json.loads(line))).encode() + b"\n")
         file.flush()
     os._exit(0)
 
 
-class Judge:
+class RewardWorker:
     """The plugins of this process; the first question names them, each later one asks for rewards."""
 
     plugins: Plugins | None = None

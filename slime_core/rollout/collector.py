@@ -24,7 +24,7 @@ from slime_core.rollout.groups import Counts, GroupSource, InFlight, Source, che
 from slime_core.rollout.over_sampling import OVER_SAMPLED, OverSampling, version_metrics
 from slime_core.rollout.partial_rollout import SuspendableEngine
 from slime_core.rollout.recovery import Recovery, stands, stored_group
-from slime_core.rollout.score import PLUGIN, DropLimit, Scored, score_group
+from slime_core.rollout.score import PLUGIN, DropLimit, ScoredGroup, score_group
 from slime_core.rollout.staleness import RESTARTED, STALE, Staleness, mask_older
 from slime_core.types import Drop, Group
 
@@ -280,7 +280,7 @@ class Collector(GroupSource):
                 return
             if self._plugins.ends_run(error, ctx.config):
                 raise
-            scored = Scored(group=None, drops=[(group.samples, Drop(reason=PLUGIN))])
+            scored = ScoredGroup(group=None, drops=[(group.samples, Drop(reason=PLUGIN))])
         if scored.group is None:
             await self._discard(group, scored.drops)
         else:

@@ -45,7 +45,7 @@ ROLLED_OUT = "debug_rollout_only"  # why samples of a run that only rolls out ar
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class About:
+class DumpHeader:
     """What a dump file says of itself."""
 
     version: int  # that the step made; of the weights, for an evaluation
@@ -64,7 +64,7 @@ def evaluation_path(folder: Path, name: str, version: int) -> Path:
     return folder / f"eval-{name}-{version:06d}{SUFFIX}"
 
 
-def write_dump(path: Path, groups: Sequence[Group], about: About, *, arrays: Path | None = None) -> None:
+def write_dump(path: Path, groups: Sequence[Group], about: DumpHeader, *, arrays: Path | None = None) -> None:
     """Write one file, whole and durable. ``arrays`` is the run's ``segments/`` folder, whose arrays are copied.
 
     Raises:
@@ -102,12 +102,12 @@ def read_dump(path: Path, *, arrays: segments.Segments | None = None) -> list[Gr
     return read_dump_with_header(path, arrays=arrays)[0]
 
 
-def read_dump_with_header(path: Path, *, arrays: segments.Segments | None = None) -> tuple[list[Group], About]:
+def read_dump_with_header(path: Path, *, arrays: segments.Segments | None = None) -> tuple[list[Group], DumpHeader]:
     """:func:`read_dump`, and what the file says of itself."""
     data = _bytes_of(path)
     about, rows, place = _header(data, path)
     groups = []
-    reader = _Reader(data, place, path)
+    reader = _DumpReader(data, place, path)
     for row in rows:
         samples = [reader.sample(item, arrays) for item in row["samples"]]
         rollouts = {int(name): list(members) for name, members in row["rollouts"].items()}
@@ -145,7 +145,7 @@ class Dump:
         """
         if self._save is not None:
             path = evaluation_path(self._save, name, version) if name else step_path(self._save, version)
-            about = About(version=version, stage=stage, set=name, run=str(self._run_dir))
+            about = DumpHeader(version=version, stage=stage, set=name, run=str(self._run_dir))
             write_dump(path, groups, about, arrays=self._run_dir / "segments")
 
     def groups(self, version: int, stage: str = "") -> list[Group] | None:
@@ -294,7 +294,7 @@ def _add(body: bytes, bodies: list[bytes]) -> dict[str, Any]:
     return {"size": len(body), "crc32": zlib.crc32(body)}
 
 
-class _Reader:
+class _DumpReader:
     """Bodies of a file, one after another, each checked."""
 
     def __init__(self, data: bytes, place: int, path: Path) -> None:
@@ -332,7 +332,7 @@ def _bytes_of(path: Path) -> bytes:
         raise storage_error(error, path, "a dump of rollouts cannot be read") from error
 
 
-def _header(data: bytes, path: Path) -> tuple[About, list[dict[str, Any]], int]:
+def _header(data: bytes, path: Path) -> tuple[DumpHeader, list[dict[str, Any]], int]:
     """What a file says of itself, its groups' rows, and where its bodies begin."""
     begin = len(MAGIC) + FRAME.size
     if not data.startswith(MAGIC):
@@ -352,7 +352,7 @@ def _header(data: bytes, path: Path) -> tuple[About, list[dict[str, Any]], int]:
         raise _damaged(path)
     head: dict[str, Any] = json.loads(text)
     rows = head.pop("groups")
-    return About(**head), rows, begin + length
+    return DumpHeader(**head), rows, begin + length
 
 
 def _damaged(path: Path) -> StorageError:

@@ -18,7 +18,7 @@ from typing import Any
 
 from slime_core.errors import EngineError
 from slime_core.plugins.boundary import DEADLINE
-from slime_core.protocols import Engine, Turn
+from slime_core.protocols import Engine, RequestTurn
 from slime_core.types import Completion, GenerateRequest
 
 FULL = "ENG72"  # a prompt that fills the context
@@ -43,8 +43,8 @@ class SuspendableEngine:
         self._used: dict[str, int] = {}  # ticks of each watched sample since `begin`
         self._running: set[str] = set()  # watched samples with a piece on the engine
         self._released = asyncio.Event()
-        self._turns: dict[str, list[Turn]] = {}  # of each watched sample, in order; the last may be under way
-        self._past: dict[str, list[Turn]] = {}  # turns that an earlier process saw, not yet asked for again
+        self._turns: dict[str, list[RequestTurn]] = {}  # of each watched sample, in order; the last may be under way
+        self._past: dict[str, list[RequestTurn]] = {}  # turns that an earlier process saw, not yet asked for again
         self.busy: set[str] = set()  # watched samples that may still make tokens in this round
         self.held: set[str] = set()  # watched samples that wait for more room
 
@@ -81,11 +81,11 @@ class SuspendableEngine:
         self._limit = self.start + ticks
         self._release()
 
-    def turns(self, ids: Iterable[str]) -> dict[str, list[Turn]]:
+    def turns(self, ids: Iterable[str]) -> dict[str, list[RequestTurn]]:
         """What these samples have generated, turn by turn."""
         return {name: turns for name in ids if (turns := self._turns.get(name))}
 
-    def remember(self, past: Mapping[str, Sequence[Turn]]) -> None:
+    def remember(self, past: Mapping[str, Sequence[RequestTurn]]) -> None:
         """Answer these samples' next requests with turns that were made before, as far as they go."""
         self._past |= {name: list(turns) for name, turns in past.items()}
 
@@ -126,18 +126,18 @@ class SuspendableEngine:
             self._changed()
         return turn.whole(self._tokenizer)
 
-    def _begun(self, request: GenerateRequest) -> Turn:
+    def _begun(self, request: GenerateRequest) -> RequestTurn:
         """The turn of a request, with what is known of it; a request that was not made before has nothing."""
         past = self._past.get(request.id)
         if not past:
-            return Turn(request=request)
+            return RequestTurn(request=request)
         before = past.pop(0)
         if (before.request.tokens, before.request.seed) != (request.tokens, request.seed):
             past.clear()  # whoever asks took another way this time
-            return Turn(request=request)
-        return Turn(request=request, pieces=list(before.pieces), finish=before.finish)
+            return RequestTurn(request=request)
+        return RequestTurn(request=request, pieces=list(before.pieces), finish=before.finish)
 
-    async def _piece(self, turn: Turn) -> None:
+    async def _piece(self, turn: RequestTurn) -> None:
         name = turn.request.id
         room = await self._room(name)
         request = turn.rest(room)

@@ -45,14 +45,14 @@ REASONS_SHOWN, LONGEST = 3, 300  # reasons, and characters of one
 
 
 @dataclass(slots=True)
-class Scored:
+class ScoredGroup:
     """``group`` is what trains, None where nothing is left."""
 
     group: Group | None
     drops: list[tuple[list[Sample], Drop]] = field(default_factory=list)
 
 
-async def score_group(group: Group, plugins: Plugins, ctx: Context) -> Scored:
+async def score_group(group: Group, plugins: Plugins, ctx: Context) -> ScoredGroup:
     """Call `slime_sample_done`, the reward and the filters; set ``sample.reward`` to the number that trains.
 
     With ``rollout.dynamic_sampling = equal_rewards`` a group whose rewards are all equal is dropped before any filter
@@ -74,15 +74,15 @@ async def score_group(group: Group, plugins: Plugins, ctx: Context) -> Scored:
     ]
     fit = [i for i, reason in enumerate(reasons) if not reason]
     if not fit:
-        return Scored(group=None, drops=drops)
+        return ScoredGroup(group=None, drops=drops)
     scored = group.part(fit)
     judged = shape_rewards(scored, ctx.config)
     if ctx.config.rollout.dynamic_sampling == EQUAL and min(judged) == max(judged):
-        return Scored(group=None, drops=[*drops, (scored.samples, Drop(reason=EQUAL))])
+        return ScoredGroup(group=None, drops=[*drops, (scored.samples, Drop(reason=EQUAL))])
     verdict = await plugins.filter(scored, ctx)
     if verdict is not None:
-        return Scored(group=None, drops=[*drops, (scored.samples, verdict)])
-    return Scored(group=scored, drops=drops)
+        return ScoredGroup(group=None, drops=[*drops, (scored.samples, verdict)])
+    return ScoredGroup(group=scored, drops=drops)
 
 
 def _unfit(sample: Sample, reward: Reward) -> str:

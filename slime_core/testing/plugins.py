@@ -23,14 +23,14 @@ import numpy as np
 from slime_core.checkpoint.manifest import check_state
 from slime_core.config.load import load_config, stages
 from slime_core.config.paths import plugin_path
-from slime_core.config.schema import Config, Task
+from slime_core.config.schema import Config, DataTask
 from slime_core.context import Context
 from slime_core.errors import SlimeError
 from slime_core.hookspecs import API_VERSION
 from slime_core.notices import notices_to
 from slime_core.plugins.assemble import connect, load_plugins, option_models
 from slime_core.plugins.boundary import call_now
-from slime_core.plugins.load import Loaded, load_plugin, options_model
+from slime_core.plugins.load import LoadedPlugin, load_plugin, options_model
 from slime_core.protocols import Check
 from slime_core.rollout.groups import pending_group, training_params
 from slime_core.testing.fakes import CharTokenizer, ChatTokenizer, FakeEngine
@@ -45,7 +45,7 @@ ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Finding:
+class PluginFinding:
     """One promise of a plugin: kept, broken, or not its business.
 
     Example:
@@ -67,7 +67,7 @@ class Broken(Exception):
         self.found, self.fix, self.warn = message, fix, warn
 
 
-def check_plugin(name: str) -> list[Finding]:
+def check_plugin(name: str) -> list[PluginFinding]:
     """Load one plugin, by name or by the path of its file, and try every hook that it implements, against fakes.
 
     A promise is a line: import, options, recipes, checks, command, prompts, generation, rewards, filter, names,
@@ -81,38 +81,40 @@ def check_plugin(name: str) -> list[Finding]:
     except SlimeError as error:
         return [_failed("import", error)]
     hooks = ", ".join(sorted(loaded.answers)) or "no hook"
-    findings = [Finding(name="import", status="ok", found=hooks)]
+    findings = [PluginFinding(name="import", status="ok", found=hooks)]
     if not had_torch and TORCH_FREE in sys.modules:
         fix = "import torch inside the functions that need it"
-        findings.append(Finding(name="light import", status="warn", found="importing it imports torch", fix=fix))
+        findings.append(PluginFinding(name="light import", status="warn", found="importing it imports torch", fix=fix))
     if getattr(loaded.target, "slime_api", None) is None:
         fix = f"write slime_api = {API_VERSION} in its module: a later slime then says what to change"
-        findings.append(Finding(name="API", status="warn", found="slime_api is not set", fix=fix))
+        findings.append(PluginFinding(name="API", status="warn", found="slime_api is not set", fix=fix))
     suite, notices = _Suite(name, loaded), list[str]()
     with notices_to(notices.append):
         findings += [_tried(promise, fn) for promise, fn in suite.promises()]
-    return [*findings, *(Finding(name="manners", status="warn", found=text) for text in notices)]
+    return [*findings, *(PluginFinding(name="manners", status="warn", found=text) for text in notices)]
 
 
-def _tried(promise: str, fn: Callable[[], str | None]) -> Finding:
+def _tried(promise: str, fn: Callable[[], str | None]) -> PluginFinding:
     try:
         text = fn()
-        return Finding(name=promise, status="skip" if text is None else "ok", found=text or "not implemented")
+        return PluginFinding(name=promise, status="skip" if text is None else "ok", found=text or "not implemented")
     except Broken as broken:
-        return Finding(name=promise, status="warn" if broken.warn else "fail", found=broken.found, fix=broken.fix)
+        return PluginFinding(
+            name=promise, status="warn" if broken.warn else "fail", found=broken.found, fix=broken.fix
+        )
     except SlimeError as error:
         return _failed(promise, error)
     except Exception as error:
-        return Finding(name=promise, status="fail", found=f"{type(error).__name__}: {error}")
+        return PluginFinding(name=promise, status="fail", found=f"{type(error).__name__}: {error}")
 
 
-def _failed(promise: str, error: SlimeError) -> Finding:
+def _failed(promise: str, error: SlimeError) -> PluginFinding:
     message = f"{error.code} {error.what}" + (f" ({error.why})" if error.why else "")
-    return Finding(name=promise, status="fail", found=message, where=error.where, fix=error.fix)
+    return PluginFinding(name=promise, status="fail", found=message, where=error.where, fix=error.fix)
 
 
 class _Suite:
-    def __init__(self, entry: str, loaded: Loaded) -> None:
+    def __init__(self, entry: str, loaded: LoadedPlugin) -> None:
         self.entry, self.name, self.loaded = plugin_path(entry, Path.cwd()), loaded.provider.name, loaded
         self._made: tuple[Plugins, Config] | None = None
 
@@ -295,8 +297,8 @@ class _Suite:
                 self._made = connect({self.name: load_plugin(self.entry)}, [config]), config
         return self._made
 
-    def _tasks(self, config: Config) -> list[tuple[Task, bool]]:
-        training = [(task, False) for task in config.data.tasks] or [(Task(name="default"), False)]
+    def _tasks(self, config: Config) -> list[tuple[DataTask, bool]]:
+        training = [(task, False) for task in config.data.tasks] or [(DataTask(name="default"), False)]
         return [*training, *((task, True) for task in config.eval.eval_tasks)]
 
     def _ctx(self, config: Config, *, evaluation: bool = False) -> Context:

@@ -41,7 +41,7 @@ Ints = Any  # NDArray[np.int64]
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Seat:
+class RankSeat:
     """What a rank says of itself to who deals: the model's ranks of one ``number`` work on the same samples."""
 
     number: int  # its data-parallel rank
@@ -79,7 +79,7 @@ class Portion:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Split:
+class BatchSplit:
     """How batches are divided over data-parallel ``ranks``.
 
     ``num_steps`` optimizer steps of rollouts in batch order are as equal as they can be; ``global_batch_size``
@@ -253,7 +253,7 @@ class Dealer:
 
     stage: Config
     loss: Loss
-    seat: Seat
+    seat: RankSeat
 
     def portions(self, batch: Batch) -> list[Portion]:
         """Of every data-parallel rank.
@@ -263,7 +263,7 @@ class Dealer:
         """
         check_shape(batch)
         train = self.stage.train
-        return Split(
+        return BatchSplit(
             flops=self.seat.flops,
             ranks=self.seat.ranks,
             max_tokens=train.max_tokens_per_gpu * self.seat.over,

@@ -127,7 +127,7 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 @dataclass(slots=True)
-class Layout:
+class FileLayout:
     """One file: tensors by name with shape and dtype, and where their bytes begin in host memory."""
 
     name: str
@@ -153,7 +153,7 @@ class Layout:
         yield from read(self.begin, self.begin + self.size)
 
 
-class Staging:
+class HostStaging:
     """Host memory for one rank's state, and the thread that writes it; one save at a time.
 
     Example:
@@ -172,7 +172,7 @@ class Staging:
         self._live = False  # whether sources are the trainer's own tensors
         self._reached = 0  # bytes before it are written
         self._lock = threading.Lock()  # of sources that change
-        self._layouts: list[Layout] = []
+        self._layouts: list[FileLayout] = []
         self._stream = torch.cuda.Stream(device) if self._cuda else None
         self._copied: torch.cuda.Event | None = None  # until the copy is waited for
         self._in_flight = 0
@@ -184,7 +184,7 @@ class Staging:
         while self._cuda and len(self._blocks) * BLOCK < size:
             self._blocks.append(torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True))
 
-    def plan(self, layouts: Sequence[Layout]) -> None:
+    def plan(self, layouts: Sequence[FileLayout]) -> None:
         """Lay files out one after another, and begin a copy after what the device was told to do before."""
         self._sources.clear()
         self._live, self._reached = True, 0

@@ -148,7 +148,7 @@ def on(array: NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 @dataclass(slots=True)
-class Outcome:
+class StepOutcome:
     """One optimizer step. ``metrics`` are empty where there was nothing to measure."""
 
     fate: Fate
@@ -156,7 +156,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Guard:
+class NonFiniteGuard:
     """Counts steps in a row whose loss or gradient is not finite, and stops the run after ``most`` of them.
 
     Sample ids are appended to ``errors / "nonfinite.jsonl"``, one JSON object a skipped step.
@@ -166,7 +166,7 @@ class Guard:
     errors: Path | None = None  # the run's folder, where this rank writes
     in_a_row: int = 0
 
-    def skip(self, portion: Portion, bad: list[int], loss: float, norm: float) -> Outcome:
+    def skip(self, portion: Portion, bad: list[int], loss: float, norm: float) -> StepOutcome:
         """A step that is not finite.
 
         Args:
@@ -195,7 +195,7 @@ class Guard:
             self.errors.mkdir(parents=True, exist_ok=True)
             with (self.errors / FILE).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-        return Outcome("nonfinite")
+        return StepOutcome("nonfinite")
 
     def passed(self) -> None:
         """A step was finite."""
@@ -221,7 +221,7 @@ def ids_of(names: Sequence[str], samples: list[int], most: int = SHOWN) -> str:
     return ", ".join(ids[:most]) + (f" and {len(ids) - most} more" if len(ids) > most else "")
 
 
-def summary(outcomes: Sequence[Outcome], trained: float) -> dict[str, float]:
+def summary(outcomes: Sequence[StepOutcome], trained: float) -> dict[str, float]:
     """Means over the optimizer steps that have a figure, and counts of what became of them.
 
     ``optimizer_steps`` counts those that changed the policy, ``skipped_steps`` those that changed nothing, and

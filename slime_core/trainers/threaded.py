@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from slime_core.plugins import Plugins
     from slime_core.protocols import Role
     from slime_core.threads import TorchThread
-    from slime_core.trainers.data_parallel import Portion, Seat
+    from slime_core.trainers.data_parallel import Portion, RankSeat
     from slime_core.types import Batch, Columns, WeightRoute, WeightUpdate
     from slime_core.weights.folder import ModelFolder
 
@@ -72,9 +72,9 @@ class WorkerTrainer:
         return await self._thread.run(self._worker.score, batch, roles)
 
     @property
-    def seat(self) -> Seat:
+    def seat(self) -> RankSeat:
         """Which portions of batches are this rank's."""
-        seat: Seat = self._worker.seat
+        seat: RankSeat = self._worker.seat
         return seat
 
     async def step(self, batch: Batch | Portion) -> dict[str, float]:

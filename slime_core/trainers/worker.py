@@ -21,15 +21,15 @@ from slime_core.config.presets import settle
 from slime_core.errors import SlimeError, TrainerError
 from slime_core.memory import first_line, is_out_of_memory, trim
 from slime_core.trainers.batch import check_columns, check_tokens, stamp_of
-from slime_core.trainers.data_parallel import READS, Dealer, Portion, Seat, agreed, pack
-from slime_core.trainers.offload import Offload, Staging
-from slime_core.trainers.optimizer_step import Guard, Outcome, Schedule, Sums, optimizer_steps, summary
+from slime_core.trainers.data_parallel import READS, Dealer, Portion, RankSeat, agreed, pack
+from slime_core.trainers.offload import HostStaging, Offload
+from slime_core.trainers.optimizer_step import NonFiniteGuard, Schedule, StepOutcome, Sums, optimizer_steps, summary
 from slime_core.trainers.process_group import join_group
 from slime_core.trainers.roles import critic_figures, missing
 from slime_core.trainers.verify import Slow, compared
 from slime_core.types import Batch, WeightUpdate
 from slime_core.weights.plain import PRECISIONS
-from slime_core.weights.transports.buckets import Source, stream
+from slime_core.weights.transports.buckets import TensorSource, stream
 from slime_core.weights.transports.senders import Senders
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Worker(ABC):
     and ``learner``; frozen models ``reference``, ``teacher`` and ``check_teacher(batch)``; a model ``packs``.
     """
 
-    seat: Seat
+    seat: RankSeat
     policy: Any
     actor: Any
     frozen: Any
@@ -78,8 +78,8 @@ class Worker(ABC):
         join_group(rank, world, device, rendezvous)
         self.critic: Any = None
         self.offload = Offload(self._tensors)
-        self.staging = Staging(self.device)
-        self.guard = Guard(errors=errors if rank == 0 else None)
+        self.staging = HostStaging(self.device)
+        self.guard = NonFiniteGuard(errors=errors if rank == 0 else None)
         self.senders = Senders(self.device, folder.path, config)
         self.stage: Config | None = None
         self.steps = 0  # calls of step in this stage
@@ -208,14 +208,14 @@ class Worker(ABC):
 
     def _optimizer_step(
         self, portion: Portion, micros: list[MicroBatch], others: list[MicroBatch], alone: bool
-    ) -> Outcome:
+    ) -> StepOutcome:
         """One optimizer step of the policy and of the critic, which gets ``others``, or of the critic ``alone``.
 
         Both change or neither does, where a loss or gradient is not finite; a model without gradient stays as it is.
         """
         weight = self._total(sum(float(m.weight.sum(dtype=np.float64)) for m in micros))
         if weight == 0:
-            return Outcome("masked")
+            return StepOutcome("masked")
         metrics: dict[str, float] = {}
         bad: list[int] = []
         if not alone:
@@ -238,7 +238,7 @@ class Worker(ABC):
         self.guard.passed()
         return self._update(metrics, alone)
 
-    def _update(self, metrics: dict[str, float], alone: bool) -> Outcome:
+    def _update(self, metrics: dict[str, float], alone: bool) -> StepOutcome:
         """Step what has a gradient; a gradient of exactly 0 moves nothing, not even by momentum or decay."""
         self.staging.before_change()
         if self.critic is not None:
@@ -246,11 +246,11 @@ class Worker(ABC):
             metrics["critic_lr"] = learner.update(norm) if norm else learner.rate
         if alone:
             self.forget()
-            return Outcome("critic_only", metrics)
+            return StepOutcome("critic_only", metrics)
         norm = metrics["grad_norm"]
         metrics["lr"] = self.actor.update(norm) if norm else self.actor.rate
         self.forget()
-        return Outcome("made" if norm else "no_gradient", metrics)
+        return StepOutcome("made" if norm else "no_gradient", metrics)
 
     def learners(self) -> list[Any]:
         return [self.actor] if self.critic is None else [self.actor, self.critic.learner]
@@ -459,7 +459,7 @@ class Worker(ABC):
         """Lines of settings that make passes smaller, beside those of [train]."""
 
     @abstractmethod
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[TensorSource]:
         """All tensors that engines hold, by their names in the model folder."""
 
     @abstractmethod

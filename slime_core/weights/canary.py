@@ -17,7 +17,7 @@ from dataclasses import replace
 from itertools import permutations
 
 from slime_core.errors import EngineError
-from slime_core.types import Held, WeightCheck
+from slime_core.types import RankTensor, WeightCheck
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LAYER = re.compile(r"^(model\.layers\.\d+\.)(.+)$")
@@ -34,14 +34,14 @@ class Choice:
         route = WeightRoute(transport="disk", dtype="bfloat16", checks=choice.take("rolling"))
     """
 
-    def __init__(self, rows: Sequence[Held]) -> None:
+    def __init__(self, rows: Sequence[RankTensor]) -> None:
         self.rows = tuple(rows)
         self._kinds = _kinds(rows)
         layers = {layer for row in rows for layer, _ in [_place(row)] if layer >= 0}
         self.steps = max(1, min(len(layers), len(self._kinds)))  # until every tensor had its turn
         self._step = 0
 
-    def take(self, check: WeightCheck) -> tuple[Held, ...]:
+    def take(self, check: WeightCheck) -> tuple[RankTensor, ...]:
         """The rows of an update, every rank's; those of ``rolling`` go on from where the last call ended.
 
         A few rows of joined tensors come with twins, their pieces in other orders: from them `compare` tells a swap.
@@ -54,24 +54,24 @@ class Choice:
             self._step = (self._step + 1) % self.steps
         return (*rows, *_twins(rows))
 
-    def _turn(self, row: Held) -> bool:
+    def _turn(self, row: RankTensor) -> bool:
         layer, kind = _place(row)
         return layer < 0 or (layer + self._kinds[kind]) % self.steps == self._step
 
 
-def _place(row: Held) -> tuple[int, str]:
+def _place(row: RankTensor) -> tuple[int, str]:
     """Layer and kind of a row; layer -1 for what belongs to none."""
     match = LAYER.match(row.name)
     return (int(match[1].split(".")[2]), match[2]) if match else (-1, row.name)
 
 
-def _kinds(rows: Sequence[Held]) -> dict[str, int]:
+def _kinds(rows: Sequence[RankTensor]) -> dict[str, int]:
     """Numbers of the kinds of tensors that layers have."""
     names = dict.fromkeys(kind for layer, kind in map(_place, rows) if layer >= 0)
     return {kind: number for number, kind in enumerate(names)}
 
 
-def _twins(rows: Sequence[Held]) -> Iterator[Held]:
+def _twins(rows: Sequence[RankTensor]) -> Iterator[RankTensor]:
     """Of each kind of joined tensor, the first one's: q, k, v or gate, up in every other order."""
     done: dict[str, str] = {}
     for row in rows:
@@ -87,7 +87,7 @@ def _twins(rows: Sequence[Held]) -> Iterator[Held]:
 
 
 def merged(answers: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """Checksums of several servers as one answer, by `Held.key`; ``answers`` is by what names a server in messages.
+    """Checksums of several servers as one answer, by `RankTensor.key`; ``answers`` is by the name of a server.
 
     Where all agree that is the checksum; else ``CHECKSUM on LABEL, CHECKSUM on LABEL``, which equals no checksum.
     """
@@ -100,7 +100,7 @@ def merged(answers: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
 
 
 def compare(
-    checks: Sequence[Held],
+    checks: Sequence[RankTensor],
     expected: Mapping[str, str],
     served: Mapping[str, str],
     version: int,
@@ -110,7 +110,7 @@ def compare(
 
     Args:
         checks: rows of the update, twins included.
-        expected: the trainer's checksums of them, by `Held.key`.
+        expected: the trainer's checksums of them, by `RankTensor.key`.
         served: the engine's, of all that it holds.
         version: that was loaded.
         before: what was served when it was last asked, to tell a tensor that did not change.
@@ -149,8 +149,8 @@ class _Look:
 
     def __init__(
         self,
-        rows: Sequence[Held],
-        wrong: Sequence[Held],
+        rows: Sequence[RankTensor],
+        wrong: Sequence[RankTensor],
         expected: Mapping[str, str],
         served: Mapping[str, str],
         before: Mapping[str, str],

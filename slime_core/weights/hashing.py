@@ -14,26 +14,26 @@ from slime_core.errors import EngineError
 if TYPE_CHECKING:
     import torch
 
-    from slime_core.types import Held, Piece
+    from slime_core.types import Piece, RankTensor
 
 CHUNK = 1 << 22  # elements that are cast at once
 
 
 def checksum(tensor: torch.Tensor) -> str:
     """16 hex digits over the tensor's bytes, row by row."""
-    sums = Sums(tensor.dtype)
+    sums = Checksums(tensor.dtype)
     sums.add_row("", [tensor.detach()])
     return sums.finish()[""]
 
 
-def expected(tensors: Mapping[str, torch.Tensor], checks: Sequence[Held], dtype: torch.dtype) -> dict[str, str]:
-    """What each row of ``checks`` must have as its checksum, by `Held.key`; as :class:`Sums`."""
-    sums = Sums(dtype)
+def expected(tensors: Mapping[str, torch.Tensor], checks: Sequence[RankTensor], dtype: torch.dtype) -> dict[str, str]:
+    """What each row of ``checks`` must have as its checksum, by `RankTensor.key`; as :class:`Checksums`."""
+    sums = Checksums(dtype)
     sums.add(tensors, checks)
     return sums.finish()
 
 
-class Sums:
+class Checksums:
     """Checksums of rows of an engine, from the trainer's tensors, which come one after another.
 
     Args:
@@ -49,7 +49,7 @@ class Sums:
         self._dtype = dtype
         self._found: dict[str, str] = {}
 
-    def add(self, tensors: Mapping[str, torch.Tensor], checks: Sequence[Held]) -> None:
+    def add(self, tensors: Mapping[str, torch.Tensor], checks: Sequence[RankTensor]) -> None:
         """Read the pieces of some rows; afterwards the tensors may go or change.
 
         Args:
@@ -77,7 +77,7 @@ class Sums:
         return self._found
 
 
-def _parts(tensors: Mapping[str, torch.Tensor], check: Held) -> list[torch.Tensor]:
+def _parts(tensors: Mapping[str, torch.Tensor], check: RankTensor) -> list[torch.Tensor]:
     """Views of the pieces of a row, zeros included, in order."""
     parts: list[torch.Tensor] = []
     for piece in check.pieces:
@@ -89,7 +89,7 @@ def _parts(tensors: Mapping[str, torch.Tensor], check: Held) -> list[torch.Tenso
     return [torch.cat(parts, dim=check.dim)]
 
 
-def _view(tensors: Mapping[str, torch.Tensor], piece: Piece, check: Held) -> torch.Tensor:
+def _view(tensors: Mapping[str, torch.Tensor], piece: Piece, check: RankTensor) -> torch.Tensor:
     whole = tensors.get(piece.name)
     if whole is None:
         raise EngineError(

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from slime_core.protocols import Turn
+from slime_core.protocols import RequestTurn
 from slime_core.types import Completion, GenerateRequest, Group, Prompt, Sample, SamplingParams
 
 N = 2  # samples a prompt
@@ -36,7 +36,7 @@ class Model:
     by_position: dict[int, list[Row]] = field(default_factory=dict)
     journals: dict[int, list[str]] = field(default_factory=dict)
     fingerprints: dict[int, str] = field(default_factory=dict)
-    turns: dict[str, list[Turn]] = field(default_factory=dict)
+    turns: dict[str, list[RequestTurn]] = field(default_factory=dict)
     position: int = 0  # of the next prompt
     version: int = 0
     checkpoints: list[int] = field(default_factory=list)  # newest last
@@ -90,7 +90,7 @@ def prompt_of(position: int) -> Prompt:
     return Prompt(id=f"main/{position}", position=position, prompt="1+2=", tokens=[2, 3])
 
 
-def turns_of(rng: random.Random, name: str, version: int) -> list[Turn]:
+def turns_of(rng: random.Random, name: str, version: int) -> list[RequestTurn]:
     """One turn of a request that was stopped under way."""
     request = GenerateRequest(
         id=name, tokens=[2, 3], params=SamplingParams(max_new_tokens=8), seed=rng.getrandbits(32)
@@ -104,4 +104,4 @@ def turns_of(rng: random.Random, name: str, version: int) -> list[Turn]:
         finish="abort",
         versions=[version] * count,
     )
-    return [Turn(request=request, pieces=[piece])]
+    return [RequestTurn(request=request, pieces=[piece])]

@@ -9,7 +9,7 @@ import sys
 import click
 import pytest
 
-from slime_cli.failure import Session, Terminated, loop_kept, report_failure
+from slime_cli.failure import CliSession, Terminated, loop_kept, report_failure
 from slime_cli.main import COMMANDS, main
 from slime_core.errors import (
     ConfigError,
@@ -80,7 +80,7 @@ def test_a_group_alone_shows_its_help_and_no_error(cli, name):
 def test_a_fix_names_the_run_directory_itself(tmp_path, capsys):
     with RunDir.create("demo", at=tmp_path / "a run") as run_dir:
         error = TrainerError("trainer rank 1 ended", code="TRN105", fix="slime run --resume RUN_DIR", lost=True)
-        assert report_failure(error, Session(run_dir=run_dir)) == 6
+        assert report_failure(error, CliSession(run_dir=run_dir)) == 6
     said = capsys.readouterr().err
     assert f"fix: slime run --resume '{run_dir.path}'" in said
     assert "RUN_DIR" not in said
@@ -172,12 +172,12 @@ def test_a_plugin_without_commands_says_so(cli, install_plugin):
 )
 def test_each_kind_of_end_has_its_exit_code(error, code, monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    assert report_failure(error, Session()) == code
+    assert report_failure(error, CliSession()) == code
 
 
 def test_every_part_of_an_error_is_shown_and_a_terminal_does_not_obey_it(capsys):
     error = ConfigError("what \x1b[2J", code="CFG99", where="file:3", why="because", fix="do this\nor that")
-    assert report_failure(error, Session()) == 2
+    assert report_failure(error, CliSession()) == 2
     text = capsys.readouterr().err
     for part in ("error CFG99  what \\x1b[2J", "where: file:3", "why: because", "fix: do this", "or that", "(exit 2)"):
         assert part in text
@@ -195,7 +195,7 @@ def test_an_unforeseen_error_is_short_and_its_traceback_is_in_the_run(tmp_path, 
     with RunDir.create("demo", root=tmp_path) as run_dir:
         with pytest.raises(ZeroDivisionError) as caught:
             raise ZeroDivisionError("division by zero with api hf_abcdefghijklmnopqrstuvwxyz")
-        assert report_failure(caught.value, Session(run_dir=run_dir)) == 1
+        assert report_failure(caught.value, CliSession(run_dir=run_dir)) == 1
         text = capsys.readouterr().err
         assert "ZeroDivisionError" in text
         assert "Traceback" not in text
@@ -207,7 +207,7 @@ def test_an_unforeseen_error_is_short_and_its_traceback_is_in_the_run(tmp_path, 
 
 def test_an_unforeseen_error_without_a_run_is_kept_in_the_temporary_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert report_failure(ValueError("odd"), Session()) == 1
+    assert report_failure(ValueError("odd"), CliSession()) == 1
     (saved,) = tmp_path.glob("slime-error-*.txt")
     assert str(saved) in capsys.readouterr().err
 
@@ -215,7 +215,7 @@ def test_an_unforeseen_error_without_a_run_is_kept_in_the_temporary_folder(tmp_p
 def test_verbose_shows_the_traceback(capsys):
     with pytest.raises(ConfigError) as caught:
         raise ConfigError("x")
-    report_failure(caught.value, Session(verbose=True))
+    report_failure(caught.value, CliSession(verbose=True))
     assert "Traceback" in capsys.readouterr().err
 
 
@@ -277,7 +277,7 @@ def test_code_that_ends_the_runs_loop_is_at_fault(harm, told):
 )
 def test_room_that_runs_out_is_no_failure_of_ours(capsys, monkeypatch, error):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (3 << 30 if kind == resource.RLIMIT_AS else -1, -1))
-    assert report_failure(error, Session()) == 6
+    assert report_failure(error, CliSession()) == 6
     told = capsys.readouterr().err
     assert "error TRN132" in told
     assert "address space 3072 MiB" in told

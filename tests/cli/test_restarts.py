@@ -88,8 +88,8 @@ def test_runs_on_ray_restart_by_themselves_and_others_when_asked():
 
 BECOMING = """
 import json, os, subprocess, sys
-from slime_cli.failure import Session
-from slime_cli.restarts import Command, Death, MEMORY, Past, past
+from slime_cli.failure import CliSession
+from slime_cli.restarts import RestartCommand, Death, MEMORY, Past, past
 from slime_core.errors import TrainerError
 from slime_core.report import RunDir
 from pathlib import Path
@@ -101,7 +101,7 @@ if sys.argv[1:2] == ["run"]:
                       found.secrets, again.number, MEMORY in os.environ, len(os.listdir("/proc/self/fd"))]))
 else:
     folder = os.getcwd()
-    command = Command(Session(argv=sys.argv[1:], verbose=True), forced=("lr",), stop_after=60.0, verify_step=3, as_json=True)
+    command = RestartCommand(CliSession(argv=sys.argv[1:], verbose=True), forced=("lr",), stop_after=60.0, verify_step=3, as_json=True)
     os.environ["LATER"] = "x"
     os.chdir("/")
     held = os.open("/dev/null", os.O_RDONLY)
@@ -150,7 +150,7 @@ def alive(pid):
 
 
 def test_secrets_that_were_not_saved_are_brought_by_the_process_before(tmp_path, install_plugin):
-    from slime_cli.failure import Session
+    from slime_cli.failure import CliSession
     from slime_cli.resume import load_saved
     from slime_cli.settings import load_settings
     from slime_core.config.dump import redacted, to_toml
@@ -171,7 +171,7 @@ def test_secrets_that_were_not_saved_are_brought_by_the_process_before(tmp_path,
         "random",
     ]
     words += ["--prompt-data", str(rows), "--custom-rm-path", f"{reward}:reward"]
-    settings = load_settings(words, Session())
+    settings = load_settings(words, CliSession())
     with RunDir.create("run", at=tmp_path / "run") as run_dir:
         run_dir.write_config(to_toml(redacted(settings.config, settings.loaded.secrets)))
         carried = Past(deaths=[died(1)], allowed=3, secrets=unsaved(settings))
@@ -179,11 +179,11 @@ def test_secrets_that_were_not_saved_are_brought_by_the_process_before(tmp_path,
     assert "hush" not in run_dir.config.read_text()
     assert "hush" not in repr(carried)
     settings.plugins.close()
-    again = load_saved(run_dir.path, [], Session(past=carried))
+    again = load_saved(run_dir.path, [], CliSession(past=carried))
     again.plugins.close()
     assert again.config.plugin["paid"]["api_key"] == "hush-hush"
     with pytest.raises(ConfigError, match="CFG09"):
-        load_saved(run_dir.path, [], Session(past=Past()))
+        load_saved(run_dir.path, [], CliSession(past=Past()))
 
 
 PAID = """

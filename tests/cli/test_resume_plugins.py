@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_cli.failure import Session
+from slime_cli.failure import CliSession
 from slime_cli.resume import load_saved
 from slime_core.config.dump import REDACTED
 
@@ -191,7 +191,7 @@ def test_a_secret_of_servers_comes_back_from_the_variable_of_its_name(cli, own, 
     assert "sglang.env.HF_TOKEN" in done.err
     assert "export HF_TOKEN=..." in done.err
     monkeypatch.setenv("HF_TOKEN", secret)
-    settings = load_saved(Path("cut"), [], Session(argv=["run", "--resume", "cut"]))
+    settings = load_saved(Path("cut"), [], CliSession(argv=["run", "--resume", "cut"]))
     settings.plugins.close()  # its functions by path had slime's modules served in this process
     assert settings.config.sglang["env"] == {"HF_TOKEN": secret, "PLAIN": 2}
     assert secret in settings.loaded.secrets

@@ -216,10 +216,12 @@ assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_the_state_of_the_driver_can_be_read_while_it_runs(tmp_path):
-    from slime_core.pulse import Block, Work
+    from slime_core.pulse import Block, HookCall
 
     block = Block(os.memfd_create("pulse"))
-    work = Work(limit=3.0, hook="geo.slime_reward", provider="geo", key="k", home="/x", about="prompt " + "é" * 900)
+    work = HookCall(
+        limit=3.0, hook="geo.slime_reward", provider="geo", key="k", home="/x", about="prompt " + "é" * 900
+    )
     slot = block.begin(work.limit, work.packed())
     block.beat(), block.hear(), block.hear(), block.turn()
     other = Block(block.descriptor)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime_core.trainers.fsdp.attention import Segments, segment_attention
+from slime_core.trainers.fsdp.attention import PackSegments, segment_attention
 
 pytestmark = pytest.mark.gpu
 HEADS, GROUPS, WIDTH = 4, 2, 128
@@ -37,7 +37,7 @@ def exact(q, k, v, segments):
 def test_attention_and_its_gradients_are_those_of_float64(case):
     lengths, prefix = CASES[case]
     cu = np.concatenate([[0], np.cumsum(lengths)])
-    segments = Segments.of(cu, np.array(prefix), "cuda")
+    segments = PackSegments.of(cu, np.array(prefix), "cuda")
     assert segments.long == (case != "short")
     torch.manual_seed(0)
     total, grads = int(cu[-1]), []

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from slime_core.types import Held, Piece
+from slime_core.types import Piece, RankTensor
 from slime_sglang import hashing
 from slime_sglang.hashing import KINDS, checksum, expected
 
@@ -82,9 +82,9 @@ def test_joined_pieces_have_the_checksum_of_the_joined_tensor(dtype):
         name: drawn((rows, 96), torch.float32, rows).cuda() for name, rows in (("q", 100), ("k", 50), ("v", 51))
     }
     rows = [
-        Held(name="qkv", pieces=tuple(Piece(name=name) for name in "qkv")),
-        Held(name="columns", pieces=(Piece(name="q", dim=1, start=48, stop=96),)),
-        Held(name="padded", pieces=(Piece(name="k"), Piece(name="", stop=14))),
+        RankTensor(name="qkv", pieces=tuple(Piece(name=name) for name in "qkv")),
+        RankTensor(name="columns", pieces=(Piece(name="q", dim=1, start=48, stop=96),)),
+        RankTensor(name="padded", pieces=(Piece(name="k"), Piece(name="", stop=14))),
     ]
     whole = {
         "qkv": torch.cat(list(tensors.values())),

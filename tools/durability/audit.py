@@ -17,7 +17,7 @@ from typing import Any
 
 from slime_core.errors import StorageError
 from slime_core.ledger.schema import DROPPED, FINISHED, PENDING, STATES, TRAINED
-from slime_core.ledger.segments import Place, Segments
+from slime_core.ledger.segments import RecordPlace, Segments
 
 SAMPLE_ID = re.compile(r"(?P<stage>.+)/(?P<position>\d+)-(?P<rollout>\d+)(\.\d+)?")
 TORCH_DIST = ".metadata"  # the index of a torch_dist folder has this name
@@ -164,7 +164,7 @@ def _payloads(db: sqlite3.Connection, folder: Path, found: Audit) -> None:
         for name, *place in db.execute(query):
             keys = ("segment", "offset", "length", "crc32")
             try:
-                segments.read(Place(**dict(zip(keys, place, strict=True))))
+                segments.read(RecordPlace(**dict(zip(keys, place, strict=True))))
             except StorageError as error:
                 found.wrong.append(f"the payload of {name} cannot be read: {error}")
     finally:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 from slime_core.errors import SlimeError
-from slime_core.protocols import Ledger, Recalled, Turn
+from slime_core.protocols import Ledger, Recalled, RequestTurn
 from slime_core.testing.contracts import sample_group
 from slime_core.types import Completion, Drop, GenerateRequest, Group, SamplingParams
 
@@ -197,7 +197,7 @@ async def ledger_forgets_payloads_and_no_rows(ledger: Ledger) -> None:
     await _refused(ledger.rewind(1), "it went back to where payloads are gone")
 
 
-def suspended_turns(name: str) -> list[Turn]:
+def suspended_turns(name: str) -> list[RequestTurn]:
     """Two turns of one sample: one that ended, and one under way, in pieces of versions 3 and 4."""
     params = SamplingParams(max_new_tokens=9, temperature=0.7, stop=("\n", "é"), stop_token_ids=(0,))
     request = GenerateRequest(id=name, tokens=[1, 2], params=params, seed=2**63 + 11, session_id="s", kept=1)
@@ -219,8 +219,8 @@ def suspended_turns(name: str) -> list[Turn]:
         )
         for versions, finish in parts
     ]
-    first = Turn(request=request, pieces=pieces[:1], finish="stop")
-    return [first, Turn(request=replace(request, tokens=[1, 2, 5, 6, 9], kept=0), pieces=pieces[1:])]
+    first = RequestTurn(request=request, pieces=pieces[:1], finish="stop")
+    return [first, RequestTurn(request=replace(request, tokens=[1, 2, 5, 6, 9], kept=0), pieces=pieces[1:])]
 
 
 def _issued(group: Group) -> Group:

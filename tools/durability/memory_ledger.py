@@ -10,7 +10,7 @@ from typing import Literal
 
 from slime_core.errors import StorageError
 from slime_core.ledger.codec import cut
-from slime_core.protocols import Drops, Recalled, Turn
+from slime_core.protocols import Drops, Recalled, RequestTurn
 from slime_core.types import Batch, Group, Prompt, Sample
 
 ORDER: tuple[Literal["pending", "trained", "finished", "dropped"], ...] = ("pending", "trained", "finished", "dropped")
@@ -26,7 +26,7 @@ class Row:
     reason: str = ""
     place: int = 0
     step: int | None = None
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[RequestTurn] = field(default_factory=list)
     stored: bool = False  # its payload
 
 
@@ -89,7 +89,7 @@ class MemoryLedger:
         groups = {name: [row for row in self.rows.values() if row.prompt == name] for name in prompt_ids}
         return {name: self._recalled(rows) for name, rows in groups.items() if rows}
 
-    async def suspend(self, turns: Mapping[str, Sequence[Turn]]) -> None:
+    async def suspend(self, turns: Mapping[str, Sequence[RequestTurn]]) -> None:
         """See `protocols.Ledger`."""
         unknown = [name for name in turns if name not in self.rows]
         if unknown:
@@ -98,7 +98,7 @@ class MemoryLedger:
             if self.rows[name].state == "pending":
                 self.rows[name].turns = deepcopy(list(kept))
 
-    async def suspended(self, ids: Sequence[str], before: int) -> dict[str, list[Turn]]:
+    async def suspended(self, ids: Sequence[str], before: int) -> dict[str, list[RequestTurn]]:
         """See `protocols.Ledger`."""
         kept = {name: cut(self.rows[name].turns, before) for name in ids if name in self.rows}
         return {name: deepcopy(turns) for name, turns in kept.items() if turns}

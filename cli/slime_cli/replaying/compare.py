@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from slime_cli import history
-from slime_cli.replaying.recorded import Member, Recorded
+from slime_cli.replaying.recorded import Recorded, StepSample
 from slime_core.errors import StorageError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(slots=True, kw_only=True)
-class Part:
+class ComparedPart:
     """One thing that was compared in a step."""
 
     verdict: Verdict
@@ -57,7 +57,7 @@ class StepPair:
 
     version: int
     stage: tuple[str, str]
-    parts: dict[str, Part]
+    parts: dict[str, ComparedPart]
     metrics: dict[str, tuple[float | None, float | None]] = field(default_factory=dict)  # those that differ
     bookkeeping: dict[str, tuple[float | None, float | None]] = field(default_factory=dict)
 
@@ -68,7 +68,7 @@ class StepPair:
 
 
 @dataclass(slots=True, kw_only=True)
-class Comparison:
+class StepComparison:
     """What :func:`compare_steps` found."""
 
     steps: list[StepPair] = field(default_factory=list)
@@ -116,7 +116,7 @@ class Comparison:
 
 def compare_steps(
     one: RunDir, other: RunDir, ledgers: tuple[Recorded, Recorded], decode: Decode | None = None
-) -> Comparison:
+) -> StepComparison:
     """Compare every step of two runs. ``decode`` turns token ids to text, where a tokenizer is near.
 
     Raises:
@@ -125,7 +125,7 @@ def compare_steps(
     journals = ledgers[0].steps(), ledgers[1].steps()
     metrics = tuple({row["version"]: row["metrics"] for row in history.steps_of(run)} for run in (one, other))
     keys = tuple({*journal, *figures} for journal, figures in zip(journals, metrics))
-    comparison = Comparison(only=(sorted(keys[0] - keys[1]), sorted(keys[1] - keys[0])))
+    comparison = StepComparison(only=(sorted(keys[0] - keys[1]), sorted(keys[1] - keys[0])))
     for version in sorted(keys[0] & keys[1]):
         figures = metrics[0].get(version), metrics[1].get(version)
         steps = journals[0].get(version), journals[1].get(version)
@@ -142,7 +142,7 @@ def _step(
     decode: Decode | None,
 ) -> StepPair:
     members = ledgers[0].members(version), ledgers[1].members(version)
-    parts = {name: Part(verdict="unknown") for name in PARTS}
+    parts = {name: ComparedPart(verdict="unknown") for name in PARTS}
     parts["samples"] = _composition(*members)
     if parts["samples"].verdict == "same":
         try:
@@ -150,7 +150,7 @@ def _step(
         except StorageError as error:
             unknown = f"{error.what} ({error.why or error.where})"
             for name in ("tokens", "log_probs", "masks", "advantages"):
-                parts[name] = Part(verdict="unknown", detail=unknown)
+                parts[name] = ComparedPart(verdict="unknown", detail=unknown)
             parts["rewards"] = _rows_rewards(*members)
         else:
             parts |= _payloads(*samples, decode)
@@ -161,13 +161,13 @@ def _step(
     return pair
 
 
-def _composition(one: Sequence[Member], other: Sequence[Member]) -> Part:
+def _composition(one: Sequence[StepSample], other: Sequence[StepSample]) -> ComparedPart:
     """Which samples trained, in which order."""
     if not one or not other:
-        return Part(verdict="unknown", detail="the step is not in the journal")
+        return ComparedPart(verdict="unknown", detail="the step is not in the journal")
     ids = [m.id for m in one], [m.id for m in other]
     if ids[0] == ids[1]:
-        return Part(verdict="same")
+        return ComparedPart(verdict="same")
     place = next((i for i, (a, b) in enumerate(zip(*ids)) if a != b), min(len(one), len(other)))
     first = [order[place] if place < len(order) else "nothing" for order in ids]
     if sorted(ids[0]) == sorted(ids[1]):
@@ -175,10 +175,10 @@ def _composition(one: Sequence[Member], other: Sequence[Member]) -> Part:
     else:
         apart = len(set(ids[0]) ^ set(ids[1]))
         message = f"other samples train ({apart} are in one run alone)"
-    return Part(verdict="differs", detail=f"{message}: {first[0]} and {first[1]}; what the step took diverged")
+    return ComparedPart(verdict="differs", detail=f"{message}: {first[0]} and {first[1]}; what the step took diverged")
 
 
-def _payloads(one: Sequence[Sample], other: Sequence[Sample], decode: Decode | None) -> dict[str, Part]:
+def _payloads(one: Sequence[Sample], other: Sequence[Sample], decode: Decode | None) -> dict[str, ComparedPart]:
     return {
         "tokens": _tokens(one, other, decode),
         "log_probs": _numbers(
@@ -198,17 +198,17 @@ def _payloads(one: Sequence[Sample], other: Sequence[Sample], decode: Decode | N
     }
 
 
-def _tokens(one: Sequence[Sample], other: Sequence[Sample], decode: Decode | None) -> Part:
+def _tokens(one: Sequence[Sample], other: Sequence[Sample], decode: Decode | None) -> ComparedPart:
     wrong = [(a, b) for a, b in zip(one, other) if a.tokens != b.tokens]
     if not wrong:
-        return Part(verdict="same")
+        return ComparedPart(verdict="same")
     a, b = wrong[0]
     place = next((i for i, (x, y) in enumerate(zip(a.tokens, b.tokens)) if x != y), min(len(a.tokens), len(b.tokens)))
     in_prompt = place < min(a.prompt_length, b.prompt_length)
     where = f"prompt token {place}" if in_prompt else f"response token {place - a.prompt_length}"
     shown = " and ".join(_token(sample.tokens, place, decode) for sample in (a, b))
     cause = "the data diverged" if in_prompt else "generation diverged"
-    return Part(
+    return ComparedPart(
         verdict="differs",
         detail=f"{len(wrong)} of {len(one)} samples have other tokens, first {a.id} at {where}: {shown}; {cause}",
     )
@@ -226,34 +226,34 @@ def _reward(sample: Sample) -> list[float] | None:
     return [float(sample.reward)] if isinstance(sample.reward, (int, float)) else None
 
 
-def _masks(one: Sequence[Sample], other: Sequence[Sample]) -> Part:
+def _masks(one: Sequence[Sample], other: Sequence[Sample]) -> ComparedPart:
     wrong = [
         a.id for a, b in zip(one, other) if (a.loss_mask, a.remove_sample) != (b.loss_mask, b.remove_sample)
     ]  # fmt: skip
     if not wrong:
-        return Part(verdict="same")
+        return ComparedPart(verdict="same")
     detail = f"{len(wrong)} samples have another loss mask, first {wrong[0]}; what trains of them diverged"
-    return Part(verdict="differs", detail=detail)
+    return ComparedPart(verdict="differs", detail=detail)
 
 
 def _numbers(
     rows: Sequence[tuple[str, Sequence[float] | None, Sequence[float] | None]], name: str, cause: str
-) -> Part:
+) -> ComparedPart:
     """Compare numbers bit for bit; the sample that is furthest apart is named."""
     if all(a is None and b is None for _, a, b in rows):
-        return Part(verdict="same")
+        return ComparedPart(verdict="same")
     worst, where = -1.0, ""
     for sample, one, other in rows:
         if one is None or other is None or len(one) != len(other):
             if one is not other:
-                return Part(verdict="differs", detail=f"{name} of {sample} are in one run alone; {cause}")
+                return ComparedPart(verdict="differs", detail=f"{name} of {sample} are in one run alone; {cause}")
             continue
         apart = _apart(np.asarray(one, np.float64), np.asarray(other, np.float64))
         if apart > worst:
             worst, where = apart, sample
     if worst <= 0:
-        return Part(verdict="same", largest=0.0)
-    return Part(
+        return ComparedPart(verdict="same", largest=0.0)
+    return ComparedPart(
         verdict="differs", detail=f"{name} differ by up to {worst:.3g}, most in {where}; {cause}", largest=worst
     )
 
@@ -266,7 +266,7 @@ def _apart(one: Any, other: Any) -> float:
     return math.inf if not np.isfinite(gaps).all() else float(gaps.max())
 
 
-def _rows_rewards(one: Sequence[Member], other: Sequence[Member]) -> Part:
+def _rows_rewards(one: Sequence[StepSample], other: Sequence[StepSample]) -> ComparedPart:
     """Rewards as the ledger's rows have them, which are never pruned."""
     rows = [
         (a.id, [a.reward] if a.reward is not None else None, [b.reward] if b.reward is not None else None)
@@ -275,21 +275,23 @@ def _rows_rewards(one: Sequence[Member], other: Sequence[Member]) -> Part:
     return _numbers(rows, "rewards", "the rewards diverged")
 
 
-def _metrics(pair: StepPair, one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> Part:
+def _metrics(pair: StepPair, one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> ComparedPart:
     if one is None or other is None:
-        return Part(verdict="unknown", detail="metrics.jsonl of one run has no line for the step")
+        return ComparedPart(verdict="unknown", detail="metrics.jsonl of one run has no line for the step")
     wrong = {name: (one.get(name), other.get(name)) for name in sorted({*one, *other})}
     wrong = {name: values for name, values in wrong.items() if values[0] != values[1]}
     names = {name for name in wrong if name.startswith(BOOKKEEPING) or name not in one or name not in other}
     pair.bookkeeping = {name: wrong[name] for name in sorted(names)}
     pair.metrics = {name: values for name, values in wrong.items() if name not in names}
     if not pair.metrics:
-        return Part(verdict="same")
+        return ComparedPart(verdict="same")
     name, cause = _cause(pair.metrics)
     a, b = pair.metrics[name]
     apart = abs(a - b) if a is not None and b is not None else math.inf
     more = f" (and {len(pair.metrics) - 1} other metrics)" if len(pair.metrics) > 1 else ""
-    return Part(verdict="differs", detail=f"{name} differs {_digit(a, b)}: {a} and {b}{more}; {cause}", largest=apart)
+    return ComparedPart(
+        verdict="differs", detail=f"{name} differs {_digit(a, b)}: {a} and {b}{more}; {cause}", largest=apart
+    )
 
 
 def _cause(names: Mapping[str, Any]) -> tuple[str, str]:
@@ -310,13 +312,13 @@ def _digit(one: float | None, other: float | None) -> str:
     return f"in the {place}{ending} digit"
 
 
-def _weights(one: Step | None, other: Step | None) -> Part:
+def _weights(one: Step | None, other: Step | None) -> ComparedPart:
     if one is None or other is None or not one.fingerprint or not other.fingerprint:
-        return Part(verdict="unknown", detail="no fingerprint of the weights is recorded")
+        return ComparedPart(verdict="unknown", detail="no fingerprint of the weights is recorded")
     if one.fingerprint == other.fingerprint:
-        return Part(verdict="same")
+        return ComparedPart(verdict="same")
     detail = f"the weights' fingerprints are {one.fingerprint} and {other.fingerprint}; the optimizer step diverged"
-    return Part(verdict="differs", detail=detail)
+    return ComparedPart(verdict="differs", detail=detail)
 
 
 def _evaluations(one: RunDir, other: RunDir) -> list[str]:

@@ -19,7 +19,7 @@ from slime_core.config.load import read
 from slime_core.errors import StorageError
 from slime_core.ledger.codec import decode
 from slime_core.ledger.schema import NAME, own_folder, sqlite_error
-from slime_core.ledger.segments import Place, Segments
+from slime_core.ledger.segments import RecordPlace, Segments
 from slime_core.types import Group, Prompt, Sample
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Step:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Member:
+class StepSample:
     """A sample of a step, as the ledger's row has it."""
 
     id: str
@@ -53,7 +53,7 @@ class Member:
     rollout: int | None
     reward: float | None
     response_length: int
-    place: Place | None  # of its payload; None where it was pruned
+    place: RecordPlace | None  # of its payload; None where it was pruned
 
 
 class Recorded:
@@ -106,7 +106,7 @@ class Recorded:
             for version, stage, samples, trained, mark in rows
         }
 
-    def members(self, version: int) -> list[Member]:
+    def members(self, version: int) -> list[StepSample]:
         """The samples of a step, in the order in which it trained on them; none where it was not journaled.
 
         Raises:
@@ -118,9 +118,9 @@ class Recorded:
             raise sqlite_error(error, self.path) from error
         members = []
         for name, attempt, position, rollout, reward, length, segment, offset, size, crc in rows:
-            place = None if segment is None else Place(segment=segment, offset=offset, length=size, crc32=crc)
+            place = None if segment is None else RecordPlace(segment=segment, offset=offset, length=size, crc32=crc)
             members.append(
-                Member(
+                StepSample(
                     id=name,
                     attempt=attempt,
                     position=position if position is not None else -1,
@@ -132,7 +132,7 @@ class Recorded:
             )
         return members
 
-    def samples(self, members: Sequence[Member]) -> list[Sample]:
+    def samples(self, members: Sequence[StepSample]) -> list[Sample]:
         """The samples of rows.
 
         Raises:
@@ -169,7 +169,7 @@ def _ledger_of(run_dir: RunDir) -> Path:
     return path if path.exists() else max(copies, key=lambda copy: copy.stat().st_mtime, default=path)
 
 
-def groups_of(members: Sequence[Member], samples: Sequence[Sample]) -> list[Group]:
+def groups_of(members: Sequence[StepSample], samples: Sequence[Sample]) -> list[Group]:
     """Samples of a step as the groups that trained, in order; of a prompt what its samples tell."""
     by_position: dict[int, list[Sample]] = {}
     for member, sample in zip(members, samples, strict=True):

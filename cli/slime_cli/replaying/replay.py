@@ -95,7 +95,7 @@ class Replayed:
         return {"identical": self.identical, **asdict(self)}
 
 
-class Watched:
+class WatchedTrainer:
     """A trainer whose last batch can be looked at, with the policy's log-probs in it."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -163,7 +163,7 @@ class _Making:
         verify: bool,
     ) -> None:
         self._recorded, self._steps, self._config, self._plugins = recorded, steps, config, plugins
-        self._watched = Watched(parts.trainer)
+        self._watched = WatchedTrainer(parts.trainer)
         self._parts = replace(parts, trainer=cast("Trainer", self._watched))
         self._folder, self._note, self._verify = folder, note, verify
 

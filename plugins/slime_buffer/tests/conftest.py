@@ -8,8 +8,8 @@ import pytest
 from slime_buffer.client import BufferClient
 from slime_buffer.service import models
 from slime_buffer.service.app import make_app
-from slime_buffer.service.desk import Desk
-from slime_buffer.service.tables import Limits
+from slime_buffer.service.desk import BufferService
+from slime_buffer.service.tables import BufferLimits
 
 TOKEN = "a-token-of-the-tests"
 
@@ -105,7 +105,7 @@ def serving(tmp_path):
     @asynccontextmanager
     async def serving(*, limits=None, max_body=1 << 20, max_tokens=4096, check=True):
         clock = {"now": 0.0}
-        desk = Desk(tmp_path, limits or Limits(), lambda: clock["now"])
+        desk = BufferService(tmp_path, limits or BufferLimits(), lambda: clock["now"])
         world = World(desk, make_app(desk, token=TOKEN, max_body=max_body, max_tokens=max_tokens), clock)
         try:
             await desk.start()

@@ -7,7 +7,7 @@ import pytest
 
 from slime_buffer.client import BufferClient
 from slime_buffer.service import models
-from slime_buffer.service.tables import Limits
+from slime_buffer.service.tables import BufferLimits
 from slime_core.errors import EngineError
 
 pytestmark = pytest.mark.unit
@@ -64,7 +64,7 @@ def test_a_full_queue_is_waited_for_as_long_as_it_says(serving, row):
     """Case 74: 429 with Retry-After; nothing is lost, the writer waits."""
 
     async def body():
-        async with serving(limits=Limits(unread=1)) as world:
+        async with serving(limits=BufferLimits(unread=1)) as world:
             await world.ask("a", "b")
             await world.write("a")
             client, way = road(world, deadline=30.0)

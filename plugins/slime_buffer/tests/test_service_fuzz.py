@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from slime_buffer.service import models
 from slime_buffer.service.app import make_app
-from slime_buffer.service.desk import Desk
-from slime_buffer.service.tables import Limits
+from slime_buffer.service.desk import BufferService
+from slime_buffer.service.tables import BufferLimits
 
 pytestmark = pytest.mark.unit
 
@@ -192,7 +192,7 @@ class Harness:
         self.run(self._open(folder))
 
     async def _open(self, folder):
-        self.desk = Desk(folder, Limits(unread=20, open=40, runs=8))
+        self.desk = BufferService(folder, BufferLimits(unread=20, open=40, runs=8))
         self.app = make_app(self.desk, token=TOKEN, max_body=1 << 18, max_tokens=512)
         await self.desk.start()
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)

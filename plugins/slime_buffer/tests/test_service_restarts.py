@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from slime_buffer.service import models
-from slime_buffer.service.tables import Limits
+from slime_buffer.service.tables import BufferLimits
 from slime_core import failpoints
 from slime_core.errors import StorageError
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.unit
 
 def test_a_full_queue_makes_writers_wait_and_loses_nothing(serving, unwell):
     async def body():
-        async with serving(limits=Limits(unread=2, open=3)) as world:
+        async with serving(limits=BufferLimits(unread=2, open=3)) as world:
             await world.ask("a", "b", "c")
             with pytest.raises(unwell, match=r"429.*groups that are open"):
                 await world.ask("d")
@@ -34,7 +34,7 @@ def test_a_full_queue_makes_writers_wait_and_loses_nothing(serving, unwell):
 
 def test_another_runs_unread_groups_do_not_hold_this_one_up(serving):
     async def body():
-        async with serving(limits=Limits(unread=1)) as world:
+        async with serving(limits=BufferLimits(unread=1)) as world:
             await world.ask("a", run="one")
             await world.ask("a", run="two")
             await world.write("a", run="one")

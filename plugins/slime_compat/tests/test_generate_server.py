@@ -10,7 +10,7 @@ import pytest
 
 from slime_compat.http import HttpStatusError, get, post
 from slime_compat.loopback import LoopbackServer, require_token
-from slime_core.compat.session import Session
+from slime_core.compat.session import CompatSession
 from slime_core.config.schema import Config
 from slime_core.context import Context
 
@@ -23,7 +23,7 @@ def ask(connect):
     _, ctx = connect(Config(), {"1+1=": "2", "x": "<eos>y"})
 
     def ask(*payloads, method=post):
-        session = Session()
+        session = CompatSession()
 
         async def run():
             args = session.args(ctx.config, ctx)
@@ -154,7 +154,7 @@ BODY = b'{"text": "1+1="}'
 )
 def test_the_server_speaks_http_and_keeps_strangers_out(connect, request_, status):
     _, ctx = connect(Config(), {"1+1=": "2"})
-    session = Session()
+    session = CompatSession()
 
     async def run():
         port = session.server().port(ctx)
@@ -170,7 +170,7 @@ def test_the_server_speaks_http_and_keeps_strangers_out(connect, request_, statu
 
 def test_one_connection_may_ask_again_and_again(connect):
     _, ctx = connect(Config(), {"1+1=": "2"})
-    session = Session()
+    session = CompatSession()
     request = b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%s" % (len(BODY), BODY)
 
     async def run():
@@ -192,7 +192,7 @@ def test_one_connection_may_ask_again_and_again(connect):
 
 def test_the_server_starts_when_its_address_is_read_and_closes_with_the_run(connect):
     _, ctx = connect(Config())
-    session = Session()
+    session = CompatSession()
 
     async def run():
         args = session.args(ctx.config, ctx)
@@ -209,7 +209,7 @@ def test_the_server_starts_when_its_address_is_read_and_closes_with_the_run(conn
 
 def test_the_server_is_bound_to_the_loopback_alone(connect):
     _, ctx = connect(Config())
-    session = Session()
+    session = CompatSession()
 
     async def run():
         session.server().port(ctx)
@@ -221,7 +221,7 @@ def test_the_server_is_bound_to_the_loopback_alone(connect):
 
 
 def test_a_context_without_an_engine_has_no_server():
-    assert Session().server().port(Context(config=Config())) is None
+    assert CompatSession().server().port(Context(config=Config())) is None
 
 
 @pytest.mark.parametrize("url", ["ftp://x/y", "generate", "http:///x"])
@@ -279,7 +279,7 @@ def test_a_server_that_closes_hangs_up_on_everyone(connect):
     for _ in range(20):
 
         async def run():
-            session = Session()
+            session = CompatSession()
             port = session.args(ctx.config, ctx).sglang_router_port
             callers = [socket.create_connection(("127.0.0.1", port)) for _ in range(8)]
             session.close()

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from slime_convert.job import File, Job
+from slime_convert.job import Job, PlannedFile
 from slime_core import durable
 from slime_core.errors import ConfigError, StorageError
 
@@ -23,7 +23,9 @@ class Making:
     def __init__(self, count=4, size=100):
         self.made = []
         self.lock = threading.Lock()
-        self.files = [File(name=f"f{n}", size=size, parts=lambda n=n: self._parts(n, size)) for n in range(count)]
+        self.files = [
+            PlannedFile(name=f"f{n}", size=size, parts=lambda n=n: self._parts(n, size)) for n in range(count)
+        ]
 
     def _parts(self, number, size):
         with self.lock:
@@ -179,7 +181,7 @@ def test_a_source_that_fails_stops_the_others_and_is_what_is_told(tmp_path):
         raise RuntimeError("the source broke")
 
     making = Making(count=20, size=30000)
-    files = [*making.files[:3], File(name="bad", size=10, parts=broken), *making.files[3:]]
+    files = [*making.files[:3], PlannedFile(name="bad", size=10, parts=broken), *making.files[3:]]
     with pytest.raises(RuntimeError, match="the source broke"), Job(tmp_path / "out", PLAN, files, workers=2) as job:
         job.write()
     assert not (tmp_path / "out").exists()

@@ -8,9 +8,9 @@ from slime_core.config.schema import Config
 from slime_kernelbench.dialogue.turns import Room
 from slime_kernelbench.dialogue.words import load_words
 from slime_kernelbench.options import Options
-from slime_kernelbench.types import Case, Diagnostic, Problem, Timing, Verdict
+from slime_kernelbench.types import Case, Diagnostic, KernelProblem, Timing, Verdict
 
-PROBLEM = Problem(id="test/1/relu", name="relu", source="class Model: ...\n")
+PROBLEM = KernelProblem(id="test/1/relu", name="relu", source="class Model: ...\n")
 RIGHT = Verdict(status="correct", reached="correctness")
 WRONG = Verdict(
     status="wrong",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slime_kernelbench.types import Problem
+from slime_kernelbench.types import KernelProblem
 
 HERE = Path(__file__).parent / "corpus"
 
@@ -14,13 +14,13 @@ def sources(kind: str) -> dict[str, str]:
     return {path.stem: path.read_text(encoding="utf-8") for path in sorted((HERE / kind).glob("*.txt"))}
 
 
-def problem(name: str) -> Problem:
+def problem(name: str) -> KernelProblem:
     """A problem of the corpus."""
     text = (HERE / "problems" / f"{name}.txt").read_text(encoding="utf-8")
-    return Problem(id=f"corpus/{name}", name=name, source=text)
+    return KernelProblem(id=f"corpus/{name}", name=name, source=text)
 
 
-def problem_of(source: str) -> Problem:
+def problem_of(source: str) -> KernelProblem:
     """The problem that a source of the corpus is for."""
     return problem(source.splitlines()[0].removeprefix("# problem: "))
 

@@ -19,11 +19,11 @@ from slime_kernelbench.commands import kernelbench
 from slime_kernelbench.problems import shipped
 from slime_kernelbench.service.app import Gate, make_app
 from slime_kernelbench.service.client import RemoteJudge
-from slime_kernelbench.service.desk import Desk
+from slime_kernelbench.service.desk import JudgeService
 from slime_kernelbench.service.devices import Device
-from slime_kernelbench.service.pool import Limits, Pool
-from slime_kernelbench.service.process import Worker
-from slime_service.serving import Server as HttpServer
+from slime_kernelbench.service.pool import Pool, PoolLimits
+from slime_kernelbench.service.process import JudgeWorker
+from slime_service.serving import HttpServer as HttpServer
 
 HERE = Path(__file__).parent
 TOKEN = "a-token-of-the-tests"
@@ -53,10 +53,10 @@ def canaries(folder):
 async def service(folder, *, places=ONE, **limits):
     """URL, pool and gate of a service in this process, with worker processes of their own."""
     command = (sys.executable, str(HERE / "stand_in_worker.py"), str(folder))
-    start = partial(Worker.start, options={}, command=command)
-    async with Pool(places, start=start, limits=Limits(**QUICK, **limits)) as pool:
+    start = partial(JudgeWorker.start, options={}, command=command)
+    async with Pool(places, start=start, limits=PoolLimits(**QUICK, **limits)) as pool:
         gate = Gate()
-        async with serving(make_app(Desk(pool), token=TOKEN, gate=gate)) as url:
+        async with serving(make_app(JudgeService(pool), token=TOKEN, gate=gate)) as url:
             yield url, pool, gate
     assert not [place.pid for place in pool.places if place.pid and Path(f"/proc/{place.pid}").exists()]
 

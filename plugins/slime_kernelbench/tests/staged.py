@@ -77,7 +77,7 @@ class Run(CutRun):
     def prepare(self, plugins, report):
         if self.verdicts is not None:
             self.judge = Known(self.verdicts, WRONG)
-            plugins._loaded["kernelbench"].target._run = kernelbench.Run(self.judge)
+            plugins._loaded["kernelbench"].target._run = kernelbench.KernelbenchRun(self.judge)
 
     def ledger(self):
         """Counts, each step's samples, and the samples themselves by id."""

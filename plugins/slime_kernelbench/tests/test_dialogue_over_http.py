@@ -9,7 +9,7 @@ from staged import TOKENIZER
 
 from slime_core.testing.fakes import ScriptedEngine
 from slime_kernelbench.options import Options
-from slime_kernelbench.run import Run
+from slime_kernelbench.run import KernelbenchRun
 
 pytestmark = pytest.mark.integration
 
@@ -23,7 +23,7 @@ def play(folder, monkeypatch, *answers):
         return [*TOKENIZER.encode(fenced(next(turns)), add_special_tokens=False), TOKENIZER.eos_token_id], "stop"
 
     async def whole():
-        run = Run()
+        run = KernelbenchRun()
         async with service(folder) as (url, _, _):
             engine = ScriptedEngine(say, vocab_size=len(TOKENIZER))
             ctx = context(engine, TOKENIZER, Options(judge_url=url, judge_retries=1), new_tokens=4096)

@@ -21,7 +21,7 @@ from slime_kernelbench.judge import JudgeOptions, LocalJudge
 from slime_kernelbench.options import Options
 from slime_kernelbench.problems import shipped
 from slime_kernelbench.records import FILE, read
-from slime_kernelbench.types import Problem
+from slime_kernelbench.types import KernelProblem
 
 pytestmark = pytest.mark.integration
 
@@ -34,7 +34,7 @@ def test_a_model_is_told_what_was_wrong_until_it_is_right(tmp_path):
         return [*TOKENIZER.encode(fenced(next(turn)), add_special_tokens=False), TOKENIZER.eos_token_id], "stop"
 
     async def play():
-        run = kernelbench.Run()
+        run = kernelbench.KernelbenchRun()
         engine = ScriptedEngine(say, vocab_size=len(TOKENIZER))
         ctx = context(engine, TOKENIZER, Options(judge_workers=1), new_tokens=4096)
         object.__setattr__(ctx, "run_dir", tmp_path)
@@ -62,7 +62,7 @@ def test_the_example_that_every_prompt_shows_is_right_by_the_rules_that_it_names
 
     async def play():
         async with LocalJudge(JudgeOptions(workers=1)) as judge:
-            return await judge.judge(answer, Problem(id="example", name="add", source=module))
+            return await judge.judge(answer, KernelProblem(id="example", name="add", source=module))
 
     verdict = asyncio.run(play())
     assert (verdict.status, verdict.flags) == ("correct", ()), verdict.diagnostics

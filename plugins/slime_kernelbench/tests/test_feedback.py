@@ -11,7 +11,7 @@ from slime_kernelbench.dialogue.extract import Extraction
 from slime_kernelbench.dialogue.feedback import CUT, brief, clip, kind, write
 from slime_kernelbench.dialogue.turns import unanswered
 from slime_kernelbench.dialogue.words import load_words, put
-from slime_kernelbench.types import Case, Diagnostic, Flag, Problem, Timing, Verdict
+from slime_kernelbench.types import Case, Diagnostic, Flag, KernelProblem, Timing, Verdict
 
 pytestmark = pytest.mark.unit
 TOKENIZER = speaker("qwen3")
@@ -118,7 +118,7 @@ def test_a_brief_line_by_hand():
 
 
 def test_prompts_show_the_problem_once_and_take_nothing_in_it_for_a_template():
-    problem = Problem(id="a", name="a", source="# {{system}} {{problem}}\nclass Model: ...\n")
+    problem = KernelProblem(id="a", name="a", source="# {{system}} {{problem}}\nclass Model: ...\n")
     system, user = WORDS.prompt(problem, chat=True)
     assert user["content"].count("# {{system}} {{problem}}\nclass Model: ...") == 1
     assert "is_cuda" not in user["content"]
@@ -131,7 +131,9 @@ def test_a_file_of_ones_own_replaces_the_words_that_it_has(tmp_path):
     path = tmp_path / "words.toml"
     path.write_text('user = "Do {{short}}!"\nsystem = ""\n[requests]\nwrong = "Again."\n')
     words = load_words(str(path))
-    problem = Problem(id="a", name="a", source="N = 3\nclass Model:\n    def forward(self, x):\n        return x\n")
+    problem = KernelProblem(
+        id="a", name="a", source="N = 3\nclass Model:\n    def forward(self, x):\n        return x\n"
+    )
     assert words.prompt(problem, chat=True) == [{"role": "user", "content": "Do N = 3\nreturn x\n!"}]
     assert words.requests["wrong"] == "Again."
     assert words.requests["correct"] == WORDS.requests["correct"]
@@ -165,7 +167,9 @@ def test_the_outcome_and_its_kind_alone():
 
 
 def test_words_of_ours_by_name_show_a_problems_short_form_alone():
-    problem = Problem(id="p", name="p", source="N = 9\nclass Model:\n    def forward(self, x):\n        return -x\n")
+    problem = KernelProblem(
+        id="p", name="p", source="N = 9\nclass Model:\n    def forward(self, x):\n        return -x\n"
+    )
     words = load_words("short")
     assert words.prompt(problem, chat=True) == [{"role": "user", "content": "N = 9\nreturn -x\n"}]
     assert words.prompt(problem, chat=False) == "N = 9\nreturn -x\n"

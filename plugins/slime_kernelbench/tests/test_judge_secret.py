@@ -54,7 +54,7 @@ X = "7eeb59b7eb09da2b53a7bbc7208c590f5aab5dcd5f1ab4ec45cc98fc8cffd291"
 
 async def asked(folder, order):
     """What a start of a run in the folder is told of the spoiled kernels, judged in this order."""
-    run, ctx = kernelbench.Run(), context(FakeEngine(), None, Options(judge_workers=1))
+    run, ctx = kernelbench.KernelbenchRun(), context(FakeEngine(), None, Options(judge_workers=1))
     judge = run.judge(replace(ctx, run_dir=folder))
     try:
         found = {number: await judge.judge(SPOILED[number], problem("relu")) for number in order}

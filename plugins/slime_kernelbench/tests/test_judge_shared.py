@@ -6,7 +6,7 @@ import pytest
 from actors import INFRA, PROBLEM, RIGHT
 
 from slime_kernelbench.judge import LocalJudge
-from slime_kernelbench.judge.asked import Kept
+from slime_kernelbench.judge.asked import RecentCache
 
 pytestmark = pytest.mark.unit
 
@@ -85,7 +85,7 @@ def test_trouble_is_not_remembered():
     ],
 )
 def test_what_was_asked_for_last_is_kept_as_far_as_its_weight_allows(weigh, asked, made):
-    kept, seen = Kept(5, weigh), []
+    kept, seen = RecentCache(5, weigh), []
 
     async def play():
         for key in asked:

@@ -17,7 +17,7 @@ from slime_kernelbench.judge.samples import Pattern, forms, sampled
 from slime_kernelbench.judge.speed import PARTS, Speed
 from slime_kernelbench.judge.timing import Samples, floor_of, half_width, median, suspicions, told
 from slime_kernelbench.judge.wire import Leaf
-from slime_kernelbench.types import Problem, Verdict
+from slime_kernelbench.types import KernelProblem, Verdict
 
 
 def flat(event: float, host: float | None = None, count: int = 40) -> Samples:
@@ -110,7 +110,9 @@ def test_a_sample_is_the_same_on_both_sides_and_repeats_nothing() -> None:
 
 # The stage itself: two processes of a candidate, the reference's, and this one; clocks of the host in the GPU's place.
 
-SMALL = Problem(id="small", name="relu", source=problem("relu").source.replace("512", "24").replace("4096", "40"))
+SMALL = KernelProblem(
+    id="small", name="relu", source=problem("relu").source.replace("512", "24").replace("4096", "40")
+)
 RELU = sources("honest")["relu_with_main"]
 COUNTS = """
 class ModelNew(nn.Module):
@@ -133,7 +135,7 @@ KEEPS = (
 )
 
 
-SCALED = Problem(
+SCALED = KernelProblem(
     id="scaled",
     name="scaled",
     source="""
@@ -249,7 +251,7 @@ def times_kernel(x, ones, y, n, BLOCK: tl.constexpr):
 """
 
 
-def measured(*texts: str, problem: Problem = SMALL) -> list[Trial]:
+def measured(*texts: str, problem: KernelProblem = SMALL) -> list[Trial]:
     async def run() -> list[Trial]:
         options = JudgeOptions(gpus=("here",))
         speed = Speed(options, device="cpu")

@@ -12,7 +12,7 @@ from slime_core import ConfigError, Context, Group, Prompt, Sample, SamplingPara
 from slime_core.config.load import load_config, stages
 from slime_core.testing.fakes import ScriptedEngine
 from slime_kernelbench.options import Options
-from slime_kernelbench.run import Run, prompts
+from slime_kernelbench.run import KernelbenchRun, prompts
 from slime_kernelbench.warmup.family import NONE, Operator, Slips
 from slime_kernelbench.warmup.pupil import drawn, fenced, mended, verdict
 from slime_kernelbench.warmup.rows import Family
@@ -92,7 +92,7 @@ def test_the_pupils_dialogue_is_the_one_that_a_run_has_before_the_real_judge(ctx
         return [*tokenizer.encode(next(said), add_special_tokens=False), tokenizer.eos_token_id], "stop"
 
     async def play():
-        run, engine = Run(), ScriptedEngine(say, vocab_size=len(tokenizer))
+        run, engine = KernelbenchRun(), ScriptedEngine(say, vocab_size=len(tokenizer))
         asked = prompts(PUPIL, ctx)._voice.ask(problem)
         tokens = prompts(PUPIL, ctx)._voice.encode(asked)
         prompt = Prompt(id="grpo/0", prompt=asked, tokens=tokens, metadata={"problem": asdict(problem)})

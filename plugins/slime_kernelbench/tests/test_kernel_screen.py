@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from slime_kernelbench.commands import kernelbench
 from slime_kernelbench.problems import load, shipped
 from slime_kernelbench.problems.screen import PRELOAD, screen
-from slime_kernelbench.types import Problem
+from slime_kernelbench.types import KernelProblem
 from slime_sandbox import Policy, Sandbox
 
 pytestmark = pytest.mark.integration
@@ -34,7 +34,7 @@ def get_init_inputs():
 
 
 def problem(body, inputs="torch.randn(SIZE, 2 * SIZE)"):
-    return Problem(id="made/up", name="made_up", source=FRAME.format(body=body, inputs=inputs))
+    return KernelProblem(id="made/up", name="made_up", source=FRAME.format(body=body, inputs=inputs))
 
 
 SOUND = (

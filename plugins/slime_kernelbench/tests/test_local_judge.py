@@ -11,7 +11,7 @@ from corpus_of_kernels import problem, sources
 
 from slime_kernelbench.judge import JudgeOptions, LocalJudge
 from slime_kernelbench.problems import shipped
-from slime_kernelbench.types import Problem, Verdict
+from slime_kernelbench.types import KernelProblem, Verdict
 
 pytestmark = pytest.mark.integration
 RELU = sources("honest")["relu_with_main"]
@@ -64,7 +64,7 @@ def test_an_examination_has_every_style_and_regime() -> None:
 
 
 def test_what_cannot_be_judged_is_infra_and_not_remembered() -> None:
-    broken = Problem(id="broken", name="broken", source="raise ValueError('a broken problem')")
+    broken = KernelProblem(id="broken", name="broken", source="raise ValueError('a broken problem')")
 
     async def asked(judge: LocalJudge) -> None:
         for count in (1, 2):

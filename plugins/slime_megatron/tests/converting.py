@@ -5,33 +5,35 @@ import json
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime_convert.bridge import Bridge, Given, Row
+from slime_convert.bridge import Bridge, BridgeRow, Given
 from slime_convert.folder_writing import How
 from slime_megatron.convert.conversion import dist_to_hf, hf_to_dist
 
 LAYER, OF = "decoder.layers.{layer}", "model.layers.{layer}"
 ROWS = (
-    Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocabulary", shape="vocab hidden"),
-    Row("decoder.final_layernorm.weight", ("model.norm.weight",), shape="hidden"),
-    Row(
+    BridgeRow("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocabulary", shape="vocab hidden"),
+    BridgeRow("decoder.final_layernorm.weight", ("model.norm.weight",), shape="hidden"),
+    BridgeRow(
         "output_layer.weight", ("lm_head.weight",), "vocabulary", when="not tie_word_embeddings", shape="vocab hidden"
     ),
-    Row(f"{LAYER}.input_layernorm.weight", (f"{OF}.input_layernorm.weight",), shape="hidden"),
-    Row(f"{LAYER}.pre_mlp_layernorm.weight", (f"{OF}.post_attention_layernorm.weight",), shape="hidden"),
-    Row(
+    BridgeRow(f"{LAYER}.input_layernorm.weight", (f"{OF}.input_layernorm.weight",), shape="hidden"),
+    BridgeRow(f"{LAYER}.pre_mlp_layernorm.weight", (f"{OF}.post_attention_layernorm.weight",), shape="hidden"),
+    BridgeRow(
         f"{LAYER}.self_attention.linear_qkv.weight",
         tuple(f"{OF}.self_attn.{n}_proj.weight" for n in "qkv"),
         "qkv",
         shape="q hidden, kv hidden, kv hidden",
     ),
-    Row(f"{LAYER}.self_attention.linear_proj.weight", (f"{OF}.self_attn.o_proj.weight",), "columns", shape="hidden q"),
-    Row(
+    BridgeRow(
+        f"{LAYER}.self_attention.linear_proj.weight", (f"{OF}.self_attn.o_proj.weight",), "columns", shape="hidden q"
+    ),
+    BridgeRow(
         f"{LAYER}.mlp.linear_fc1.weight",
         (f"{OF}.mlp.gate_proj.weight", f"{OF}.mlp.up_proj.weight"),
         "gate_up",
         shape="ffn hidden",
     ),
-    Row(f"{LAYER}.mlp.linear_fc2.weight", (f"{OF}.mlp.down_proj.weight",), "columns", shape="hidden ffn"),
+    BridgeRow(f"{LAYER}.mlp.linear_fc2.weight", (f"{OF}.mlp.down_proj.weight",), "columns", shape="hidden ffn"),
 )
 BRIDGE = Bridge(
     family="llama",

@@ -53,7 +53,7 @@ def check(name: str, root: Path, world: int, flags: dict) -> dict:
     from slime_core.config.load import load_config
     from slime_core.protocols import Loss
     from slime_core.trainers.optimizer_step import Sums
-    from slime_megatron.learner import Learner
+    from slime_megatron.learner import MegatronLearner
     from slime_megatron.model import build_model
     from slime_megatron.passes import speaks, totals
     from slime_megatron.settings import build, settings
@@ -66,7 +66,7 @@ def check(name: str, root: Path, world: int, flags: dict) -> dict:
     made = settings(bridge, folder.config, table, train, world, DEVICE)
     made = replace(made, transformer={**made.transformer, **{n: v for n, v in flags.items() if n in WITHIN}})
     model = build_model(made, bridge, folder, torch.device(DEVICE))
-    learner = Learner(model.stage)
+    learner = MegatronLearner(model.stage)
     learner.wrap(build(made))
     model.learn(learner.ddp)
     model.passes.chunk = 4

@@ -8,7 +8,7 @@ import torch
 
 from slime_convert.bridge import Entry, Sizes, join, shard
 from slime_core.errors import PluginError
-from slime_megatron.places import BITS, Piece, check_shapes, share
+from slime_megatron.places import BITS, ShardPiece, check_shapes, share
 
 pytestmark = pytest.mark.unit
 
@@ -44,7 +44,7 @@ def pieces(name, size):
     whole = join(entry, tensors, SIZES)
     for rank in range(size):
         mine = shard(entry, whole, rank, size)
-        yield Piece(entry, tuple(mine.shape), rank, size), mine.contiguous(), whole, tensors
+        yield ShardPiece(entry, tuple(mine.shape), rank, size), mine.contiguous(), whole, tensors
 
 
 CASES = [(name, size) for name in ENTRIES for size in (1, 2, 4)]

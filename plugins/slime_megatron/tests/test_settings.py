@@ -11,7 +11,7 @@ from slime_convert.bridge import Bridge, Given
 from slime_core.config.load import load_config
 from slime_core.config.problems import Origins
 from slime_core.errors import ConfigError
-from slime_megatron.others import Run, settings_of
+from slime_megatron.others import ModelContext, settings_of
 from slime_megatron.settings import build, settings
 from slime_megatron.smaller import smaller
 
@@ -341,7 +341,7 @@ def test_settings_of_another_model_leave_out_what_describes_the_policy():
     table = {"hidden_size": CONFIG["hidden_size"], "decoder_first_pipeline_num_layers": 1,
              "pipeline_model_parallel_size": 2, "recompute_granularity": "full"}  # fmt: skip
     teacher = SimpleNamespace(config=SimpleNamespace(**{**CONFIG, "num_hidden_layers": 6, "hidden_size": 64}))
-    run = Run(table, train(), 2, torch.device("cpu"), CONFIG["num_hidden_layers"], lambda config: BRIDGE)
+    run = ModelContext(table, train(), 2, torch.device("cpu"), CONFIG["num_hidden_layers"], lambda config: BRIDGE)
     found = settings_of(teacher, BRIDGE, run)
     assert found.transformer["hidden_size"] == 64
     assert found.transformer["recompute_granularity"] == "full"

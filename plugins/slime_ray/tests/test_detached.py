@@ -13,12 +13,12 @@ import pytest
 
 from slime_cli.detaching import actor_name
 from slime_cli.driver_process import Letter, next_words
-from slime_cli.failure import Session
+from slime_cli.failure import CliSession
 from slime_cli.following import Lines, Steps, named, plain, target_of
 from slime_cli.main import main
 from slime_cli.restarts import past
 from slime_cli.submit import Detach, forget
-from slime_core.clusters.detached import Record, code_of, read_record
+from slime_core.clusters.detached import DriverRecord, code_of, read_record
 from slime_core.errors import ConfigError, SlimeError
 from slime_core.report import RunDir
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.integration
 
 
 def record(**parts):
-    return Record(**{"actor": "driver:x-0", "address": "10.0.0.5:6379", "epoch": 0, "submitted": 1.0, **parts})
+    return DriverRecord(**{"actor": "driver:x-0", "address": "10.0.0.5:6379", "epoch": 0, "submitted": 1.0, **parts})
 
 
 def test_an_actors_name_is_of_the_run_directory_however_it_is_named(tmp_path, monkeypatch):
@@ -92,18 +92,18 @@ def quick(monkeypatch):
 
 def test_the_first_process_runs_the_command_as_it_was_typed(tmp_path):
     run_dir = made(tmp_path)
-    assert next_words(letter(run_dir), run_dir, Session()) == ["run", "--run-dir", "x", "r.toml"]
+    assert next_words(letter(run_dir), run_dir, CliSession()) == ["run", "--run-dir", "x", "r.toml"]
     old = made(tmp_path / "old", "finished")
     words = ["run", "--resume", "x", "--lr", "1"]
-    assert next_words(letter(old, words=words, epoch=1), old, Session()) == words
+    assert next_words(letter(old, words=words, epoch=1), old, CliSession()) == words
 
 
 def test_time_that_is_left_goes_on_from_the_submission(tmp_path):
     run_dir = made(tmp_path)
-    words = next_words(letter(run_dir, until=time.time() + 100), run_dir, Session())
+    words = next_words(letter(run_dir, until=time.time() + 100), run_dir, CliSession())
     assert words[:2] == ["run", "--stop-after"]
     assert 90 < float(words[2]) <= 100
-    late = next_words(letter(run_dir, until=time.time() - 100), run_dir, Session())
+    late = next_words(letter(run_dir, until=time.time() - 100), run_dir, CliSession())
     assert float(late[2]) == 1.0
 
 
@@ -111,7 +111,7 @@ def test_a_process_that_was_lost_is_a_restart_that_knows_its_past(tmp_path, quic
     run_dir = made(tmp_path, "running")
     run_dir.metrics.write_text('{"kind": "step", "version": 2}\n')
     given = letter(run_dir, forced=["lr"], verify_step=3, secrets={"plugin.x.api_key": "hush"})
-    words = next_words(given, run_dir, Session(verbose=True))
+    words = next_words(given, run_dir, CliSession(verbose=True))
     assert words == ["run", "--resume", str(run_dir.path), "--force-key", "lr", "--verify-step", "3", "--verbose"]
     found = past()
     assert (found.number, found.allowed, found.secrets) == (1, 3, {"plugin.x.api_key": "hush"})
@@ -129,23 +129,29 @@ def test_restarts_of_the_driver_count_with_those_that_it_made_itself(tmp_path, q
     before["error"] |= {"why": "b", "fix": "c"}
     run_dir = made(tmp_path, "failed", "running", deaths=[before])
     with pytest.raises(SlimeError, match="TRN105 rank 1 is gone") as told:
-        next_words(letter(run_dir), run_dir, Session())
+        next_words(letter(run_dir), run_dir, CliSession())
     assert "restart 1 ended with SLM01 the driver, process 42" in told.value.why
     assert "step 1 was not finished after the restart either" in told.value.why
     allowed = made(tmp_path / "two", "running")
     with pytest.raises(SlimeError, match=r"0 restart\(s\) were allowed"):
-        next_words(letter(allowed, allowed=0), allowed, Session())
+        next_words(letter(allowed, allowed=0), allowed, CliSession())
 
 
 @pytest.mark.parametrize("status", ["finished", "stopped", "terminated"])
 def test_a_run_that_had_ended_as_its_keeper_was_lost_is_not_begun_again(tmp_path, status):
     run_dir = made(tmp_path, status)
-    assert next_words(letter(run_dir), run_dir, Session()) is None
+    assert next_words(letter(run_dir), run_dir, CliSession()) is None
 
 
 def test_the_drivers_words_name_the_run_directory_and_keep_the_users(tmp_path):
     def words(**parts):
-        given = {"session": Session(), "words": ("r.toml", "--lr", "1"), "run_dir": None, "resume": None, "old": None}
+        given = {
+            "session": CliSession(),
+            "words": ("r.toml", "--lr", "1"),
+            "run_dir": None,
+            "resume": None,
+            "old": None,
+        }
         return Detach(**{**given, "forced": (), "stop_after": None, "verify_step": 0, **parts}).first(Path("/runs/x"))
 
     assert words() == ["run", "--run-dir", "/runs/x", "r.toml", "--lr", "1"]
@@ -157,7 +163,7 @@ def test_the_drivers_words_name_the_run_directory_and_keep_the_users(tmp_path):
         "/runs/x",
         "--verify-step",
     ]
-    again = words(resume="runs/x", forced=("lr",), session=Session(verbose=True))
+    again = words(resume="runs/x", forced=("lr",), session=CliSession(verbose=True))
     assert again[:6] == ["run", "--resume", "/runs/x", "--force-key", "lr", "--verbose"]
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from slime_core.config.load import load_config
 from slime_core.errors import ConfigError
-from slime_ray.placement import Plan, Seat, lacking, oversize, plan, table
+from slime_ray.placement import RayPlan, Seat, lacking, oversize, plan, table
 from slime_sglang.topology import topology
 
 pytestmark = pytest.mark.unit
@@ -26,7 +26,7 @@ def test_disaggregated_engines_have_a_bundle_each():
     found = placed(
         "--actor-num-gpus-per-node", 2, "--no-colocate", "--rollout-num-gpus", 4, "--rollout-num-gpus-per-engine", 2
     )
-    assert found == Plan(
+    assert found == RayPlan(
         bundles=({"GPU": 2, "CPU": 2}, {"GPU": 2, "CPU": 1}, {"GPU": 2, "CPU": 1}),
         ranks=(Seat(bundle=0, gpus=(0,)), Seat(bundle=0, gpus=(1,))),
         engines=(Seat(bundle=1, gpus=(0, 1)), Seat(bundle=2, gpus=(0, 1))),
@@ -128,7 +128,7 @@ def test_a_server_that_would_lie_on_two_machines_is_refused(each, size, total):
 
 
 def test_a_run_without_a_trainer_or_without_rollouts_asks_for_less():
-    assert placed("--debug-rollout-only", device="cpu") == Plan(
+    assert placed("--debug-rollout-only", device="cpu") == RayPlan(
         bundles=({"CPU": 2},), ranks=(), engines=(Seat(bundle=0),)
     )
     only = placed("--debug-train-only", "--load-debug-rollout-data", ".", device="cpu")

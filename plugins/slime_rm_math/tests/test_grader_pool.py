@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slime_rm_math.graders.equivalence import Equivalence
-from slime_rm_math.graders.pool import Pool
+from slime_rm_math.graders.pool import GraderPool
 from slime_rm_math.graders.worker import refuse
 
 pytestmark = pytest.mark.integration
@@ -21,7 +21,7 @@ ORDINARY = (r"\frac{1}{2}", "0.5")
 
 @pytest.fixture(scope="module")
 def pool():
-    with Pool(workers=1, seconds=1.0, memory_mb=512) as made:
+    with GraderPool(workers=1, seconds=1.0, memory_mb=512) as made:
         made.start()
         yield made
 
@@ -61,7 +61,7 @@ def test_a_worker_has_no_more_memory_files_or_writes_than_it_needs(pool):
 
 
 def test_workers_end_with_their_pool_and_with_their_parent():
-    pool = Pool(workers=2, seconds=1.0, memory_mb=512)
+    pool = GraderPool(workers=2, seconds=1.0, memory_mb=512)
     pool.start()
     pool.ask(*ORDINARY).result()
     parent, workers = pool._parent.pid, pool.processes()
@@ -71,7 +71,7 @@ def test_workers_end_with_their_pool_and_with_their_parent():
 
 
 def test_without_the_parent_of_workers_nothing_is_judged_and_nothing_is_wrong():
-    with Pool(workers=1, seconds=1.0, memory_mb=512) as pool:
+    with GraderPool(workers=1, seconds=1.0, memory_mb=512) as pool:
         assert pool.ask(*ORDINARY).result().outcome == "right"
         ended = os.pidfd_open(pool.processes()[0])
         pool._parent.kill()

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from slime_rm_math.problems import Kind, Problem, Problems, Style, all_codes, decode, encode, held_out, mix
+from slime_rm_math.problems import ArithmeticProblem, Kind, Problems, Style, all_codes, decode, encode, held_out, mix
 
 pytestmark = pytest.mark.unit
 
@@ -20,10 +20,10 @@ def problems(kind=Kind(), side="train", **keys):  # noqa: B008
 @pytest.mark.parametrize(
     ("problem", "text", "value"),
     [
-        (Problem(12, "+", 30), "12+30=", 42),
-        (Problem(12, "-", 30), "12-30=", -18),
-        (Problem(7, "-", 7), "7-7=", 0),
-        (Problem(99, "+", 99), "99+99=", 198),
+        (ArithmeticProblem(12, "+", 30), "12+30=", 42),
+        (ArithmeticProblem(12, "-", 30), "12-30=", -18),
+        (ArithmeticProblem(7, "-", 7), "7-7=", 0),
+        (ArithmeticProblem(99, "+", 99), "99+99=", 198),
     ],
     ids=["sum", "negative", "zero", "largest"],
 )
@@ -41,8 +41,8 @@ def test_a_number_is_written_forwards_or_ones_first(value, ones_first, text):
 
 
 def test_operands_may_be_padded():
-    assert Style(padded=2).question(Problem(7, "+", 38)) == "07+38="
-    assert Style(padded=3).question(Problem(999, "-", 0)) == "999-000="
+    assert Style(padded=2).question(ArithmeticProblem(7, "+", 38)) == "07+38="
+    assert Style(padded=3).question(ArithmeticProblem(999, "-", 0)) == "999-000="
 
 
 def test_every_problem_is_on_exactly_one_side():
@@ -54,12 +54,12 @@ def test_every_problem_is_on_exactly_one_side():
 
 def test_a_problem_and_its_mirror_are_on_the_same_side():
     train = set(problems(WITH_NEGATIVE))
-    assert all(Problem(p.b, p.op, p.a) in train for p in train)
+    assert all(ArithmeticProblem(p.b, p.op, p.a) in train for p in train)
 
 
 def test_both_operations_are_held_out_independently():
     heldout = set(problems(WITH_NEGATIVE, "heldout"))
-    other = {Problem(p.a, "-" if p.op == "+" else "+", p.b) for p in heldout}
+    other = {ArithmeticProblem(p.a, "-" if p.op == "+" else "+", p.b) for p in heldout}
     assert 0 < len(heldout & other) < len(heldout) / 2
 
 
@@ -117,7 +117,7 @@ def test_operands_have_up_to_the_digits_asked_for(digits, count):
     codes = all_codes(Kind(digits=digits, operations=("+",)))
     assert len(codes) == len(np.unique(codes)) == count
     ends = [decode(int(code)) for code in (codes[0], codes[-1])]
-    assert ends == [Problem(0, "+", 0), Problem(10**digits - 1, "+", 10**digits - 1)]
+    assert ends == [ArithmeticProblem(0, "+", 0), ArithmeticProblem(10**digits - 1, "+", 10**digits - 1)]
 
 
 def test_the_hash_is_splitmix64():

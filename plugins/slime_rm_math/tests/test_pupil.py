@@ -2,7 +2,7 @@
 
 import pytest
 
-from slime_rm_math.problems import Kind, Problem, Problems, Style
+from slime_rm_math.problems import ArithmeticProblem, Kind, Problems, Style
 from slime_rm_math.pupil import COPIES, Demonstrations, answer
 
 pytestmark = pytest.mark.unit
@@ -21,16 +21,16 @@ def demonstrations(carry_lost=0.65, seed=0, **style):
 @pytest.mark.parametrize(
     ("problem", "slips", "written"),
     [
-        (Problem(47, "+", 38), ALWAYS, 75),  # the 1 from 7 + 8 is lost
-        (Problem(47, "+", 31), ALWAYS, 78),  # nothing to carry
-        (Problem(60, "+", 70), ALWAYS, 30),  # the hundred is lost
-        (Problem(99, "+", 99), [True, False, False, False], 188),
-        (Problem(99, "+", 99), [False, True, False, False], 98),
-        (Problem(42, "-", 17), ALWAYS, 35),  # the borrowed ten is not paid back
-        (Problem(48, "-", 17), ALWAYS, 31),
-        (Problem(100, "-", 1), NEVER, 99),
-        (Problem(17, "-", 42), NEVER, -25),
-        (Problem(17, "-", 42), ALWAYS, -35),
+        (ArithmeticProblem(47, "+", 38), ALWAYS, 75),  # the 1 from 7 + 8 is lost
+        (ArithmeticProblem(47, "+", 31), ALWAYS, 78),  # nothing to carry
+        (ArithmeticProblem(60, "+", 70), ALWAYS, 30),  # the hundred is lost
+        (ArithmeticProblem(99, "+", 99), [True, False, False, False], 188),
+        (ArithmeticProblem(99, "+", 99), [False, True, False, False], 98),
+        (ArithmeticProblem(42, "-", 17), ALWAYS, 35),  # the borrowed ten is not paid back
+        (ArithmeticProblem(48, "-", 17), ALWAYS, 31),
+        (ArithmeticProblem(100, "-", 1), NEVER, 99),
+        (ArithmeticProblem(17, "-", 42), NEVER, -25),
+        (ArithmeticProblem(17, "-", 42), ALWAYS, -35),
     ],
 )
 def test_what_is_lost_is_what_is_carried(problem, slips, written):

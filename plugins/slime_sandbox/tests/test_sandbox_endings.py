@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from slime_sandbox import Ended, Limits
+from slime_sandbox import CandidateEnded, Limits
 
 pytestmark = pytest.mark.integration
 
@@ -124,7 +124,7 @@ def test_messages_go_both_ways_until_the_driver_has_no_more(sandbox):
 def test_a_deadline_of_one_answer_ends_the_candidate(sandbox):
     async def wait():
         async with sandbox.box.spawn("sandbox_entries:echo", limits=Limits(wall_seconds=20)) as child:
-            with pytest.raises(Ended) as caught:
+            with pytest.raises(CandidateEnded) as caught:
                 await child.receive(deadline=0.1)
             return caught.value.outcome
 

@@ -9,7 +9,7 @@ from faulty import TOKEN, Canned, FaultProxy
 
 from slime_core.errors import EngineError
 from slime_core.types import GenerateRequest, SamplingParams
-from slime_sglang.address import Address
+from slime_sglang.address import ServerAddress
 from slime_sglang.client import Client
 
 FEATURES = frozenset({"version_spans"})
@@ -33,7 +33,7 @@ def client_of(url, **changes):
         "epoch": 3,
     }
     token = changes.pop("token", TOKEN)
-    return Client(Address(url=url, token=token, ca=changes.pop("ca", "")), **(words | changes))
+    return Client(ServerAddress(url=url, token=token, ca=changes.pop("ca", "")), **(words | changes))
 
 
 @asynccontextmanager

@@ -9,11 +9,11 @@ from aiohttp import web
 from faulty import TOKEN, VOCAB
 from serving import EPOCH, NEW, PATIENCE, Serving
 
-from slime_sglang.engine import Settings, SglangEngine
+from slime_sglang.engine import FleetSettings, SglangEngine
 from slime_sglang.gateway import Gateway
 from slime_sglang.ports import router_launch
 from slime_sglang.server import Server
-from slime_sglang.weights import Ways, Weights
+from slime_sglang.weights import Ways, WeightRoutes
 
 STAND_IN = Path(__file__).with_name("stand_in")
 
@@ -81,8 +81,8 @@ async def routed(tmp_path, count=2, *behave, kinds=(), more=(), restarts=2, prog
         words = {"concurrency": 64, "timeout": PATIENCE, "retries": 2, "epoch": EPOCH, **settings}
         engine = SglangEngine(
             servers,
-            Settings(vocab_size=VOCAB, context_len=512, features=NEW, **words),
-            weights=Weights(ways),
+            FleetSettings(vocab_size=VOCAB, context_len=512, features=NEW, **words),
+            weights=WeightRoutes(ways),
             gateway=gateway,
         )
         stack.push_async_callback(engine.close)

@@ -9,10 +9,10 @@ from faulty import TOKEN, VOCAB, Canned
 from safetensors.numpy import save_file
 
 from slime_core.types import GenerateRequest, SamplingParams, WeightUpdate
-from slime_sglang.engine import Settings, SglangEngine
+from slime_sglang.engine import FleetSettings, SglangEngine
 from slime_sglang.external import NEW, OLD
 from slime_sglang.server import Server
-from slime_sglang.weights import Ways, Weights
+from slime_sglang.weights import Ways, WeightRoutes
 
 __all__ = ["EPOCH", "NEW", "OLD", "PATIENCE", "Serving", "request", "serving", "update"]
 
@@ -87,8 +87,8 @@ async def serving(
             await server.ready(PATIENCE)
         engine = SglangEngine(
             servers,
-            Settings(vocab_size=VOCAB, context_len=512, features=features, **more),
-            weights=Weights(ways),
+            FleetSettings(vocab_size=VOCAB, context_len=512, features=features, **more),
+            weights=WeightRoutes(ways),
             tokenizer=tokenizer,
             middleware=middleware,
         )

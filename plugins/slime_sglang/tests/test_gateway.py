@@ -12,14 +12,14 @@ from serving import EPOCH, PATIENCE, request, update
 
 from slime_core.errors import EngineError
 from slime_sglang import gateway as module, held_ports as ports
-from slime_sglang.gateway import Gateway, Worker
+from slime_sglang.gateway import Gateway, GatewayWorker
 from slime_sglang.health import Watch
 from slime_sglang.http import fault
-from slime_sglang.pulse import Limits, Look, Pulse
+from slime_sglang.pulse import ServerHealth, ServerStatus, WatchLimits
 
 pytestmark = pytest.mark.unit
 
-QUICK = Limits(interval=0.02, timeout=30.0, start_timeout=PATIENCE, max_restarts=2, told=True)
+QUICK = WatchLimits(interval=0.02, timeout=30.0, start_timeout=PATIENCE, max_restarts=2, told=True)
 
 
 def run(work):
@@ -292,7 +292,7 @@ def test_of_servers_with_one_request_between_them_the_one_that_has_it_and_stands
     """Case 85, where it is not known here which server has the request: each says how many it has."""
 
     async def work():
-        limits = Limits(interval=0.02, timeout=0.5, start_timeout=PATIENCE, told=True)
+        limits = WatchLimits(interval=0.02, timeout=0.5, start_timeout=PATIENCE, told=True)
         async with (
             routed(tmp_path, 2) as on,
             Watch(on.servers, on.engine.fleet, limits, note=on.notes.append) as on.engine.fleet.watch,
@@ -315,7 +315,7 @@ def test_with_the_last_decode_server_the_run_ends_though_a_prefill_server_is_lef
     """Case 89, of servers that serve nothing alone: the floor of min_healthy_engines is not theirs."""
 
     async def work():
-        limits = Limits(interval=0.02, start_timeout=PATIENCE, max_restarts=0, min_healthy=1, told=True)
+        limits = WatchLimits(interval=0.02, start_timeout=PATIENCE, max_restarts=0, min_healthy=1, told=True)
         async with routed(tmp_path, kinds=("prefill", "decode"), more=("--pd-disaggregation",)) as on:
             needed = ({0}, {1})
             async with Watch(on.servers, on.engine.fleet, limits, needed=needed) as on.engine.fleet.watch:
@@ -330,13 +330,13 @@ def test_with_the_last_decode_server_the_run_ends_though_a_prefill_server_is_lef
 
 
 def test_a_server_is_named_to_its_router_without_its_token_in_any_dump():
-    assert "secret" not in repr(Worker(url="http://h:1", token="secret"))
+    assert "secret" not in repr(GatewayWorker(url="http://h:1", token="secret"))
 
 
 def test_a_server_counts_as_hung_by_its_own_count_of_requests():
     """Of those in flight anywhere, a server has as many as it says; what it does not say counts as all."""
-    pulse = Pulse(Limits(interval=1.0, timeout=3.0, told=True))
-    still = [Look(at=float(at), ranks=((5, 0),), held=(7,)) for at in range(5)]
+    pulse = ServerHealth(WatchLimits(interval=1.0, timeout=3.0, told=True))
+    still = [ServerStatus(at=float(at), ranks=((5, 0),), held=(7,)) for at in range(5)]
     assert [pulse.judge(look) is None for look in still] == [True, True, True, False, False]
-    idle = Pulse(Limits(interval=1.0, timeout=3.0, told=True))
-    assert all(idle.judge(Look(at=float(at), ranks=((0, 0),), held=(7,))) is None for at in range(9))
+    idle = ServerHealth(WatchLimits(interval=1.0, timeout=3.0, told=True))
+    assert all(idle.judge(ServerStatus(at=float(at), ranks=((0, 0),), held=(7,))) is None for at in range(9))

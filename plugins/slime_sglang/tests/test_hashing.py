@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime_core.errors import EngineError
-from slime_core.types import Held, Piece
+from slime_core.types import Piece, RankTensor
 from slime_core.weights import hashing as of_core
 from slime_sglang import hashing, hashing_cpu
 from slime_sglang.hashing import KINDS, checksum, expected
@@ -142,18 +142,18 @@ def cut(name, **more):
 @pytest.mark.parametrize(
     ("held", "whole"),
     [
-        (Held(name="one", pieces=(cut("q"),)), lambda t: t["q"]),
-        (Held(name="qkv", pieces=(cut("q"), cut("k"), cut("v"))), lambda t: torch.cat([t["q"], t["k"], t["v"]])),
-        (Held(name="rows", rank=1, pieces=(cut("q", start=50, stop=100), cut("k", start=25))),
+        (RankTensor(name="one", pieces=(cut("q"),)), lambda t: t["q"]),
+        (RankTensor(name="qkv", pieces=(cut("q"), cut("k"), cut("v"))), lambda t: torch.cat([t["q"], t["k"], t["v"]])),
+        (RankTensor(name="rows", rank=1, pieces=(cut("q", start=50, stop=100), cut("k", start=25))),
          lambda t: torch.cat([t["q"][50:], t["k"][25:]])),
-        (Held(name="columns", pieces=(cut("q", dim=1, start=48, stop=96),)), lambda t: t["q"][:, 48:]),
-        (Held(name="padded", pieces=(cut("k"), cut("", stop=14))),
+        (RankTensor(name="columns", pieces=(cut("q", dim=1, start=48, stop=96),)), lambda t: t["q"][:, 48:]),
+        (RankTensor(name="padded", pieces=(cut("k"), cut("", stop=14))),
          lambda t: torch.cat([t["k"], torch.zeros(14, 96)])),
-        (Held(name="only zeros", pieces=(cut("k", start=50, stop=50), cut("", stop=8))), lambda t: torch.zeros(8, 96)),
-        (Held(name="beside", dim=1, pieces=(cut("odd"), cut("odd"))), lambda t: torch.cat([t["odd"], t["odd"]], 1)),
-        (Held(name="inside words", pieces=(cut("odd"), cut("odd"))), lambda t: torch.cat([t["odd"], t["odd"]])),
+        (RankTensor(name="only zeros", pieces=(cut("k", start=50, stop=50), cut("", stop=8))), lambda t: torch.zeros(8, 96)),
+        (RankTensor(name="beside", dim=1, pieces=(cut("odd"), cut("odd"))), lambda t: torch.cat([t["odd"], t["odd"]], 1)),
+        (RankTensor(name="inside words", pieces=(cut("odd"), cut("odd"))), lambda t: torch.cat([t["odd"], t["odd"]])),
     ],
-    ids=lambda value: value.name if isinstance(value, Held) else "",
+    ids=lambda value: value.name if isinstance(value, RankTensor) else "",
 )  # fmt: skip
 def test_joined_pieces_have_the_checksum_of_the_joined_tensor(held, whole, dtype, kind):
     found = expected(TENSORS, [held], dtype, kind)
@@ -164,7 +164,7 @@ def test_joined_pieces_have_the_checksum_of_the_joined_tensor(held, whole, dtype
 def test_pieces_that_end_inside_a_tile_are_added_to_it(monkeypatch):
     """The tile of 8192 words that q ends in goes on with k; chunks end inside and at its end."""
     tensors = {"q": drawn(9000), "k": drawn(20_000), "v": drawn(5)}
-    held = Held(name="qkv", pieces=(cut("q"), cut("k"), cut("v")))
+    held = RankTensor(name="qkv", pieces=(cut("q"), cut("k"), cut("v")))
     want = reference(b"".join(raw(tensors[name]) for name in "qkv"))
     for words in (16384, 32768, 1 << 20):
         monkeypatch.setattr(hashing_cpu, "SPAN", words)
@@ -181,7 +181,7 @@ def test_threads_and_the_place_of_a_piece_change_no_sum(monkeypatch, cores):
     monkeypatch.setattr(hashing_cpu, "SPAN", hashing_cpu.BLOCK)
     monkeypatch.setattr(hashing_cpu.os, "sched_getaffinity", lambda _: cores)
     tensors = {str(count): drawn(count) for count in (1, 8191, 50_000, 16_384, 3, 40_961)}
-    held = Held(name="all", pieces=tuple(cut(name) for name in tensors))
+    held = RankTensor(name="all", pieces=tuple(cut(name) for name in tensors))
     found = expected(tensors, [held], torch.float32, "murmur")
     monkeypatch.setattr(hashing, "_adder", lambda device: hashing._add)
     assert found == expected(tensors, [held], torch.float32, "murmur")
@@ -205,7 +205,7 @@ def test_rows_may_come_one_after_another_and_their_tensors_change_afterwards():
     sums, want = KINDS["murmur"](torch.bfloat16), {}
     for name, tensor in TENSORS.items():
         mine = tensor.clone()
-        held = Held(name=name, pieces=(cut(name),))
+        held = RankTensor(name=name, pieces=(cut(name),))
         want |= expected({name: mine}, [held], torch.bfloat16, "murmur")
         sums.add({name: mine}, [held])
         mine.zero_()
@@ -214,7 +214,7 @@ def test_rows_may_come_one_after_another_and_their_tensors_change_afterwards():
 
 
 def test_a_tensor_that_the_trainer_does_not_have_is_named():
-    held = Held(name="qkv", pieces=(cut("q"), cut("bias")))
+    held = RankTensor(name="qkv", pieces=(cut("q"), cut("bias")))
     with pytest.raises(EngineError, match="no tensor bias, of which the engine's qkv is made") as error:
         expected(TENSORS, [held], torch.float32, "sha256")
     assert error.value.code == "ENG83"
@@ -222,7 +222,7 @@ def test_a_tensor_that_the_trainer_does_not_have_is_named():
 
 def test_a_piece_beyond_the_end_of_its_tensor_is_refused():
     with pytest.raises(EngineError, match="ends at row 101 of q, which has 100"):
-        expected(TENSORS, [Held(name="q", pieces=(cut("q", stop=101),))], torch.float32, "sha256")
+        expected(TENSORS, [RankTensor(name="q", pieces=(cut("q", stop=101),))], torch.float32, "sha256")
 
 
 class Largest(TorchDispatchMode):
@@ -243,7 +243,7 @@ class Largest(TorchDispatchMode):
 def test_joined_tensors_are_never_copied_into_one(monkeypatch, kind, dtype):
     monkeypatch.setattr(of_core, "CHUNK", 1 << 16)
     half = torch.zeros(1 << 9, 1 << 10)
-    both = Held(name="both", pieces=(Piece(name="a"), Piece(name="a")))
+    both = RankTensor(name="both", pieces=(Piece(name="a"), Piece(name="a")))
     with Largest(half) as largest:
         expected({"a": half}, [both], dtype, kind)
     assert 0 < largest.nbytes <= 1 << 19 < half.nbytes

@@ -12,7 +12,7 @@ from slime_core.errors import EngineError
 from slime_sglang import held_ports as ports
 from slime_sglang.health import Watch
 from slime_sglang.http import ServerFault
-from slime_sglang.pulse import Limits
+from slime_sglang.pulse import WatchLimits
 
 pytestmark = pytest.mark.integration
 
@@ -96,7 +96,7 @@ def test_a_server_that_answers_health_while_requests_stand_still_is_restarted(st
 
     async def check():
         server = stand_in("stalls")
-        limits = Limits(interval=0.05, timeout=0.3, start_timeout=LONG)
+        limits = WatchLimits(interval=0.05, timeout=0.3, start_timeout=LONG)
         async with watched([server], limits) as (watch, engine):
             engine.in_flight = 2
             first = server.pid
@@ -117,7 +117,7 @@ def test_a_stopped_process_is_a_hung_server(stand_in):
 
     async def check():
         server = stand_in()
-        limits = Limits(interval=0.05, timeout=0.3, start_timeout=LONG)
+        limits = WatchLimits(interval=0.05, timeout=0.3, start_timeout=LONG)
         async with watched([server], limits) as (watch, engine):
             kill(server, signal.SIGSTOP)
             first, engine.in_flight = server.pid, 1
@@ -135,7 +135,7 @@ def test_a_server_whose_cache_grows_is_not_hung_though_no_answer_came_yet(stand_
     """A long answer that is not streamed: only /v1/loads tells that it is being made."""
 
     async def check():
-        limits = Limits(interval=0.02, timeout=0.2, start_timeout=LONG)
+        limits = WatchLimits(interval=0.02, timeout=0.2, start_timeout=LONG)
         async with watched([stand_in()], limits) as (_, engine):
             engine.in_flight = 1
             await asyncio.sleep(1.0)  # five times the limit
@@ -146,7 +146,7 @@ def test_a_server_whose_cache_grows_is_not_hung_though_no_answer_came_yet(stand_
 
 def test_no_progress_is_expected_while_servers_are_held(stand_in):
     async def check():
-        limits = Limits(interval=0.02, timeout=0.2, start_timeout=LONG)
+        limits = WatchLimits(interval=0.02, timeout=0.2, start_timeout=LONG)
         async with watched([stand_in("stalls")], limits) as (watch, engine):
             with watch.held():
                 engine.in_flight = 1
@@ -205,7 +205,7 @@ def test_a_crash_loop_ends_retired_and_the_run_ends_with_the_log(stand_in, tmp_p
     async def check():
         server = stand_in("ends@second")
         engine = Engine()
-        limits = Limits(interval=0.05, timeout=3600.0, start_timeout=LONG, max_restarts=2)
+        limits = WatchLimits(interval=0.05, timeout=3600.0, start_timeout=LONG, max_restarts=2)
         async with watched([server], limits, engine) as (watch, _):
             (tmp_path / "log" / "crash").touch()
             kill(server)
@@ -230,7 +230,7 @@ def test_a_retired_server_does_not_end_a_run_that_has_enough_others(stand_in):
 
     async def check():
         servers = [stand_in(number=n) for n in range(2)]
-        limits = Limits(interval=0.05, timeout=3600.0, start_timeout=LONG, max_restarts=0)
+        limits = WatchLimits(interval=0.05, timeout=3600.0, start_timeout=LONG, max_restarts=0)
         async with watched(servers, limits) as (watch, engine):
             kill(servers[0])
             await until(lambda: watch.states[0] == "retired")
@@ -248,7 +248,7 @@ def test_a_hung_server_that_is_retired_is_killed_all_the_same(stand_in):
     """Cases 85 and 89: it would hold its memory, and answer late."""
 
     async def check():
-        limits = Limits(interval=0.05, timeout=0.3, start_timeout=LONG, max_restarts=0)
+        limits = WatchLimits(interval=0.05, timeout=0.3, start_timeout=LONG, max_restarts=0)
         server = stand_in("stalls")
         async with watched([server], limits) as (watch, engine):
             first, engine.in_flight = server.pid, 1
@@ -305,7 +305,7 @@ def test_weights_that_never_come_are_waited_for_no_longer_than_a_start(stand_in)
     async def check():
         server = stand_in()
         engine = Engine(gates={0: asyncio.Event()})
-        limits = Limits(interval=0.05, timeout=3600.0, start_timeout=5.0, max_restarts=1)
+        limits = WatchLimits(interval=0.05, timeout=3600.0, start_timeout=5.0, max_restarts=1)
         async with watched([server], limits, engine, notes=notes) as (watch, _):
             kill(server)
             await until(lambda: engine.end is not None)

@@ -5,9 +5,9 @@ import torch
 from small_engine import Rank, hf_tensors, small_config
 
 from slime_core.errors import EngineError
-from slime_core.types import Held, Piece
+from slime_core.types import Piece, RankTensor
 from slime_sglang.hashing import checksum, expected
-from slime_sglang.layout import Sizes, layout, uncovered
+from slime_sglang.layout import ServerSizes, layout, uncovered
 
 pytestmark = pytest.mark.unit
 
@@ -68,7 +68,7 @@ def test_an_engine_of_one_rank_holds_whole_tensors():
     rows = {row.name: row for row in layout(names, small_config(), 1)}
     prefix = "model.layers.1.self_attn."
     parts = tuple(Piece(name=f"{prefix}{which}_proj.weight") for which in "qkv")
-    assert rows[prefix + "qkv_proj.weight"] == Held(name=prefix + "qkv_proj.weight", pieces=parts)
+    assert rows[prefix + "qkv_proj.weight"] == RankTensor(name=prefix + "qkv_proj.weight", pieces=parts)
     embed = "model.embed_tokens.weight"
     assert rows[embed].pieces == (Piece(name=embed), Piece(name="", stop=58))  # 70 rows, padded to 128
     assert rows["model.norm.weight"].pieces == (Piece(name="model.norm.weight"),)
@@ -144,7 +144,7 @@ def test_sizes_that_ranks_do_not_divide_are_refused(changes):
 
 
 def test_what_is_not_covered_is_listed():
-    rows = [Held(name="a", pieces=(Piece(name="x"), Piece(name="", stop=3)))]
+    rows = [RankTensor(name="a", pieces=(Piece(name="x"), Piece(name="", stop=3)))]
     assert uncovered(rows, ["y", "x", "z"]) == ["y", "z"]
 
 
@@ -171,4 +171,4 @@ def test_the_tensors_of_a_config_are_those_of_transformers_model(family, bias):
                 break
         else:
             names.append(name)
-    assert sorted(Sizes.of(config, 1, 1).names()) == sorted(names)
+    assert sorted(ServerSizes.of(config, 1, 1).names()) == sorted(names)

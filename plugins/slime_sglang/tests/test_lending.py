@@ -8,11 +8,11 @@ from spread import EXPECTED, begun, run
 
 from slime_core.errors import EngineError
 from slime_sglang.health import Watch
-from slime_sglang.pulse import Limits
+from slime_sglang.pulse import WatchLimits
 
 pytestmark = pytest.mark.unit
 
-QUICK = Limits(interval=0.01, timeout=30.0, start_timeout=PATIENCE, max_restarts=2)
+QUICK = WatchLimits(interval=0.01, timeout=30.0, start_timeout=PATIENCE, max_restarts=2)
 
 
 async def asked(engine, name, count=8):

@@ -11,7 +11,7 @@ from travelling import sent, tensors_of
 from slime_core.errors import EngineError
 from slime_core.types import WeightRoute, WeightUpdate
 from slime_core.weights.transports import disk
-from slime_sglang.address import Address
+from slime_sglang.address import ServerAddress
 from slime_sglang.client import Client, ServerFault
 from slime_sglang.loading import load
 from slime_sglang.senders import nccl, tensor
@@ -67,7 +67,7 @@ class Updating:
 @asynccontextmanager
 async def client_of(server, *features):
     client = Client(
-        Address(url=server.url, number=2), vocab_size=9, context_len=9, features=frozenset(features), concurrency=4,
+        ServerAddress(url=server.url, number=2), vocab_size=9, context_len=9, features=frozenset(features), concurrency=4,
         timeout=30, retries=0, epoch=3,
     )  # fmt: skip
     try:

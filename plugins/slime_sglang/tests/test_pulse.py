@@ -3,12 +3,12 @@
 import pytest
 
 from slime_sglang.http import ServerFault
-from slime_sglang.pulse import LONGEST_PAUSE, REFUSALS, Limits, Look, Pulse, Ward
+from slime_sglang.pulse import LONGEST_PAUSE, REFUSALS, ServerHealth, ServerStatus, Ward, WatchLimits
 
 pytestmark = pytest.mark.unit
 
 
-LIMITS = Limits(interval=5.0, timeout=20.0)
+LIMITS = WatchLimits(interval=5.0, timeout=20.0)
 
 
 # -- Pulse: looks in, a fault or nothing out
@@ -16,11 +16,11 @@ LIMITS = Limits(interval=5.0, timeout=20.0)
 
 def judged(looks, limits=LIMITS):
     """The fault after these looks, one every five seconds; and how many looks it took."""
-    pulse = Pulse(limits)
+    pulse = ServerHealth(limits)
     for count, look in enumerate(looks, 1):
         given = {"at": 5.0 * count, "in_flight": 1, "came": 0, **look}
         one = given.pop("in_flight"), given.pop("came")
-        if (failed := pulse.judge(Look(**{"ranks": (one,), **given}))) is not None:
+        if (failed := pulse.judge(ServerStatus(**{"ranks": (one,), **given}))) is not None:
             return failed, count
     return None, len(looks)
 
@@ -105,7 +105,7 @@ def test_refused_connections_are_a_failure_after_some():
     failed, looks = judged([{"refused": True, "in_flight": 0}] * 10)
     assert failed.code == "ENG69"
     assert looks == REFUSALS
-    assert judged([{"refused": True}, {"refused": True}, {}] * 3, Limits(interval=5.0, timeout=1e6))[0] is None
+    assert judged([{"refused": True}, {"refused": True}, {}] * 3, WatchLimits(interval=5.0, timeout=1e6))[0] is None
 
 
 # -- Ward: states and the budget

@@ -12,7 +12,7 @@ from slime_core.config.load import load_config
 from slime_core.errors import PluginError
 from slime_core.types import Completion, GenerateRequest, SamplingParams
 from slime_sglang import start as sglang
-from slime_sglang.lineup import Part, attached
+from slime_sglang.lineup import ModelServers, attached
 from slime_sglang.router import chained
 from slime_sglang.server import Server
 
@@ -74,7 +74,7 @@ def test_limits_of_the_watch_are_the_keys_of_the_section():
 
 def test_a_person_is_told_which_servers_there_are():
     server = Server.attach("http://a.example:1")
-    part = Part(role="policy", model="m", servers=(server,), features=frozenset(), version="0.5.23")
+    part = ModelServers(role="policy", model="m", servers=(server,), features=frozenset(), version="0.5.23")
     assert sglang.told([part]) == ["SGLang 0.5.23: 1 server, at http://a.example:1"]
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from slime_sglang.router import Lane
-from slime_sglang.weights import Ways, Weights, told
+from slime_sglang.weights import Ways, WeightRoutes, told
 
 pytestmark = pytest.mark.unit
 
@@ -50,7 +50,7 @@ def test_ranks_that_a_server_does_not_tell_of_are_not_waited_for(answers, ranks,
     notes = []
     features = frozenset({"weights_checker", "disk_update"})
     ways = Ways(model=CONFIG, dtype="float32", features=features, folder=Path("unused"))
-    weights = Weights(ways, notes.append)
+    weights = WeightRoutes(ways, notes.append)
     route = asyncio.run(weights.route("all", [lane(2, client=Client())]))
     assert {row.rank for row in route.checks} == ranks
     assert len(notes) == said

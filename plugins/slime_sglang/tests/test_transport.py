@@ -13,7 +13,7 @@ from slime_sglang.lineup import check_transport
 from slime_sglang.router import Lane
 from slime_sglang.start import unused
 from slime_sglang.topology import ServerGroup, ServerPlace, Topology
-from slime_sglang.weights import Ways, Weights, why_unmapped
+from slime_sglang.weights import Ways, WeightRoutes, why_unmapped
 
 pytestmark = pytest.mark.unit
 
@@ -49,7 +49,7 @@ def test_a_server_beside_no_trainer_rank_gets_a_folder_and_that_is_said(tmp_path
     notes = []
     apart = ways(tmp_path, device="cuda", places={})
     assert apart.transport == "disk"
-    Weights(apart, notes.append)
+    WeightRoutes(apart, notes.append)
     assert "no GPU that a trainer rank has" in notes[0]
     with pytest.raises(EngineError, match="ENG86"):
         _ = ways(tmp_path, device="cuda", places={}, wanted="tensor").transport
@@ -60,7 +60,7 @@ def test_a_route_names_the_ranks_beside_the_first_whose_gpus_servers_share(tmp_p
         return Lane(client=None, number=number, room=1)
 
     places = {0: (0, 1), 1: (2, 3), 2: (0,)}
-    weights = Weights(ways(tmp_path, device="cuda", places=places))
+    weights = WeightRoutes(ways(tmp_path, device="cuda", places=places))
     route = asyncio.run(weights.route("none", [lane(0), lane(1), lane(2)]))
     assert (route.transport, route.copies) == ("tensor", (1, 2, 3))
     assert asyncio.run(weights.route("none", [lane(2)])).copies == ()
@@ -120,10 +120,10 @@ def test_a_trainer_elsewhere_has_a_torch_of_its_own(tmp_path):
 
 def test_another_way_than_one_may_think_is_said(tmp_path):
     notes = []
-    Weights(ways(tmp_path, device="cuda", torch=OTHER), notes.append)
-    Weights(ways(tmp_path, device="cuda"), notes.append)
-    Weights(ways(tmp_path, device="cuda", torch=OTHER, shared=False), notes.append)
-    Weights(ways(tmp_path, torch=OTHER), notes.append)
+    WeightRoutes(ways(tmp_path, device="cuda", torch=OTHER), notes.append)
+    WeightRoutes(ways(tmp_path, device="cuda"), notes.append)
+    WeightRoutes(ways(tmp_path, device="cuda", torch=OTHER, shared=False), notes.append)
+    WeightRoutes(ways(tmp_path, torch=OTHER), notes.append)
     assert [note.partition(":")[0] for note in notes] == [
         "weights go through a folder (disk) and not from memory to memory"
     ]

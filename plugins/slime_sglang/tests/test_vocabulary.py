@@ -12,7 +12,7 @@ from slime_core.notices import notices_to
 from slime_core.types import SamplingParams
 from slime_sglang.bodies import seed
 from slime_sglang.health import Watch
-from slime_sglang.pulse import Limits
+from slime_sglang.pulse import WatchLimits
 
 pytestmark = pytest.mark.unit
 
@@ -85,7 +85,7 @@ def test_a_server_that_comes_back_with_another_model_is_not_let_in(tmp_path):
     """Case 40, of an external server that somebody restarted."""
 
     async def work():
-        limits = Limits(interval=0.01, timeout=30.0, start_timeout=PATIENCE, max_restarts=1)
+        limits = WatchLimits(interval=0.01, timeout=30.0, start_timeout=PATIENCE, max_restarts=1)
         async with (
             serving(tmp_path, 1, tokenizer=Letters()) as (engine, (fake,)),
             Watch(engine.servers, engine.fleet, limits) as engine.fleet.watch,

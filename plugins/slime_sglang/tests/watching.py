@@ -4,12 +4,12 @@ import asyncio
 from dataclasses import dataclass, field
 
 from slime_core.errors import EngineError
-from slime_sglang.pulse import Limits
+from slime_sglang.pulse import WatchLimits
 
 LONG = 120.0  # seconds in which a busy machine starts a stand-in
 
 
-QUICK = Limits(interval=0.05, timeout=3600.0, start_timeout=LONG, max_restarts=3)
+QUICK = WatchLimits(interval=0.05, timeout=3600.0, start_timeout=LONG, max_restarts=3)
 
 
 @dataclass

@@ -36,7 +36,7 @@ def body(asked, **changes):
 def expected(asked, **changes):
     """What its answer must fit."""
     words = {"request": asked, "limit": 8, "vocab_size": VOCAB, "epoch": 3, "low": 7, "high": 7, "spans": True}
-    return wire.Expected(**(words | changes))
+    return wire.ExpectedAnswer(**(words | changes))
 
 
 def answer(asked, made=8, finish="length", **changes):

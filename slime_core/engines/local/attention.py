@@ -154,7 +154,7 @@ class Segment:
 
 
 @dataclass(slots=True)
-class Rows:
+class PackedTokens:
     """N tokens for one forward pass, and where each lies.
 
     Either a decode step, where row i is slot ``first + i`` (``segments`` is None), or packed pieces of prompts, with
@@ -180,7 +180,9 @@ class Rows:
         return self.tokens.shape[0]
 
 
-def pack(segments: list[Segment], tokens: NDArray[np.int64], counts: RowCounts, cache: KVCache, device: str) -> Rows:
+def pack(
+    segments: list[Segment], tokens: NDArray[np.int64], counts: RowCounts, cache: KVCache, device: str
+) -> PackedTokens:
     """Rows of consecutive segments whose ids are ``tokens``, padded to an allowed count."""
     used = len(tokens)
     count = counts.pad(used)
@@ -192,7 +194,7 @@ def pack(segments: list[Segment], tokens: NDArray[np.int64], counts: RowCounts, 
     arrays[2, used:] = cache.spare
     tensors = torch.from_numpy(arrays).to(device)
     longest = up(max(s.position + s.end - s.begin for s in segments), BLOCK)
-    return Rows(tensors[0], tensors[1], tensors[2], longest, cache.scratch, segments=segments)
+    return PackedTokens(tensors[0], tensors[1], tensors[2], longest, cache.scratch, segments=segments)
 
 
 def decode_rows(
@@ -202,7 +204,7 @@ def decode_rows(
     cache: KVCache,
     device: str,
     first: int = 0,
-) -> Rows:
+) -> PackedTokens:
     """Rows of a decode step of the slots from ``first`` on; idle ones write into the spare slot's scratch."""
     live = np.flatnonzero(active)
     short, longest, far = reach(positions[live], len(active))
@@ -211,7 +213,9 @@ def decode_rows(
     arrays = [np.where(active, column, other) for column, other in zip((tokens, positions, slots), idle, strict=True)]
     tensors = torch.from_numpy(np.stack(arrays)).to(device)
     columns = None if far is None else torch.from_numpy(live[far]).to(device)
-    return Rows(tensors[0], tensors[1], tensors[2], longest, cache.scratch, first=first, short=short, far=columns)
+    return PackedTokens(
+        tensors[0], tensors[1], tensors[2], longest, cache.scratch, first=first, short=short, far=columns
+    )
 
 
 def reach(positions: NDArray[np.int64], slots: int) -> tuple[int, int, NDArray[np.int64] | None]:
@@ -229,14 +233,14 @@ def reach(positions: NDArray[np.int64], slots: int) -> tuple[int, int, NDArray[n
     return short, longest, np.flatnonzero(need > short) if short < longest else None
 
 
-def write(cache: KVCache, layer: int, rows: Rows, both: torch.Tensor) -> None:
+def write(cache: KVCache, layer: int, rows: PackedTokens, both: torch.Tensor) -> None:
     """Write keys and values [N, 2, Hkv, d] at once, into a layer where they are of one width."""
     joint = cache.joint[layer]
     joint[:, rows.slots, :, rows.positions] = both.to(joint.dtype)
 
 
 def look(
-    cache: KVCache, layer: int, rows: Rows, query: torch.Tensor, form: Form, sinks: torch.Tensor | None = None
+    cache: KVCache, layer: int, rows: PackedTokens, query: torch.Tensor, form: Form, sinks: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Attend with queries [N, Hq, d] whose keys and values are written: [N, Hq, dv].
 
@@ -256,7 +260,12 @@ def look(
 
 
 def _decode(
-    keys: torch.Tensor, values: torch.Tensor, rows: Rows, query: torch.Tensor, form: Form, sink: torch.Tensor | None
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rows: PackedTokens,
+    query: torch.Tensor,
+    form: Form,
+    sink: torch.Tensor | None,
 ) -> torch.Tensor:
     count = query.shape[0]
     slots = slice(rows.first, rows.first + count)
@@ -288,7 +297,12 @@ def _side_by_side(
 
 
 def _packed(
-    keys: torch.Tensor, values: torch.Tensor, rows: Rows, query: torch.Tensor, form: Form, sink: torch.Tensor | None
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rows: PackedTokens,
+    query: torch.Tensor,
+    form: Form,
+    sink: torch.Tensor | None,
 ) -> torch.Tensor:
     count, kv_heads, group, _ = query.shape
     out = query.new_zeros(count, kv_heads, group, values.shape[-1])
@@ -388,7 +402,7 @@ def _sum(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _mask(rows: Rows, name: str | int, positions: torch.Tensor, length: int, window: int) -> torch.Tensor:
+def _mask(rows: PackedTokens, name: str | int, positions: torch.Tensor, length: int, window: int) -> torch.Tensor:
     """[n, length] for rows at ``positions``, made once a pass: 0 where the row may look, -inf elsewhere."""
     cached = rows.masks.get((name, length, window))
     if cached is not None:

@@ -14,8 +14,8 @@ import numpy as np
 
 from slime_core.engines.admission import check_vocabulary, too_long
 from slime_core.engines.local.scheduler import Scheduler
-from slime_core.engines.local.served import Served
-from slime_core.engines.local.slots import Job, make_job
+from slime_core.engines.local.served import ServedModel
+from slime_core.engines.local.slots import EngineJob, make_job
 from slime_core.errors import EngineError
 from slime_core.memory import first_line, is_out_of_memory, trim
 from slime_core.protocols import Ability, PauseMode
@@ -69,8 +69,8 @@ class LocalEngine:
         self._seats, self._context_len = slots, context_len
         self._dtype, self._device = dtype, device
         self._scheduler: Scheduler | None = None  # from the first load on
-        self._inbox: list[Job] = []
-        self._leavers: list[Job] = []  # their callers were cancelled
+        self._inbox: list[EngineJob] = []
+        self._leavers: list[EngineJob] = []  # their callers were cancelled
         self._held = set(MEMORY)
         self._paused = False
         self._closed = False
@@ -246,7 +246,7 @@ class LocalEngine:
         self._deliver(ended)
         return [job.completion for job in ended]
 
-    def _deliver(self, jobs: Sequence[Job]) -> None:
+    def _deliver(self, jobs: Sequence[EngineJob]) -> None:
         for job in jobs:
             if job.future.done():
                 continue
@@ -255,7 +255,7 @@ class LocalEngine:
             else:
                 job.future.set_result(job.completion)
 
-    def _fail(self, jobs: Sequence[Job], error: EngineError) -> None:
+    def _fail(self, jobs: Sequence[EngineJob], error: EngineError) -> None:
         for job in jobs:
             if not job.future.done():
                 job.future.set_exception(error)
@@ -279,13 +279,13 @@ class LocalEngine:
             self._scheduler.served.load(update)
             self._scheduler.forget()
             return
-        served = Served(self._folder, context_len=self._context_len, dtype=self._dtype, device=self._device)
+        served = ServedModel(self._folder, context_len=self._context_len, dtype=self._dtype, device=self._device)
         served.load(update)
         if not served.batch_invariant:
             self.abilities -= {"batch_invariant"}
         self._scheduler = Scheduler(served, self._folder.tokenizer, self._seats)
 
-    def _hop(self, incoming: list[Job], leavers: list[Job]) -> list[Job]:
+    def _hop(self, incoming: list[EngineJob], leavers: list[EngineJob]) -> list[EngineJob]:
         assert self._scheduler is not None
         self._scheduler.served.wake()
         leaving = {id(job) for job in leavers}
@@ -298,7 +298,7 @@ class LocalEngine:
         self._scheduler.served.wake()
         return self._scheduler.score(ids, start)
 
-    def _end_running(self, chosen: Any) -> list[Job]:
+    def _end_running(self, chosen: Any) -> list[EngineJob]:
         if self._scheduler is None:
             return []
         return self._scheduler.end([job for job in self._scheduler.jobs() if chosen(job)])
@@ -323,7 +323,7 @@ class LocalEngine:
             self._scheduler.drop()
         self._scheduler.served.release(what)
 
-    def _reset(self) -> tuple[list[Job], list[Job]]:
+    def _reset(self) -> tuple[list[EngineJob], list[EngineJob]]:
         """After a failure in a hop: the jobs that had ended before it, those that are lost, and empty slots."""
         if self._scheduler is None:
             return [], []
@@ -331,7 +331,7 @@ class LocalEngine:
         self._scheduler.forget()
         return self._scheduler.hand_over(), lost
 
-    def _free(self) -> list[Job]:
+    def _free(self) -> list[EngineJob]:
         jobs = self._scheduler.jobs() if self._scheduler is not None else []
         self._scheduler = None
         return jobs

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from slime_core.engines.local.attention import GRAIN, Form, Product, Rows, look, write
+from slime_core.engines.local.attention import GRAIN, Form, PackedTokens, Product, look, write
 from slime_core.engines.local.packed import Unfit, moving_rope
 from slime_core.engines.local.slots import KVCache, LayerShape
 
@@ -176,7 +176,7 @@ class LeanPlan:
                 matrix.release()
         self._head.release()
 
-    def forward(self, rows: Rows, cache: KVCache, *, logits: bool) -> torch.Tensor | None:
+    def forward(self, rows: PackedTokens, cache: KVCache, *, logits: bool) -> torch.Tensor | None:
         """One pass; the logits [N, V] of every row, or None where they are not wanted."""
         x = F.embedding(rows.tokens, self._model.model.embed_tokens.weight)
         while len(self._cos) < cache.length:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from slime_core.engines.local.attention import Form, Product, Rows, look
+from slime_core.engines.local.attention import Form, PackedTokens, Product, look
 from slime_core.engines.local.slots import KVCache, LayerShape
 
 ATTENTION = "slime_slots"
@@ -34,7 +34,7 @@ class Board:
     """What the attention function of one model reads: the pass that is running."""
 
     def __init__(self) -> None:
-        self.rows: Rows | None = None
+        self.rows: PackedTokens | None = None
         self.cache: KVCache | None = None
         self.layers: dict[int, int] = {}  # id of the attention module -> layer
         self.shapes: list[LayerShape] = []
@@ -150,7 +150,7 @@ class PackedPlan(OwnPlan):
             kinds.setdefault((inputs, outputs, module.bias is None), product)
         return list(kinds.values())
 
-    def forward(self, rows: Rows, cache: KVCache, *, logits: bool) -> torch.Tensor | None:
+    def forward(self, rows: PackedTokens, cache: KVCache, *, logits: bool) -> torch.Tensor | None:
         """One pass; the logits [N, V] of every row, or None where they are not wanted."""
         self._board.rows, self._board.cache = rows, cache
         try:

@@ -40,7 +40,7 @@ class Knobs:
 
 
 @dataclass(slots=True)
-class Drawn:
+class SampledTokens:
     """One entry a row; a row whose logits are not finite has a NaN in ``plain_log_probs``."""
 
     tokens: NDArray[np.int64]
@@ -48,7 +48,7 @@ class Drawn:
     plain_log_probs: NDArray[np.float32]
 
 
-def draw(logits: torch.Tensor, knobs: Knobs, u: NDArray[np.float64]) -> Drawn:
+def draw(logits: torch.Tensor, knobs: Knobs, u: NDArray[np.float64]) -> SampledTokens:
     """Draw a token a row by inverse transform; ``logits`` is [R, V] and ``u`` holds R numbers in [0, 1)."""
     plain = logits.float()
     plain_logp = torch.log_softmax(plain, -1)
@@ -68,7 +68,9 @@ def draw(logits: torch.Tensor, knobs: Knobs, u: NDArray[np.float64]) -> Drawn:
     tokens = chosen[:, 0].cpu().numpy()
     log_probs = logp.gather(-1, chosen)[:, 0].cpu().numpy()
     plain_log_probs = log_probs if logp is plain_logp else plain_logp.gather(-1, chosen)[:, 0].cpu().numpy()
-    return Drawn(tokens, np.where(greedy, np.float32(0), log_probs) if greedy.any() else log_probs, plain_log_probs)
+    return SampledTokens(
+        tokens, np.where(greedy, np.float32(0), log_probs) if greedy.any() else log_probs, plain_log_probs
+    )
 
 
 def _inverse(probs: torch.Tensor, u: NDArray[np.float64]) -> torch.Tensor:

@@ -30,8 +30,8 @@ from slime_core.memory import is_out_of_memory
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from slime_core.engines.local.served import Served
-    from slime_core.engines.local.slots import Job
+    from slime_core.engines.local.served import ServedModel
+    from slime_core.engines.local.slots import EngineJob
 
 log = logging.getLogger(__name__)
 
@@ -51,13 +51,13 @@ class Scheduler:
     ``load_tokenizer`` is called when a token is first decoded.
     """
 
-    def __init__(self, served: Served, load_tokenizer: Callable[[], Any], seats: int) -> None:
+    def __init__(self, served: ServedModel, load_tokenizer: Callable[[], Any], seats: int) -> None:
         self.served, self._load_tokenizer, self._wished = served, load_tokenizer, seats
         self.seats, self.tokens = seats, 0  # sequences at once, and what a slot has for each: nothing yet
         self._most = 0  # what the longest request since the last weights may come to
         self._slots = Slots(served.counts.pad(seats), 1)
-        self._queue: deque[Job] = deque()
-        self._done: list[Job] = []  # ended and not yet handed over
+        self._queue: deque[EngineJob] = deque()
+        self._done: list[EngineJob] = []  # ended and not yet handed over
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -69,7 +69,7 @@ class Scheduler:
         return bool(self._queue) or bool(self._slots.active.any())
 
     @torch.inference_mode()
-    def run(self, incoming: Iterable[Job], seconds: float) -> list[Job]:
+    def run(self, incoming: Iterable[EngineJob], seconds: float) -> list[EngineJob]:
         """Decode until nothing is left or the time is up (at least one step); the jobs that ended."""
         for job in incoming:
             self._queue.append(job)
@@ -84,12 +84,12 @@ class Scheduler:
                 break
         return self.hand_over()
 
-    def hand_over(self) -> list[Job]:
+    def hand_over(self) -> list[EngineJob]:
         """The jobs that ended since the last call."""
         done, self._done = self._done, []
         return done
 
-    def end(self, jobs: Iterable[Job]) -> list[Job]:
+    def end(self, jobs: Iterable[EngineJob]) -> list[EngineJob]:
         """Stop these jobs, wherever they are, with what they have."""
         job_ids = set(map(id, jobs))
         ended = [self._unseat(slot) for slot in self._seated(job_ids)]
@@ -97,7 +97,7 @@ class Scheduler:
         self._queue = deque(job for job in self._queue if id(job) not in job_ids)
         return [self._finish(job, "abort") for job in ended]
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[EngineJob]:
         """All jobs, seated first."""
         return [job for job in self._slots.jobs if job is not None] + list(self._queue)
 
@@ -137,7 +137,7 @@ class Scheduler:
             raise self._not_finite("score")
         return out
 
-    def _unseat(self, slot: int) -> Job:
+    def _unseat(self, slot: int) -> EngineJob:
         """Give up a seat; a cache from which nothing was drawn yet is not known to be finite."""
         slots = self._slots
         if slots.position[slot] < slots.start[slot]:
@@ -148,9 +148,9 @@ class Scheduler:
     def _seated(self, job_ids: set[int]) -> list[int]:
         return [slot for slot, job in enumerate(self._slots.jobs) if job is not None and id(job) in job_ids]
 
-    def _admit(self) -> list[Job]:
+    def _admit(self) -> list[EngineJob]:
         """Seat waiting jobs and fill their caches."""
-        done: list[Job] = []
+        done: list[EngineJob] = []
         while self._queue and not self._slots.active[: self.seats].all():
             free = int(self.seats - self._slots.active[: self.seats].sum())
             self._make_room(max(len(job.prompt) + len(job.completion.tokens) for job in islice(self._queue, free)))
@@ -169,7 +169,7 @@ class Scheduler:
                 self.served.cache.copy(source, target, 0, count)
         return done
 
-    def _seat(self, job: Job, pieces: list[tuple[int, int, int]], copies: list[tuple[int, int, int]]) -> bool:
+    def _seat(self, job: EngineJob, pieces: list[tuple[int, int, int]], copies: list[tuple[int, int, int]]) -> bool:
         """Give the job a slot; False where it should rather wait for a prefill of this round that it can share."""
         slots, tokens = self._slots, job.history()
         last = len(tokens) - 1
@@ -246,7 +246,7 @@ class Scheduler:
             self._slots = Slots(count, length)
         self.seats, self.tokens = seats, tokens
 
-    def _step(self) -> list[Job]:
+    def _step(self) -> list[EngineJob]:
         self._make_room(int(self._slots.position[self._slots.active].max()) + 1)
         if not self._slots.active.any():  # all were taken off for longer slots
             return []
@@ -273,7 +273,7 @@ class Scheduler:
             done.append(self._finish(slots.give_up(int(slot)), "stop" if stop else "length"))
         return done
 
-    def _finish(self, job: Job, finish: Literal["stop", "length", "abort"]) -> Job:
+    def _finish(self, job: EngineJob, finish: Literal["stop", "length", "abort"]) -> EngineJob:
         done = job.completion
         done.finish = finish
         done.text = job.request.text(self._tokenizer, done.tokens, finish) if done.tokens else ""
@@ -288,7 +288,7 @@ class Scheduler:
         text = str(self._tokenizer.decode([*job.earlier(count - len(tail)), *tail], skip_special_tokens=False))
         return any(stop in text for stop in job.request.params.stop)
 
-    def _broken(self, slot: int) -> Job:
+    def _broken(self, slot: int) -> EngineJob:
         position = int(self._slots.position[slot])
         job = self._slots.give_up(slot)
         self._slots.filled[slot] = 0

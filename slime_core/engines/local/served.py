@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SCORE_ROWS = 512
 
 
-class Served:
+class ServedModel:
     """Everything that touches tensors, for one model. Lives on the torch thread."""
 
     def __init__(self, folder: ModelFolder, *, context_len: int, dtype: str, device: str) -> None:

@@ -59,7 +59,7 @@ NO_STOP = -1
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class EngineJob:
     """A request, what it has so far, and the future that its caller waits on."""
 
     request: GenerateRequest
@@ -93,7 +93,7 @@ def make_job(
     context_len: int,
     eos: tuple[int, ...],
     epoch: int = 0,
-) -> Job:
+) -> EngineJob:
     """Check a request and turn it into a job.
 
     Raises:
@@ -117,7 +117,9 @@ def make_job(
     completion = Completion(
         id=request.id, tokens=[], log_probs=[], plain_log_probs=[], finish="length", versions=[], epoch=epoch
     )
-    return Job(request=request, future=future, prompt=prompt, limit=limit, stop_ids=stop_ids, completion=completion)
+    return EngineJob(
+        request=request, future=future, prompt=prompt, limit=limit, stop_ids=stop_ids, completion=completion
+    )
 
 
 class Slots:
@@ -125,7 +127,7 @@ class Slots:
 
     def __init__(self, count: int, length: int) -> None:
         self.count, self.length = count, length
-        self.jobs: list[Job | None] = [None] * count
+        self.jobs: list[EngineJob | None] = [None] * count
         self.active = np.zeros(count, dtype=bool)
         self.position = np.zeros(count, dtype=np.int64)  # of the token that the next step feeds
         self.token = np.zeros(count, dtype=np.int64)  # that token
@@ -176,7 +178,7 @@ class Slots:
         """Slots without a sequence, ascending."""
         return np.flatnonzero(~self.active)
 
-    def take(self, slot: int, job: Job, tokens: NDArray[np.int64]) -> None:
+    def take(self, slot: int, job: EngineJob, tokens: NDArray[np.int64]) -> None:
         """Seat a job whose history is ``tokens``; the cache holds nothing for it yet."""
         params = job.request.params
         last = len(tokens) - 1
@@ -197,7 +199,7 @@ class Slots:
         self.filled[slot] = last
         self.mixed[slot] = False
 
-    def give_up(self, slot: int) -> Job:
+    def give_up(self, slot: int) -> EngineJob:
         """Unseat a job, moving what was drawn into it. The cache keeps what it holds."""
         job = self.jobs[slot]
         assert job is not None

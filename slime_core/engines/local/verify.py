@@ -37,7 +37,7 @@ GPU_ROWS = 4096
 
 
 @dataclass(slots=True)
-class Found:
+class PlanChoice:
     """The plan, the counts of rows that it may have, and whether they are independent."""
 
     plan: Any
@@ -45,7 +45,7 @@ class Found:
     batch_invariant: bool
 
 
-def choose(model: nn.Module, context_len: int, device: str) -> Found:
+def choose(model: nn.Module, context_len: int, device: str) -> PlanChoice:
     """Try plans from the fastest; the last one, recomputing prefixes, is right for every model."""
     sequences = _probe(model, context_len, device)
     expected = [RescanPlan(model).logits(tokens)[-1].float() for tokens in sequences]
@@ -65,14 +65,14 @@ def choose(model: nn.Module, context_len: int, device: str) -> Found:
             log.warning("%s: rows of this model depend on their neighbours; batch invariance is off", kind)
         break
     else:
-        choice = Found(RescanPlan(model), RowCounts(), batch_invariant=device == "cpu")
+        choice = PlanChoice(RescanPlan(model), RowCounts(), batch_invariant=device == "cpu")
         log.warning("%s: every token recomputes its whole sequence, which is slow", kind)
     for text in reasons:
         log.info("%s: %s; running it as %s", kind, text, choice.plan.name)
     return choice
 
 
-def _tried(plan: Any, sequences: list[torch.Tensor], expected: list[torch.Tensor], device: str) -> Found:
+def _tried(plan: Any, sequences: list[torch.Tensor], expected: list[torch.Tensor], device: str) -> PlanChoice:
     threads = torch.get_num_threads()
     counts = measure(plan.products(), threads) if device == "cpu" else RowCounts(most=GPU_ROWS)
     trial = _Trial(plan, counts, device, max(map(len, sequences)))
@@ -80,7 +80,7 @@ def _tried(plan: Any, sequences: list[torch.Tensor], expected: list[torch.Tensor
     _compare(logits, expected)
     settled = threads <= 2 or not plan.hidden_widths
     independent = device != "cpu" or (settled and trial.independent(sequences, logits))  # on a GPU nothing is claimed
-    return Found(plan, counts, batch_invariant=independent)
+    return PlanChoice(plan, counts, batch_invariant=independent)
 
 
 def _probe(model: nn.Module, context_len: int, device: str) -> list[torch.Tensor]:

@@ -31,7 +31,7 @@ SHORT = 128  # tokens up to which plain products beat the flash kernel on a CPU
 
 
 @dataclass(slots=True, frozen=True)
-class Run:
+class SequenceRun:
     """Sequences of a pack that attend in one call: ``count`` of at most ``length`` tokens, shared prompts included.
 
     ``gather`` [count * length] is the pack's row of each place of the call; filled-up places repeat a row. It is None
@@ -79,7 +79,7 @@ class Run:
 
 
 @dataclass(slots=True, frozen=True)
-class Segments:
+class PackSegments:
     """Boundaries of the segments of one pack, and how its sequences attend together."""
 
     cu_seqlens: torch.Tensor  # int32, on the model's device: of the sequences, shared prompts counted in each
@@ -87,10 +87,10 @@ class Segments:
     long: bool  # enough, on average, for a call of their own on a GPU
     gather: torch.Tensor | None  # rows of all sequences end to end, where prompts are shared
     last: torch.Tensor | None  # with ``gather``: for each row of the pack a place where it lies
-    runs: tuple[Run, ...]
+    runs: tuple[SequenceRun, ...]
 
     @classmethod
-    def of(cls, cu_seqlens: Any, prefix: Any, device: torch.device | str) -> Segments:
+    def of(cls, cu_seqlens: Any, prefix: Any, device: torch.device | str) -> PackSegments:
         """From the boundaries and prefixes of a `MicroBatch`."""
         bounds, before = np.asarray(cu_seqlens, dtype=np.int64), np.asarray(prefix, dtype=np.int64)
         whole = np.setdiff1d(np.arange(len(before)), before)  # a segment that others continue is no sequence itself
@@ -131,7 +131,7 @@ def _neighbours(lengths: list[int], limit: int) -> list[tuple[int, int]]:
 
 def _run(
     sequences: list[NDArray[np.int64]], covered: NDArray[np.bool_], device: torch.device | str, fill: bool = False
-) -> Run:
+) -> SequenceRun:
     """One run; rows not yet ``covered`` get their output from it."""
     count, length = len(sequences), max(map(len, sequences))
     length = filled(length) if fill else length
@@ -141,13 +141,13 @@ def _run(
     future = torch.full((length, length), -math.inf).triu(1) if short else None
     if len(flat) == count * length == stop - start and (np.diff(flat) == 1).all() and not covered[flat].any():
         covered[flat] = True
-        return Run(start, stop, count, length, None, None, None, future)
+        return SequenceRun(start, stop, count, length, None, None, None, future)
     whole_rows = np.stack([rows[np.minimum(np.arange(length), len(rows) - 1)] for rows in sequences]).ravel()
     rows, places = np.unique(whole_rows, return_index=True)  # the first place of each row
     new = ~covered[rows]
     covered[rows] = True
     gather, out_rows, out_places = (torch.as_tensor(x, device=device) for x in (whole_rows, rows[new], places[new]))
-    return Run(start, stop, count, length, gather, out_rows, out_places, future)
+    return SequenceRun(start, stop, count, length, gather, out_rows, out_places, future)
 
 
 def take(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -164,7 +164,7 @@ def segment_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    segments: Segments | None = None,
+    segments: PackSegments | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **kwargs: Any,
@@ -197,7 +197,12 @@ def _cudnn(query: torch.Tensor) -> bool:
 
 
 def _varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scaling: float | None, window: int | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    segments: PackSegments,
+    scaling: float | None,
+    window: int | None,
 ) -> torch.Tensor:
     cu, longest = segments.cu_seqlens, segments.longest
     if segments.gather is not None:
@@ -207,7 +212,12 @@ def _varlen(
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: Run, scaling: float | None, window: int | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    run: SequenceRun,
+    scaling: float | None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """One run, [count, length, heads, d], from [T, heads, d]."""
     q, k, v = (run.fill(x).transpose(1, 2) for x in (q, k, v))
@@ -229,7 +239,7 @@ class Attention:
     its own; a longer one goes through torch's kernel and its backward.
     """
 
-    def __init__(self, run: Run, scaling: float) -> None:
+    def __init__(self, run: SequenceRun, scaling: float) -> None:
         self.run, self.scaling = run, scaling
         self.saved: tuple[torch.Tensor, ...] = ()
 

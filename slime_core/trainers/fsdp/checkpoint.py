@@ -23,11 +23,11 @@ from slime_core.durable import storage_error
 from slime_core.errors import DataError, StorageError, TrainerError
 from slime_core.seeds import generators, set_generators
 from slime_core.trainers.fsdp.model import Tensors, first_row, full, like, local
-from slime_core.trainers.offload import Layout
+from slime_core.trainers.offload import FileLayout
 from slime_core.weights.shards import Shards, TensorInfo, read_header
 
 if TYPE_CHECKING:
-    from slime_core.trainers.fsdp.model import Learner
+    from slime_core.trainers.fsdp.model import FsdpLearner
     from slime_core.trainers.worker import Worker
 
 FORMAT = 2
@@ -43,7 +43,7 @@ SHOWN = 4  # differences of each sort in a message
 
 
 @dataclass(slots=True, frozen=True)
-class Part:
+class StatePart:
     """A tensor of a rank's state: this rank's ``shard`` of it, cut like ``parameter``.
 
     Parts with the same ``owner`` are written by the same rank: a parameter with its moments.
@@ -66,7 +66,7 @@ def file_name(kind: str, rank: int, world: int, suffix: str = ".safetensors") ->
     return f"{kind}{suffix}" if world == 1 else f"{kind}-{rank + 1}-of-{world}{suffix}"
 
 
-def owners(parts: Sequence[Part], world: int) -> dict[str, int]:
+def owners(parts: Sequence[StatePart], world: int) -> dict[str, int]:
     """Which rank writes what, so that each has about as many bytes; the same answer on every rank."""
     sizes: dict[str, int] = {}
     for part in parts:
@@ -123,7 +123,7 @@ def reserve(worker: Worker) -> None:
     worker.staging.reserve((fixed + 2 * moments) // worker.world)
 
 
-def _parts(worker: Worker) -> list[Part]:
+def _parts(worker: Worker) -> list[StatePart]:
     """The state's tensors in an order that is the same on every rank."""
     parts = _of(worker.actor, PARAMETERS, MOMENTS)
     if worker.critic is not None:
@@ -131,26 +131,26 @@ def _parts(worker: Worker) -> list[Part]:
     if worker.frozen.reference is not None:
         parameters = worker.actor.parameters()
         kind = REFERENCE
-        parts += [Part(kind, n, f"{kind}.{n}", t, parameters[n]) for n, t in worker.frozen.reference.items()]
+        parts += [StatePart(kind, n, f"{kind}.{n}", t, parameters[n]) for n, t in worker.frozen.reference.items()]
     return parts
 
 
-def _of(learner: Learner, kind: str, moments: str) -> list[Part]:
+def _of(learner: FsdpLearner, kind: str, moments: str) -> list[StatePart]:
     parameters, shards = learner.parameters(), learner.locals()
-    parts = [Part(kind, name, f"{kind}.{name}", shards[name], parameters[name]) for name in parameters]
+    parts = [StatePart(kind, name, f"{kind}.{name}", shards[name], parameters[name]) for name in parameters]
     if learner.optimizer.steps:  # what had no gradient yet, or is empty on this rank, has moments of 0
         for which, state in (("moment1", learner.optimizer.moment1), ("moment2", learner.optimizer.moment2)):
             for name in parameters:
                 moment = state[name] if name in state else torch.zeros_like(shards[name])
-                parts.append(Part(moments, f"{which}.{name}", f"{kind}.{name}", moment, parameters[name]))
+                parts.append(StatePart(moments, f"{which}.{name}", f"{kind}.{name}", moment, parameters[name]))
     return parts
 
 
-def _layouts(worker: Worker, parts: list[Part]) -> dict[str, Layout]:
-    layouts: dict[str, Layout] = {}
+def _layouts(worker: Worker, parts: list[StatePart]) -> dict[str, FileLayout]:
+    layouts: dict[str, FileLayout] = {}
     for part in parts:
         if part.kind not in layouts:
-            layouts[part.kind] = Layout(file_name(part.kind, worker.rank, worker.world), {})
+            layouts[part.kind] = FileLayout(file_name(part.kind, worker.rank, worker.world), {})
         layouts[part.kind].tensors[part.name] = (part.parameter.shape, part.shard.dtype)
     return layouts
 
@@ -200,7 +200,7 @@ def restore(worker: Worker, path: Path) -> None:
     set_generators(random)
 
 
-def _read(path: Path, learner: Learner, kind: str, moments: str, steps: int) -> tuple[Tensors, Tensors, Tensors]:
+def _read(path: Path, learner: FsdpLearner, kind: str, moments: str, steps: int) -> tuple[Tensors, Tensors, Tensors]:
     """Parameters and both moments, this rank's rows."""
     parameters = learner.parameters()
     stored = read_shards(path, kind, parameters)

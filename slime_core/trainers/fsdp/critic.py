@@ -15,27 +15,27 @@ from torch import nn
 
 from slime_core.errors import TrainerError
 from slime_core.trainers import roles
-from slime_core.trainers.fsdp.model import Learner, Policy, on_device, shard
+from slime_core.trainers.fsdp.model import FsdpLearner, FsdpPolicy, on_device, shard
 from slime_core.trainers.roles import KEY, open_critic
 from slime_core.weights import build
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from slime_core.trainers.fsdp.attention import Segments
+    from slime_core.trainers.fsdp.attention import PackSegments
     from slime_core.trainers.optimizer_step import Sums
     from slime_core.types import MicroBatch
     from slime_core.weights.folder import ModelFolder
     from slime_core.weights.shards import Shards
 
 
-class Critic:
+class FsdpCritic:
     """A sharded value model with its optimizer. ``path`` is ``train.critic_load``; empty copies the policy."""
 
     def __init__(
         self,
         train: Any,
-        policy: Learner,
+        policy: FsdpLearner,
         folder: ModelFolder,
         mesh: DeviceMesh,
         *,
@@ -48,7 +48,7 @@ class Critic:
         self.model: ValueModel = build_values(self.path, folder, seed, device, train.logprob_chunk_tokens)
         self.model.choose_compiling(train.compile)
         shard(self.model, mesh, dtype, exact=(self.model.score,))
-        self.learner = Learner(self.model, policy.rank, policy.world)
+        self.learner = FsdpLearner(self.model, policy.rank, policy.world)
         if not self.path:
             parameters, policy_shards = self.learner.locals(), policy.locals()
             for name in parameters.keys() & policy_shards.keys():
@@ -73,7 +73,7 @@ class Critic:
         return values
 
 
-class ValueModel(Policy):
+class ValueModel(FsdpPolicy):
     """The layers of a causal language model without its output matrix; the head computes in float32.
 
     A head that starts at zero gives the value 0 everywhere, and the layers' first gradient is 0: it learns first.
@@ -92,7 +92,7 @@ class ValueModel(Policy):
         self.hf.set_output_embeddings(nn.Identity())
 
     def forward(  # type: ignore[override]
-        self, tokens: torch.Tensor, position_ids: torch.Tensor, segments: Segments, predict: torch.Tensor
+        self, tokens: torch.Tensor, position_ids: torch.Tensor, segments: PackSegments, predict: torch.Tensor
     ) -> torch.Tensor:
         """The value at each row of ``predict``, [R] float32; arguments as in `types.MicroBatch`, as tensors."""
         kwargs: dict[str, Any] = {"input_ids": tokens[None], "position_ids": position_ids[None], "use_cache": False}

@@ -12,30 +12,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slime_core.trainers import roles
-from slime_core.trainers.fsdp.model import Policy, local, own_part, shard
+from slime_core.trainers.fsdp.model import FsdpPolicy, local, own_part, shard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from slime_core.protocols import Role
-    from slime_core.trainers.fsdp.model import Learner
+    from slime_core.trainers.fsdp.model import FsdpLearner
     from slime_core.types import Batch
     from slime_core.weights.folder import ModelFolder
 
 Tensors = dict[str, torch.Tensor]
 
 
-class Frozen:
+class FsdpFrozen:
     """The reference and the teacher of a stage, each where it is needed."""
 
     def __init__(self, folder: ModelFolder, mesh: DeviceMesh, dtype: torch.dtype, device: torch.device) -> None:
         self._folder, self._mesh, self._dtype, self._device = folder, mesh, dtype, device
         self.reference: Tensors | None = None
-        self.teacher: Policy | None = None
+        self.teacher: FsdpPolicy | None = None
         self._teacher_path = ""
         self._teacher_vocab = 0
 
-    def begin(self, needs: frozenset[Role], train: Any, policy: Learner) -> None:
+    def begin(self, needs: frozenset[Role], train: Any, policy: FsdpLearner) -> None:
         """Make what the stage needs, and drop the rest; the reference is the policy as it is now, or ``ref_load``'s.
 
         Raises:
@@ -48,7 +48,7 @@ class Frozen:
             roles.teacher_of(train)
             self._begin_teacher(train)
 
-    def _reference(self, path: str, policy: Learner) -> Tensors:
+    def _reference(self, path: str, policy: FsdpLearner) -> Tensors:
         if not path:
             return {name: tensor.clone() for name, tensor in policy.locals().items()}
         folder = roles.open_model("train.ref_load", path, self._folder)
@@ -62,7 +62,9 @@ class Frozen:
         if self.teacher is None or self._teacher_path != train.teacher_load:
             folder = roles.open_model("train.teacher_load", train.teacher_load, self._folder)
             self.teacher = None
-            teacher = Policy(folder.build_model("float32").to(self._device).eval(), chunk=train.logprob_chunk_tokens)
+            teacher = FsdpPolicy(
+                folder.build_model("float32").to(self._device).eval(), chunk=train.logprob_chunk_tokens
+            )
             teacher.try_model()
             teacher.choose_compiling(train.compile)
             for parameter in teacher.parameters():  # tried in float32, kept in the dtype it computes in
@@ -73,7 +75,7 @@ class Frozen:
         self.teacher.chunk = train.logprob_chunk_tokens
 
     @contextmanager
-    def as_reference(self, policy: Learner) -> Iterator[None]:
+    def as_reference(self, policy: FsdpLearner) -> Iterator[None]:
         """The policy computes with the reference's weights inside the block."""
         parameters = policy.locals()
         copies = {name: tensor.clone() for name, tensor in parameters.items()}

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from slime_core.trainers.fsdp.attention import Attention, Segments
+from slime_core.trainers.fsdp.attention import Attention, PackSegments
 
 KNOWN = ("Qwen3DecoderLayer", "Qwen2DecoderLayer", "LlamaDecoderLayer")
 Tensor = torch.Tensor
@@ -36,7 +36,7 @@ class Shape:
     recompute: bool  # keep nothing but the input, and make the rest again in the backward pass
 
 
-class Weights(NamedTuple):
+class LayerWeights(NamedTuple):
     """Parameters of a layer; biases and head norms where the family has them."""
 
     norm1: Tensor
@@ -64,7 +64,7 @@ class Folded(NamedTuple):
     gate_up: Tensor  # [2 * intermediate, hidden], norm folded in
 
     @classmethod
-    def of(cls, w: Weights, shape: Shape) -> Folded:
+    def of(cls, w: LayerWeights, shape: Shape) -> Folded:
         """From a layer's parameters."""
         heads = bias = None
         if w.q_norm is not None and w.k_norm is not None:
@@ -74,7 +74,7 @@ class Folded(NamedTuple):
         return cls(torch.cat((w.q, w.k, w.v)).mul_(w.norm1), bias, heads, torch.cat((w.gate, w.up)).mul_(w.norm2))
 
 
-class Sums(NamedTuple):
+class GradientSums(NamedTuple):
     """Gradients of the folded matrices."""
 
     qkv: Tensor
@@ -85,14 +85,14 @@ class Sums(NamedTuple):
     down: Tensor
 
     @classmethod
-    def of(cls, w: Weights, folded: Folded) -> Sums:
+    def of(cls, w: LayerWeights, folded: Folded) -> GradientSums:
         """Room for them."""
         empty = torch.empty_like
         heads = empty(folded.heads) if folded.heads is not None else None
         bias = folded.qkv.new_empty(len(folded.qkv))
         return cls(empty(folded.qkv), bias, heads, empty(w.o), empty(folded.gate_up), empty(w.down))
 
-    def gradients(self, w: Weights, shape: Shape) -> tuple[Maybe, ...]:
+    def gradients(self, w: LayerWeights, shape: Shape) -> tuple[Maybe, ...]:
         """Gradients of the layer's parameters, in their order: a folded matrix is weight * norm."""
         sizes = (len(w.q), len(w.k), len(w.v))
         d_norm1 = torch.linalg.vecdot(self.qkv, torch.cat((w.q, w.k, w.v)), dim=0)
@@ -107,7 +107,7 @@ class Sums(NamedTuple):
         )  # fmt: skip
 
 
-class Kept(NamedTuple):
+class SavedActivations(NamedTuple):
     """What the backward pass reads."""
 
     h: Tensor  # normed input
@@ -123,12 +123,12 @@ class Kept(NamedTuple):
 class Pass:
     """One pack through a layer, forward and then backward."""
 
-    def __init__(self, shape: Shape, segments: Segments, cos: Tensor, sin: Tensor) -> None:
+    def __init__(self, shape: Shape, segments: PackSegments, cos: Tensor, sin: Tensor) -> None:
         self.shape, self.cos, self.sin = shape, cos, sin
         self.attention = [Attention(run, shape.scaling) for run in segments.runs]
-        self.kept: Kept | None = None
+        self.kept: SavedActivations | None = None
 
-    def forward(self, x: Tensor, out: Tensor, w: Weights, f: Folded, keep: bool) -> None:
+    def forward(self, x: Tensor, out: Tensor, w: LayerWeights, f: Folded, keep: bool) -> None:
         """Fill ``out`` [T, hidden]."""
         both, eps = self.shape.heads + self.shape.kv_heads, self.shape.eps
         h, r = _normed(x, eps)
@@ -145,7 +145,7 @@ class Pass:
         gate, up = gu.chunk(2, dim=1)
         torch.addmm(y, nn.functional.silu(gate).mul_(up), w.down.T, out=out)
         if keep:
-            self.kept = Kept(h, r, n, rn, o, h2, r2, gu)
+            self.kept = SavedActivations(h, r, n, rn, o, h2, r2, gu)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Tensor:
         """[T, heads, d]."""
@@ -155,7 +155,7 @@ class Pass:
             one.run.put(one.forward(by_heads[0], by_heads[1], by_heads[2], keep).transpose(1, 2), out)
         return out
 
-    def backward(self, d_out: Tensor, d_x: Tensor, w: Weights, f: Folded, sums: Sums) -> None:
+    def backward(self, d_out: Tensor, d_x: Tensor, w: LayerWeights, f: Folded, sums: GradientSums) -> None:
         """Fill ``d_x`` [T, hidden] and ``sums``; what was kept is given back."""
         assert self.kept is not None
         (h, r, n, rn, o, h2, r2, gu), self.kept = self.kept, None
@@ -169,7 +169,7 @@ class Pass:
             torch.sum(d_qkv, 0, out=sums.bias)
         torch.add(_normed_backward(d_qkv @ f.qkv, h, r), d_y, out=d_x)
 
-    def _mlp_backward(self, d_out: Tensor, gu: Tensor, w: Weights, sums: Sums) -> Tensor:
+    def _mlp_backward(self, d_out: Tensor, gu: Tensor, w: LayerWeights, sums: GradientSums) -> Tensor:
         """Gradient of [gate up], in place of ``gu``: fresh memory costs as much as what is done in it."""
         gate, up = gu.chunk(2, dim=1)
         silu = nn.functional.silu(gate)
@@ -181,7 +181,7 @@ class Pass:
         torch.ops.aten.silu_backward.grad_input(d_silu, gate, grad_input=gate)
         return gu
 
-    def _attention_backward(self, d_o: Tensor, n: Tensor, rn: Maybe, f: Folded, sums: Sums) -> Tensor:
+    def _attention_backward(self, d_o: Tensor, n: Tensor, rn: Maybe, f: Folded, sums: GradientSums) -> Tensor:
         """Gradient of [q k v], before head norms and rotary."""
         both, dim = self.shape.heads + self.shape.kv_heads, self.shape.dim
         d_rows = d_o.unflatten(1, (-1, dim))
@@ -200,14 +200,14 @@ class Pass:
         return d_all.flatten(1)
 
 
-class _Layer(torch.autograd.Function):
+class _FusedLayer(torch.autograd.Function):
     """One layer on x [T, hidden]; see :func:`fuse`."""
 
     @staticmethod
     def forward(
-        ctx: Any, shape: Shape, segments: Segments, cos: Tensor, sin: Tensor, x: Tensor, *rest: Maybe
+        ctx: Any, shape: Shape, segments: PackSegments, cos: Tensor, sin: Tensor, x: Tensor, *rest: Maybe
     ) -> Tensor:
-        w = Weights(*rest)  # type: ignore[arg-type]
+        w = LayerWeights(*rest)  # type: ignore[arg-type]
         keep = any(ctx.needs_input_grad)
         out = x.new_empty(1, *x.shape)  # with the batch axis from the start: FSDP's hooks want no view
         done = Pass(shape, segments, cos, sin)
@@ -220,13 +220,13 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Maybe, ...]:
         cos, sin, x, *rest = ctx.saved_tensors
-        d_out, w = grads[0][0], Weights(*rest)
+        d_out, w = grads[0][0], LayerWeights(*rest)
         done, ctx.done = ctx.done, None
         if ctx.shape.recompute:
             done = Pass(ctx.shape, ctx.segments, cos, sin)
             done.forward(x, torch.empty_like(x), w, Folded.of(w, ctx.shape), True)
         folded = Folded.of(w, ctx.shape)
-        sums = Sums.of(w, folded)
+        sums = GradientSums.of(w, folded)
         d_x = torch.empty_like(d_out)
         done.backward(d_out, d_x, w, folded, sums)
         return None, None, None, None, d_x, *sums.gradients(w, ctx.shape)
@@ -276,7 +276,7 @@ def fuse(layer: nn.Module, config: Any) -> Callable[..., Tensor] | None:
         hidden_states: Tensor,
         *,
         position_embeddings: tuple[Tensor, Tensor],
-        segments: Segments,
+        segments: PackSegments,
         recompute: bool,
         **_: Any,
     ) -> Tensor:
@@ -290,7 +290,7 @@ def fuse(layer: nn.Module, config: Any) -> Callable[..., Tensor] | None:
         )
         cos, sin = (table[0, :, None, :] for table in position_embeddings)
         norms = [norm.weight if norm is not None else None for norm in head_norms]
-        out: Tensor = _Layer.apply(
+        out: Tensor = _FusedLayer.apply(
             shape, segments, cos, sin, hidden_states[0],
             block.input_layernorm.weight, *(m.weight for m in biased), *(m.bias for m in biased), *norms,
             attention.o_proj.weight, block.post_attention_layernorm.weight, *(m.weight for m in plain[1:]),

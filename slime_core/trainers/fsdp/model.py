@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from slime_core.algorithms.shared.logprobs import BlockLoss, linear_log_probs, linear_loss, logits_log_probs
 from slime_core.trainers.compiling import Choice, Compiled, pays
 from slime_core.trainers.fingerprint import digest, sums
-from slime_core.trainers.fsdp.attention import NAME, Segments, register, take
+from slime_core.trainers.fsdp.attention import NAME, PackSegments, register, take
 from slime_core.trainers.fsdp.fused import fuse
 from slime_core.trainers.optimizer_step import Schedule, Share, Sums, on
 
@@ -41,7 +41,7 @@ TOLERANCE = 1e-3
 Tensors = dict[str, torch.Tensor]
 
 
-class Rows:
+class ResponseTokens:
     """The response tokens of a pack. No dataclass, in which FSDP would turn temperatures to the dtype of compute."""
 
     __slots__ = ("predict", "target", "temperature")
@@ -52,7 +52,7 @@ class Rows:
         self.temperature = temperature  # [R] float32; None is 1
 
 
-class Policy(nn.Module):
+class FsdpPolicy(nn.Module):
     """The root module that is sharded; ``hf`` is the transformers model, its parameters' names are the folder's."""
 
     def __init__(self, hf: Any, *, chunk: int) -> None:
@@ -98,7 +98,7 @@ class Policy(nn.Module):
     def try_model(self) -> None:
         """Find out what the model can do, before it is sharded; leaves its attention as it will be used."""
         with torch.no_grad():
-            trial = _Trial(self.hf)
+            trial = _PolicyTrial(self.hf)
             self.linear_head = trial.linear_head()
             reason = trial.packing()
         self.packs = not reason
@@ -106,7 +106,7 @@ class Policy(nn.Module):
         if reason:
             log.warning("%s: %s; training runs one sequence a row, slower", type(self.hf).__name__, reason)
 
-    def _fusing_changes_nothing(self, trial: _Trial) -> bool:
+    def _fusing_changes_nothing(self, trial: _PolicyTrial) -> bool:
         """Whether fused layers, on a CPU, give the model's own logits and gradients; False where none is known."""
         if trial.tokens.device.type != "cpu" or not any(fuse(layer, self.hf.config) for layer in layers(self.hf)):
             return False
@@ -123,8 +123,8 @@ class Policy(nn.Module):
         self,
         tokens: torch.Tensor,
         position_ids: torch.Tensor,
-        segments: Segments,
-        rows: Rows,
+        segments: PackSegments,
+        rows: ResponseTokens,
         loss: BlockLoss | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Log-prob of each target and entropy, both [R]; arguments as in `types.MicroBatch`, as tensors.
@@ -145,7 +145,7 @@ class Policy(nn.Module):
         return linear_log_probs(hidden, head.weight, rows.target, **more)
 
 
-class _Trial:
+class _PolicyTrial:
     """A few tokens through a model, one sequence at a time with its own attention, to compare with."""
 
     def __init__(self, hf: Any) -> None:
@@ -155,7 +155,7 @@ class _Trial:
         self.tokens = torch.arange(1, 1 + sum(TRIAL), device=device) * 7 % vocab
         self.positions = torch.cat([torch.arange(n, device=device) for n in TRIAL])
         cu = np.concatenate([[0], np.cumsum(TRIAL)])
-        self.segments = Segments.of(cu, np.full(len(TRIAL), -1), device)
+        self.segments = PackSegments.of(cu, np.full(len(TRIAL), -1), device)
         parts = [slice(a, b) for a, b in zip(cu[:-1].tolist(), cu[1:].tolist())]
         self.logits = torch.cat([self._logits(part) for part in parts])
 
@@ -211,17 +211,17 @@ def layers(hf: nn.Module) -> list[nn.Module]:
 
 
 def forward(
-    policy: Policy, micro: MicroBatch, temperature: torch.Tensor | None, device: torch.device
+    policy: FsdpPolicy, micro: MicroBatch, temperature: torch.Tensor | None, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob and entropy of every response token of the pack, [R]."""
     result: tuple[torch.Tensor, torch.Tensor] = policy(
-        *on_device(micro, device), Rows(on(micro.predict, device), on(micro.target, device), temperature)
+        *on_device(micro, device), ResponseTokens(on(micro.predict, device), on(micro.target, device), temperature)
     )
     return result
 
 
 def backward(
-    policy: Policy, loss: Loss, train: Any, micro: MicroBatch, temperature: torch.Tensor | None, sums: Sums
+    policy: FsdpPolicy, loss: Loss, train: Any, micro: MicroBatch, temperature: torch.Tensor | None, sums: Sums
 ) -> None:
     """Add the pack's share of the loss to the gradients, and its sums to ``sums``.
 
@@ -232,7 +232,7 @@ def backward(
         rows = np.flatnonzero(micro.weight > 0)
         share = Share(loss, train, micro, rows, sums.device)
         place = torch.from_numpy(rows)
-        row_selection = Rows(
+        row_selection = ResponseTokens(
             on(micro.predict[rows], sums.device),
             on(micro.target[rows], sums.device),
             temperature[place.to(temperature.device)] if temperature is not None else None,
@@ -247,18 +247,18 @@ def backward(
         share.blame(sums)
 
 
-def within_forward(policy: Policy, loss: Loss, train: Any) -> bool:
+def within_forward(policy: FsdpPolicy, loss: Loss, train: Any) -> bool:
     """Whether the gradient of the loss is taken inside the forward pass, so that logits are made once."""
     return policy.linear_head and loss.local is not None and loss.local(train)
 
 
-def on_device(micro: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, Segments]:
+def on_device(micro: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, PackSegments]:
     """Tokens, their positions and the segments of a pack, as a model takes them."""
-    segments = Segments.of(micro.cu_seqlens, micro.prefix, device)
+    segments = PackSegments.of(micro.cu_seqlens, micro.prefix, device)
     return on(micro.tokens, device), on(micro.position_ids, device), segments
 
 
-def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype, exact: Sequence[nn.Module] = ()) -> None:
+def shard(policy: FsdpPolicy, mesh: DeviceMesh, dtype: torch.dtype, exact: Sequence[nn.Module] = ()) -> None:
     """Shard every block and the rest, computing in ``dtype``, ``exact`` modules in the dtype they have.
 
     Gradients are summed in float32.
@@ -311,7 +311,7 @@ def own_part(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return part.to(parameter.device)
 
 
-def reshard(policy: Policy) -> None:
+def reshard(policy: FsdpPolicy) -> None:
     """Drop gathered parameters after passes with no backward, so that the next pass sees what the shards hold."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):
@@ -383,10 +383,10 @@ def clip(grads: Mapping[str, torch.Tensor], norm: float, limit: float) -> None:
 
 
 @dataclass(slots=True)
-class Learner:
+class FsdpLearner:
     """``begin`` gives it a fresh optimizer; a step that is not made advances neither AdamW nor the schedule."""
 
-    module: Policy
+    module: FsdpPolicy
     rank: int
     world: int
     optimizer: AdamW = field(default_factory=lambda: AdamW(0.9, 0.98, 1e-8, 0.0))

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from slime_core.trainers.fsdp.model import Policy, full, layers, reshard
+from slime_core.trainers.fsdp.model import FsdpPolicy, full, layers, reshard
 
 
-def in_dtype(policy: Policy, dtype: torch.dtype) -> Policy:
+def in_dtype(policy: FsdpPolicy, dtype: torch.dtype) -> FsdpPolicy:
     """A model without shards of its own; its passes are collectives, and nothing of ``policy`` changes."""
     reshard(policy)
     parameters: dict[str, torch.Tensor] = dict(policy.hf.named_parameters(remove_duplicate=False))
@@ -22,7 +22,7 @@ def in_dtype(policy: Policy, dtype: torch.dtype) -> Policy:
     for name, buffer in policy.hf.named_buffers():
         module, leaf = _place(hf, name)
         module._buffers[leaf] = buffer
-    other = Policy(hf.eval().requires_grad_(False), chunk=policy.chunk)
+    other = FsdpPolicy(hf.eval().requires_grad_(False), chunk=policy.chunk)
     other.packs, other.linear_head, other.fused = policy.packs, policy.linear_head, policy.fused
     names = {module: name for name, module in hf.named_modules()}
     inside: set[str] = set()

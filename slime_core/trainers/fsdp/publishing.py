@@ -15,13 +15,13 @@ from functools import partial
 import torch
 
 from slime_core.errors import TrainerError
-from slime_core.weights.transports.buckets import Part, Source
+from slime_core.weights.transports.buckets import TensorPart, TensorSource
 
 STACKED = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 """Tensors of a layer's experts, one above the other: [E, 2 I, H] (gate, then up) and [E, H, I]."""
 
 
-def sources_of(named: Mapping[str, torch.Tensor], whole: Callable[[torch.Tensor], torch.Tensor]) -> list[Source]:
+def sources_of(named: Mapping[str, torch.Tensor], whole: Callable[[torch.Tensor], torch.Tensor]) -> list[TensorSource]:
     """Tensors by the model's names, tied ones once; ``whole`` makes one whole.
 
     Raises:
@@ -31,7 +31,7 @@ def sources_of(named: Mapping[str, torch.Tensor], whole: Callable[[torch.Tensor]
     for name, tensor in named.items():
         if not tensor.is_floating_point():
             raise TrainerError(f"{name} is {tensor.dtype}, and engines are sent floats only")
-        sources.append(Source(parts_of(name, tensor.shape), partial(_plain, whole, tensor)))
+        sources.append(TensorSource(parts_of(name, tensor.shape), partial(_plain, whole, tensor)))
     return sources
 
 
@@ -41,14 +41,14 @@ def _plain(whole: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) 
         return whole(tensor).detach()
 
 
-def parts_of(name: str, shape: torch.Size) -> tuple[Part, ...]:
+def parts_of(name: str, shape: torch.Size) -> tuple[TensorPart, ...]:
     """What a parameter is called in a model folder: itself, or each expert's matrices.
 
     Raises:
         TrainerError: a stack of matrices of another layout.
     """
     if len(shape) < 3:
-        return (Part(name, tuple(shape), _whole),)
+        return (TensorPart(name, tuple(shape), _whole),)
     prefix, _, last = name.rpartition(".")
     if not name.endswith(STACKED):
         raise TrainerError(
@@ -59,12 +59,14 @@ def parts_of(name: str, shape: torch.Size) -> tuple[Part, ...]:
     experts, rows, columns = shape
     if last == "down_proj":
         return tuple(
-            Part(f"{prefix}.{number}.down_proj.weight", (rows, columns), partial(_rows, number, 0, rows))
+            TensorPart(f"{prefix}.{number}.down_proj.weight", (rows, columns), partial(_rows, number, 0, rows))
             for number in range(experts)
         )
     half = rows // 2
     return tuple(
-        Part(f"{prefix}.{number}.{which}_proj.weight", (half, columns), partial(_rows, number, begin, begin + half))
+        TensorPart(
+            f"{prefix}.{number}.{which}_proj.weight", (half, columns), partial(_rows, number, begin, begin + half)
+        )
         for number in range(experts)
         for which, begin in (("gate", 0), ("up", half))
     )

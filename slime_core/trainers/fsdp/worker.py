@@ -11,11 +11,21 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from slime_core.trainers.data_parallel import Portion, Seat
+from slime_core.trainers.data_parallel import Portion, RankSeat
 from slime_core.trainers.fsdp import checkpoint, publishing
-from slime_core.trainers.fsdp.critic import Critic
-from slime_core.trainers.fsdp.frozen import Frozen
-from slime_core.trainers.fsdp.model import Learner, Policy, backward, fingerprint, forward, full, local, reshard, shard
+from slime_core.trainers.fsdp.critic import FsdpCritic
+from slime_core.trainers.fsdp.frozen import FsdpFrozen
+from slime_core.trainers.fsdp.model import (
+    FsdpLearner,
+    FsdpPolicy,
+    backward,
+    fingerprint,
+    forward,
+    full,
+    local,
+    reshard,
+    shard,
+)
 from slime_core.trainers.fsdp.precision import in_dtype
 from slime_core.trainers.optimizer_step import Sums
 from slime_core.trainers.verify import slow_model
@@ -31,7 +41,7 @@ if TYPE_CHECKING:
     from slime_core.protocols import Role
     from slime_core.trainers.optimizer_step import Schedule
     from slime_core.types import Columns, MicroBatch, WeightRoute
-    from slime_core.weights.transports.buckets import Source
+    from slime_core.weights.transports.buckets import TensorSource
 
 
 class FsdpWorker(Worker):
@@ -41,22 +51,22 @@ class FsdpWorker(Worker):
         super().__init__(*args)
         self.mesh = init_device_mesh(self.device.type, (self.world,))
         model: Any = self.folder.build_model("float32", self.config.seed)
-        self.policy: Policy = Policy(
+        self.policy: FsdpPolicy = FsdpPolicy(
             model.to(self.device).eval().requires_grad_(True), chunk=self.train.logprob_chunk_tokens
         )
         self.policy.try_model()
         self.policy.choose_compiling(self.train.compile)
         shard(self.policy, self.mesh, self.dtype)
-        self.actor: Learner = Learner(self.policy, self.rank, self.world)
-        self.frozen: Frozen = Frozen(self.folder, self.mesh, self.dtype, self.device)
-        self.seat = Seat(number=self.rank, ranks=self.world, over=1, flops=Flops.of(self.folder.config))
+        self.actor: FsdpLearner = FsdpLearner(self.policy, self.rank, self.world)
+        self.frozen: FsdpFrozen = FsdpFrozen(self.folder, self.mesh, self.dtype, self.device)
+        self.seat = RankSeat(number=self.rank, ranks=self.world, over=1, flops=Flops.of(self.folder.config))
 
     def prepare_stage(self) -> None:
         self.policy.chunk = self.train.logprob_chunk_tokens
         self.policy.choose_recomputing(self.train)
 
-    def make_critic(self) -> Critic:
-        return Critic(
+    def make_critic(self) -> FsdpCritic:
+        return FsdpCritic(
             self.train,
             self.actor,
             self.folder,
@@ -72,7 +82,7 @@ class FsdpWorker(Worker):
             self.critic.begin(self.train, steps)
         self.frozen.begin(needs, self.train, self.actor)
 
-    def columns(self, portion: Portion, model: Policy, role: Role, count: int) -> NDArray[np.float32]:
+    def columns(self, portion: Portion, model: FsdpPolicy, role: Role, count: int) -> NDArray[np.float32]:
         columns = torch.zeros(count, len(portion.batch.loss_mask), dtype=torch.float32, device=self.device)
         for micro in chain(*self.packs(portion, model)):
             if role == "values":
@@ -144,7 +154,7 @@ class FsdpWorker(Worker):
         tensors = {name: local(tensor.detach()) for name, tensor in self.policy.hf.state_dict().items()}
         return WeightUpdate(version=version, epoch=0, transport=shared, tensors=tensors)
 
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[TensorSource]:
         reshard(self.policy)
         named: dict[str, torch.Tensor] = dict(self.actor.parameters())
         named |= publishing.stored_buffers(self.policy.hf)

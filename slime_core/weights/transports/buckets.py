@@ -16,15 +16,15 @@ import torch
 from slime_core.errors import TrainerError
 
 if TYPE_CHECKING:
-    from slime_core.types import Held, WeightRoute
-    from slime_core.weights.hashing import Sums
+    from slime_core.types import RankTensor, WeightRoute
+    from slime_core.weights.hashing import Checksums
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 AT_ONCE = 256 << 20  # bytes of gathered tensors that wait for one cast
 
 
 @dataclass(slots=True, frozen=True)
-class Part:
+class TensorPart:
     """One tensor as engines know it: a name of the model folder, and where it lies in the tensor it is a part of."""
 
     name: str
@@ -33,18 +33,18 @@ class Part:
 
 
 @dataclass(slots=True, frozen=True)
-class Source:
+class TensorSource:
     """One tensor of the trainer. ``gather`` gives it whole; it is a collective where ranks share the tensor."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
     gather: Callable[[], torch.Tensor]
 
 
-Stream = Iterator[tuple[tuple[Part, ...], torch.Tensor]]
+Stream = Iterator[tuple[tuple[TensorPart, ...], torch.Tensor]]
 """Whole tensors one after another, with the parts that each of them is."""
 
 
-def stream(sources: Iterable[Source]) -> Stream:
+def stream(sources: Iterable[TensorSource]) -> Stream:
     """Gather one source after another; every rank must go through all of it."""
     for source in sources:
         yield source.parts, source.gather()
@@ -81,7 +81,7 @@ class Bucket:
         }
 
 
-def lay_out(parts: Iterable[Part], dtype: str, most: int = 0) -> tuple[Bucket, ...]:
+def lay_out(parts: Iterable[TensorPart], dtype: str, most: int = 0) -> tuple[Bucket, ...]:
     """Buckets of at most ``most`` bytes (a larger tensor has one of its own); 0: one bucket.
 
     Raises:
@@ -161,8 +161,8 @@ class Tally:
         update.fingerprints = tally.finish()
     """
 
-    def __init__(self, route: WeightRoute, sums: Callable[[torch.dtype], Sums]) -> None:
-        self._checks: dict[str, list[Held]] = {}  # tensor -> checks that wait for it or for others beside it
+    def __init__(self, route: WeightRoute, sums: Callable[[torch.dtype], Checksums]) -> None:
+        self._checks: dict[str, list[RankTensor]] = {}  # tensor -> checks that wait for it or for others beside it
         self._missing = {check: _names(check) for check in route.checks}
         for check, names in self._missing.items():
             for name in names:
@@ -194,7 +194,7 @@ class Tally:
             self.add(name, tensor)
 
     def finish(self) -> dict[str, str]:
-        """Checksum by `types.Held.key`.
+        """Checksum by `types.RankTensor.key`.
 
         Raises:
             TrainerError: a check waits for a tensor that was not sent.
@@ -208,6 +208,6 @@ class Tally:
         return self._sums.finish()
 
 
-def _names(check: Held) -> set[str]:
+def _names(check: RankTensor) -> set[str]:
     """Tensors of which it is made; pieces without a name are zeros."""
     return {piece.name for piece in check.pieces if piece.name}

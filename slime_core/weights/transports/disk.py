@@ -27,7 +27,7 @@ import torch
 
 from slime_core.durable import storage_error
 from slime_core.weights.shards import INDEX, file_names, header
-from slime_core.weights.transports.buckets import Bucket, Part, Slot, Stream, Tally, lay_out
+from slime_core.weights.transports.buckets import Bucket, Slot, Stream, Tally, TensorPart, lay_out
 
 if TYPE_CHECKING:
     from slime_core.types import WeightRoute
@@ -54,7 +54,7 @@ class DiskSender:
         self._reserved = False
 
     def send(
-        self, parts: Sequence[Part], tensors: Stream, version: int, route: WeightRoute, tally: Tally
+        self, parts: Sequence[TensorPart], tensors: Stream, version: int, route: WeightRoute, tally: Tally
     ) -> dict[str, Any]:
         """``{"folder": absolute path}``.
 
@@ -101,7 +101,9 @@ class DiskSender:
             name = f"v-{version}.{count}"
         return folder / name
 
-    def _write(self, aside: Path, parts: Sequence[Part], tensors: Stream, route: WeightRoute, tally: Tally) -> None:
+    def _write(
+        self, aside: Path, parts: Sequence[TensorPart], tensors: Stream, route: WeightRoute, tally: Tally
+    ) -> None:
         shards = lay_out(parts, route.dtype, SHARD)
         names = file_names(len(shards))
         files: list[int] = []

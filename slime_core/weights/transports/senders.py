@@ -13,8 +13,8 @@ import torch
 from slime_core.errors import TrainerError
 from slime_core.plugins.backends import engine_of
 from slime_core.types import WeightUpdate
-from slime_core.weights.hashing import Sums
-from slime_core.weights.transports.buckets import Part, Source, Stream, Tally, stream
+from slime_core.weights.hashing import Checksums
+from slime_core.weights.transports.buckets import Stream, Tally, TensorPart, TensorSource, stream
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -25,7 +25,7 @@ class Sender(Protocol):
     """One transport at rank 0."""
 
     def send(
-        self, parts: list[Part], tensors: Stream, version: int, route: WeightRoute, tally: Tally
+        self, parts: list[TensorPart], tensors: Stream, version: int, route: WeightRoute, tally: Tally
     ) -> dict[str, Any]:
         """The update's handle; ``tally`` gets what was sent."""
         ...
@@ -51,7 +51,9 @@ class Senders:
         self._device, self._folder, self._config = device, folder, config
         self.made: dict[str, Sender] = {}  # by transport
 
-    def publish(self, sources: Sequence[Source], version: int, route: WeightRoute, *, rank: int = 0) -> WeightUpdate:
+    def publish(
+        self, sources: Sequence[TensorSource], version: int, route: WeightRoute, *, rank: int = 0
+    ) -> WeightUpdate:
         """The update of ``version``, sent by rank 0; every rank goes through all gathers, also where that fails.
 
         Raises:
@@ -94,8 +96,8 @@ class Senders:
         sender: Sender = self._brought("senders", route.transport)(self._device)
         return sender
 
-    def _sums(self, route: WeightRoute) -> Callable[[torch.dtype], Sums]:
-        return Sums if route.checksum == "sha256" else self._brought("checksums", route.checksum)
+    def _sums(self, route: WeightRoute) -> Callable[[torch.dtype], Checksums]:
+        return Checksums if route.checksum == "sha256" else self._brought("checksums", route.checksum)
 
     def _brought(self, field: str, name: str) -> Callable[[Any], Any]:
         """What the run's engine brings for its routes."""

@@ -14,7 +14,7 @@ from slime_core.errors import EngineError, TrainerError
 from slime_core.protocols import Engine, Trainer
 from slime_core.testing import tiny_model
 from slime_core.threads import TorchThread
-from slime_core.types import GenerateRequest, Held, Piece, SamplingParams, WeightRoute, WeightUpdate
+from slime_core.types import GenerateRequest, Piece, RankTensor, SamplingParams, WeightRoute, WeightUpdate
 from slime_core.weights import hashing
 from slime_core.weights.folder import ModelFolder
 
@@ -92,7 +92,9 @@ def test_an_idle_trainer_sends_the_starting_weights_by_the_engines_route(tmp_pat
     folder = ModelFolder.open(str(tiny_model(tmp_path / "model")), init_weights=init_weights)
     thread = TorchThread(1)
     names = [f"model.layers.0.self_attn.{which}_proj.weight" for which in "qkv"]
-    held = Held(name="model.layers.0.self_attn.qkv_proj.weight", pieces=tuple(Piece(name=name) for name in names))
+    held = RankTensor(
+        name="model.layers.0.self_attn.qkv_proj.weight", pieces=tuple(Piece(name=name) for name in names)
+    )
     route = WeightRoute(transport=transport, dtype="bfloat16", folder=str(tmp_path / "weights"), checks=(held,))
 
     async def go():

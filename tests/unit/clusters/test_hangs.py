@@ -11,7 +11,18 @@ from types import SimpleNamespace
 import pytest
 
 from slime_core.clusters.channel import Child, ProcessChannel
-from slime_core.clusters.hangs import Look, Member, Seen, Servers, cause, collective, look, place, render, watching
+from slime_core.clusters.hangs import (
+    Look,
+    Member,
+    ProcessReport,
+    Servers,
+    cause,
+    collective,
+    look,
+    place,
+    render,
+    watching,
+)
 from slime_core.config.schema import ClusterSection, Config
 from slime_core.errors import Hung, TrainerError
 from slime_core.report import Report, RunDir
@@ -36,10 +47,12 @@ BARRIER = REDUCING.replace("2961 in all_reduce", "4012 in barrier")
 
 def rank(number, stack="", state="S", doing="step", **facts):
     known = Look(pid=100 + number, state=state, stack=stack, **facts)
-    return Seen(name=f"rank {number}", node=socket.gethostname(), doing=doing, seconds=35.0, look=known)
+    return ProcessReport(name=f"rank {number}", node=socket.gethostname(), doing=doing, seconds=35.0, look=known)
 
 
-DRIVER = Seen(name="driver", node=socket.gethostname(), doing="train", seconds=35.0, look=Look(pid=1, state="S"))
+DRIVER = ProcessReport(
+    name="driver", node=socket.gethostname(), doing="train", seconds=35.0, look=Look(pid=1, state="S")
+)
 
 
 @pytest.mark.parametrize(

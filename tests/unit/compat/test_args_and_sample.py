@@ -7,7 +7,7 @@ import pytest
 
 from slime_core.compat.args import flat
 from slime_core.compat.sample import Sample
-from slime_core.compat.session import Session
+from slime_core.compat.session import CompatSession
 from slime_core.config.schema import SECTIONS, Config, EvalSection, RolloutSection, TrainSection
 from slime_core.errors import ConfigError
 from slime_core.plugins import load_plugins
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.unit
 
 
 def args_of(**sections):
-    return Session().args(Config(**sections))
+    return CompatSession().args(Config(**sections))
 
 
 def test_every_core_key_is_there_under_its_own_name():

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from slime_core.config.schema import Config, RewardSection, RolloutSection, Task
+from slime_core.config.schema import Config, DataTask, RewardSection, RolloutSection
 from slime_core.errors import PluginError
 from slime_core.plugins import load_plugins
 from slime_core.plugins.locate import locate
@@ -163,7 +163,7 @@ def test_rows_may_be_a_function_that_is_written_like_the_hook(write, connect):
         "    return Rows()\n"
     )
     plugins, ctx = connect(Config(rollout=RolloutSection(data_source_path=f"{path}:rows")))
-    found = plugins.prompts(Task(name="default"), ctx)
+    found = plugins.prompts(DataTask(name="default"), ctx)
     assert [found.at(row).label for row in range(len(found))] == ["1", "2"]
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from slime_core.config.schema import Config, Task
+from slime_core.config.schema import Config, DataTask
 from slime_core.errors import PluginError
 from slime_core.types import Drop, Status, StepReport
 
@@ -245,7 +245,7 @@ class Source:
 def test_a_data_source_by_path_gives_rows_by_number(write, connect):
     config = Config(rollout={"data_source_path": write(SOURCE) + ":Source"})
     plugins, ctx = connect(config)
-    rows = plugins.prompts(Task(name="default"), ctx)
+    rows = plugins.prompts(DataTask(name="default"), ctx)
     assert len(rows) == 7
     assert (rows.at(2).prompt, rows.at(2).label) == ("2+1=", "3")
     assert rows.at(0).label == "1"

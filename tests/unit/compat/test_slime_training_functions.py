@@ -9,7 +9,7 @@ import torch
 
 from slime_core.config.presets import settle
 from slime_core.errors import PluginError
-from slime_core.trainers.data_parallel import Split, pack
+from slime_core.trainers.data_parallel import BatchSplit, pack
 from slime_core.types import Batch
 from slime_core.weights.flops import Flops
 
@@ -150,7 +150,7 @@ def test_post_processing_of_the_steps_columns_may_change_masks_and_advantages(by
 
 
 def packed(batch, max_tokens, **settings):
-    (portion,) = Split(flops=Flops(token=1.0, pair=0.0), max_tokens=max_tokens, **settings).portions(batch)
+    (portion,) = BatchSplit(flops=Flops(token=1.0, pair=0.0), max_tokens=max_tokens, **settings).portions(batch)
     return pack(portion, max_tokens=max_tokens)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from slime_core.errors import StorageError
 from slime_core.ledger.ledger import SqliteLedger, conservation
 from slime_core.ledger.schema import DROPPED, FINISHED, PENDING, TRAINED
-from slime_core.ledger.segments import Place, Segments
+from slime_core.ledger.segments import RecordPlace, Segments
 
 SHOWN = 5
 CHECKS = (
@@ -84,6 +84,6 @@ def audit_payloads(db: sqlite3.Connection, segments: Segments) -> Iterator[str]:
     for what, query in (("the payload", stored), ("the turns", turns)):
         for name, segment, offset, length, crc32 in db.execute(query):
             try:
-                segments.read(Place(segment=segment, offset=offset, length=length, crc32=crc32))
+                segments.read(RecordPlace(segment=segment, offset=offset, length=length, crc32=crc32))
             except StorageError as error:
                 yield f"{what} of {name} cannot be read: {error}"

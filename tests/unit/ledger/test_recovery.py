@@ -10,7 +10,7 @@ from ledger_audit import audit
 from durability.ledger_contract import suspended_turns
 from slime_core.errors import StorageError
 from slime_core.ledger.ledger import SqliteLedger
-from slime_core.ledger.repair import Standing, recover
+from slime_core.ledger.repair import ResumePoint, recover
 from slime_core.testing.contracts import sample_group
 from slime_core.types import Drop
 
@@ -54,16 +54,16 @@ async def look(run):
 
 def test_what_lay_in_a_segment_that_is_gone_is_pending_or_forgotten(tmp_path):
     asyncio.run(fill(tmp_path))
-    assert recover(tmp_path, Standing()) == []
+    assert recover(tmp_path, ResumePoint()) == []
     (tmp_path / "segments" / "000001.seg").unlink()
-    damage, again = recover(tmp_path, Standing())
+    damage, again = recover(tmp_path, ResumePoint())
     assert "DAMAGED SEGMENT" in damage
     assert "000001.seg: sample main/0-0 and 4 more cannot be read (STO111" in damage
     assert again == "1 groups are generated again"
     counts = {"issued": 8, "trained": 0, "pending": 6, "dropped/surplus": 2}
     states = [("pending", 0), ("dropped", 0), ("pending", 0), ("finished", 2)]
     assert asyncio.run(look(tmp_path)) == ([], counts, states, {})
-    assert recover(tmp_path, Standing()) == []
+    assert recover(tmp_path, ResumePoint()) == []
 
 
 def test_groups_that_ended_before_the_checkpoint_are_not_read(tmp_path):
@@ -73,12 +73,12 @@ def test_groups_that_ended_before_the_checkpoint_are_not_read(tmp_path):
         (place,) = db.execute("SELECT offset FROM samples WHERE id = 'main/1-0'").fetchone()
     data[place] ^= 1
     (tmp_path / "segments" / "000001.seg").write_bytes(data)
-    assert recover(tmp_path, Standing(version=3, first=2)) == []
-    assert len(recover(tmp_path, Standing(version=3, first=1))) == 2
+    assert recover(tmp_path, ResumePoint(version=3, first=2)) == []
+    assert len(recover(tmp_path, ResumePoint(version=3, first=1))) == 2
 
 
 def test_a_ledger_that_knows_less_than_the_checkpoint_is_refused_where_there_is_no_copy(tmp_path):
     asyncio.run(fill(tmp_path))
     with pytest.raises(StorageError, match="STO117") as caught:
-        recover(tmp_path, Standing(version=3, issued=9))
+        recover(tmp_path, ResumePoint(version=3, issued=9))
     assert "it has 8 samples, the checkpoint was made with 9; checkpoint 3 has no copy of it" in caught.value.why

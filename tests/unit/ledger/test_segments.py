@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 from slime_core.durable import storage_error
 from slime_core.errors import StorageError
 from slime_core.ledger import segments as module
-from slime_core.ledger.segments import Place, Segments, read_array, segment_name
+from slime_core.ledger.segments import RecordPlace, Segments, read_array, segment_name
 from slime_core.types import ArrayRef
 
 pytestmark = pytest.mark.unit
@@ -44,7 +44,7 @@ def test_records_come_back_and_lie_where_the_format_says(store):
     assert store.read(first) == b"abcde"
     assert store.read(second) == b""
     # 8 bytes of file magic, then a frame of 16 bytes before each body
-    assert first == Place(segment=1, offset=24, length=5, crc32=0x8587D865)
+    assert first == RecordPlace(segment=1, offset=24, length=5, crc32=0x8587D865)
     assert second.offset == 24 + 5 + 16
     data = store.path(1).read_bytes()
     assert data[:8] == b"slimeSG1"
@@ -163,13 +163,13 @@ def test_112_other_bytes_than_were_written_are_refused(store, damage):
 
 
 def test_111_a_segment_that_is_gone_is_named(store):
-    error = failing("STO111", store.read, Place(segment=9, offset=24, length=1, crc32=0))
+    error = failing("STO111", store.read, RecordPlace(segment=9, offset=24, length=1, crc32=0))
     assert segment_name(9) in error.where
 
 
 def test_112_a_file_that_is_no_segment_is_refused(store):
     (store.folder / segment_name(5)).write_bytes(b"PK\x03\x04 something else")
-    failing("STO112", store.read, Place(segment=5, offset=8, length=1, crc32=0))
+    failing("STO112", store.read, RecordPlace(segment=5, offset=8, length=1, crc32=0))
 
 
 @pytest.mark.parametrize(

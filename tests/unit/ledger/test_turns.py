@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from durability.ledger_contract import suspended_turns
 from slime_core.ledger.codec import cut, decode_turns, encode_turns
-from slime_core.protocols import Turn
+from slime_core.protocols import RequestTurn
 from slime_core.types import Completion, GenerateRequest, SamplingParams
 
 pytestmark = pytest.mark.unit
@@ -38,7 +38,7 @@ def histories(draw):
             session_id=draw(TEXT),
             kept=draw(st.integers(0, 3)),
         )
-        turn = Turn(request=request, finish=draw(st.sampled_from(["", "stop", "length", "abort"])))
+        turn = RequestTurn(request=request, finish=draw(st.sampled_from(["", "stop", "length", "abort"])))
         for _ in range(draw(st.integers(0, 3))):
             tokens, versions = draw(TOKENS), []
             for _ in tokens:
@@ -112,7 +112,7 @@ def test_a_turn_that_loses_its_last_token_goes_on_again():
 def test_what_comes_behind_a_cut_is_left_out_even_without_tokens():
     ended, running = suspended_turns("a")
     nothing = replace(ended.pieces[0], tokens=[], versions=[], log_probs=[], plain_log_probs=[], finish="abort")
-    waiting = Turn(request=ended.request, pieces=[nothing])
+    waiting = RequestTurn(request=ended.request, pieces=[nothing])
     assert cut([ended, waiting], 4) == [ended, waiting]
     assert [len(t.pieces) for t in cut([ended, running, waiting], 4)] == [1, 2]
     assert cut([ended, running, waiting], 3) == []

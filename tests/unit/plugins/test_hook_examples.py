@@ -14,7 +14,7 @@ import pytest
 
 import slime_core
 from slime_core import hookspecs
-from slime_core.backends import ClusterBackend, EngineBackend, Served, TrainerBackend
+from slime_core.backends import ClusterBackend, EngineBackend, ServedEngines, TrainerBackend
 from slime_core.config.problems import conflict
 from slime_core.config.schema import Config
 from slime_core.hookspecs import HOOKS
@@ -39,7 +39,7 @@ NAMES = {
     "curriculum": SimpleNamespace(),
     "BRIDGE": SimpleNamespace(),
     **dict.fromkeys(("MySink", "MyEngine", "MyTrainer", "my_cluster"), SimpleNamespace),
-    **{kind.__name__: kind for kind in (EngineBackend, TrainerBackend, ClusterBackend, Served)},
+    **{kind.__name__: kind for kind in (EngineBackend, TrainerBackend, ClusterBackend, ServedEngines)},
     **{kind.__name__: kind for kind in (Group, Prompt, Reward, Sample, SamplingParams, Status)},
     **{name: getattr(slime_core, name) for name in ("Check", "CheckResult", "Drop", "Estimator", "Loss")},
 }

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from slime_core.config.schema import Config, DataSection, EvalSection, EvalTask, RewardSection, Task, TrainSection
+from slime_core.config.schema import Config, DataSection, DataTask, EvalSection, EvalTask, RewardSection, TrainSection
 from slime_core.errors import ConfigError, PluginError
 from slime_core.plugins import load_plugins
 from slime_core.types import Group, Prompt, Sample
@@ -55,14 +55,16 @@ def test_two_plugins_of_equal_rank_are_an_error_at_start(load):
 
 
 def test_an_owner_stands_before_a_plugin_that_owns_nothing_and_only_in_its_task(load, ctx):
-    config = Config(plugins=("one", "two"), data=DataSection(tasks=(Task(name="a", plugin="one"), Task(name="b"))))
+    config = Config(
+        plugins=("one", "two"), data=DataSection(tasks=(DataTask(name="a", plugin="one"), DataTask(name="b")))
+    )
     plugins = load({"data": config.data}, one=reward_of(1), two=reward_of(2))
     assert value(plugins, ctx, config, "a") == 1
     assert value(plugins, ctx, config, "b") == 2
 
 
 def test_a_plugin_that_owns_another_task_does_not_answer_here(load):
-    data = DataSection(tasks=(Task(name="a", plugin="one"), Task(name="b")))
+    data = DataSection(tasks=(DataTask(name="a", plugin="one"), DataTask(name="b")))
     plugins = load({"data": data}, one=reward_of(1))
     assert provider(plugins, "slime_reward", "a") == "one (dist-one==1.0)"
     assert provider(plugins, "slime_reward", "b") == "core"
@@ -71,13 +73,13 @@ def test_a_plugin_that_owns_another_task_does_not_answer_here(load):
 def test_the_only_plugin_that_brings_prompts_owns_the_default_task(load, ctx):
     plugins = load(one=reward_of(1) + PROMPTS, two=reward_of(2))
     assert value(plugins, ctx, Config(plugins=("one", "two"))) == 1
-    assert len(plugins.prompts(Task(name="default"), ctx)) == 3
+    assert len(plugins.prompts(DataTask(name="default"), ctx)) == 3
 
 
 def test_a_file_of_prompts_stands_before_a_plugins(load, ctx):
     plugins = load({"data": DataSection(prompt_data="my.jsonl")}, one=reward_of(1) + PROMPTS)
     used = type(ctx)(config=Config(plugins=("one",), data=DataSection(prompt_data="my.jsonl")))
-    assert plugins.prompts(Task(name="default", prompt_data="my.jsonl"), used) is None
+    assert plugins.prompts(DataTask(name="default", prompt_data="my.jsonl"), used) is None
 
 
 def test_two_plugins_that_bring_prompts_need_a_task_each(load):
@@ -89,14 +91,14 @@ def test_two_plugins_that_bring_prompts_need_a_task_each(load):
 
 def test_a_task_of_a_plugin_that_is_not_loaded_is_refused(load):
     with pytest.raises(ConfigError) as caught:
-        load({"data": DataSection(tasks=(Task(name="a", plugin="gel"),))}, geo=reward_of(1))
+        load({"data": DataSection(tasks=(DataTask(name="a", plugin="gel"),))}, geo=reward_of(1))
     assert caught.value.code == "CFG04"
     assert "did you mean 'geo'?" in caught.value.fix
 
 
 def test_the_tasks_own_function_stands_before_its_owner(load, ctx, tmp_path):
     (tmp_path / "mine.py").write_text("def judge(sample):\n    return 5\n")
-    data = DataSection(tasks=(Task(name="a", plugin="one", reward=f"{tmp_path}/mine.py:judge"),))
+    data = DataSection(tasks=(DataTask(name="a", plugin="one", reward=f"{tmp_path}/mine.py:judge"),))
     config = Config(plugins=("one",), data=data)
     plugins = load({"data": data}, one=reward_of(1))
     assert value(plugins, ctx, config, "a") == 5
@@ -106,7 +108,7 @@ def test_the_tasks_own_function_stands_before_its_owner(load, ctx, tmp_path):
 def test_a_function_for_the_run_stands_before_the_tasks_own(load, ctx, tmp_path):
     (tmp_path / "mine.py").write_text("def judge(sample):\n    return 5\ndef run(sample):\n    return 6\n")
     config = Config(
-        data=DataSection(tasks=(Task(name="a", reward=f"{tmp_path}/mine.py:judge"),)),
+        data=DataSection(tasks=(DataTask(name="a", reward=f"{tmp_path}/mine.py:judge"),)),
         reward=RewardSection(custom_rm_path=f"{tmp_path}/mine.py:run"),
     )
     plugins = load_plugins(config)
@@ -124,7 +126,7 @@ def test_a_reward_is_found_by_rm_type(load, ctx, name, expected):
 
 
 def test_a_task_may_name_an_rm_type_of_its_own_and_a_row_another(load, ctx):
-    config = Config(plugins=("geo",), data=DataSection(tasks=(Task(name="a", reward="close"),)))
+    config = Config(plugins=("geo",), data=DataSection(tasks=(DataTask(name="a", reward="close"),)))
     plugins = load({"data": config.data}, geo=TYPES)
     assert value(plugins, ctx, config, "a") == 4.0
     row = Sample(id="p/0-0", task="a", metadata={"rm_type": "exact"})
@@ -136,7 +138,11 @@ def test_a_task_may_name_an_rm_type_of_its_own_and_a_row_another(load, ctx):
     ("sections", "nearest", "where"),
     [
         ({"reward": RewardSection(rm_type="exakt")}, "did you mean 'exact'?", "reward.rm_type"),
-        ({"data": DataSection(tasks=(Task(name="a", reward="exac"),))}, "did you mean 'exact'?", "of the task 'a'"),
+        (
+            {"data": DataSection(tasks=(DataTask(name="a", reward="exac"),))},
+            "did you mean 'exact'?",
+            "of the task 'a'",
+        ),
         ({"train": TrainSection(advantage_estimator="grop")}, "did you mean 'grpo'?", "train.advantage_estimator"),
         ({"train": TrainSection(loss_type="policy_los")}, "did you mean 'policy_loss'?", "train.loss_type"),
     ],

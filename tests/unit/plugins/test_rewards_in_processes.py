@@ -198,7 +198,7 @@ def test_60_a_process_of_a_reward_dies_with_the_run(tmp_path):
     """Cases 60 and 130: even where the run is killed."""
     program = (
         "import os, signal\nfrom slime_core.config.schema import Config\n"
-        "from slime_core.plugins.isolated import Worker\nworker = Worker(Config())\nworker.load()\n"
+        "from slime_core.plugins.isolated import IsolatedWorker\nworker = IsolatedWorker(Config())\nworker.load()\n"
         "print(worker.process.pid, flush=True)\nos.kill(worker.process.pid, signal.SIGSTOP)\n"  # it reads no end of file
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

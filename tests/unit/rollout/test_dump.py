@@ -12,7 +12,7 @@ from slime_core.context import Context
 from slime_core.errors import ConfigError, DataError, PluginError, StorageError
 from slime_core.ledger.segments import Segments, read_array
 from slime_core.plugins import load_plugins
-from slime_core.rollout.dump import About, Dump, DumpedGroups, evaluation_path, read_dump, step_path, write_dump
+from slime_core.rollout.dump import Dump, DumpedGroups, DumpHeader, evaluation_path, read_dump, step_path, write_dump
 from slime_core.testing.contracts import sample_group
 from slime_core.types import Group, Prompt
 
@@ -46,7 +46,7 @@ def config_of(**keys):
 def test_groups_come_back_bit_for_bit(tmp_path):
     groups = groups_of(0, 7)
     path = step_path(tmp_path / "dump", 1)
-    write_dump(path, groups, About(version=1))
+    write_dump(path, groups, DumpHeader(version=1))
     assert plain(read_dump(path)) == plain(groups)
     assert path.name == "step-000001.rollout"
     assert [p.name for p in path.parent.iterdir()] == [path.name]  # nothing is left beside it
@@ -54,7 +54,7 @@ def test_groups_come_back_bit_for_bit(tmp_path):
 
 def test_a_file_holds_no_pickle(tmp_path):
     path = step_path(tmp_path, 1)
-    write_dump(path, groups_of(0), About(version=1))
+    write_dump(path, groups_of(0), DumpHeader(version=1))
     head = path.read_bytes()[:8]
     assert head == b"slimeRD1"
 
@@ -68,7 +68,7 @@ def test_arrays_of_the_run_are_copied_and_given_to_the_run_that_reads(tmp_path):
     group.samples[0].rollout_routed_experts = writer.write_array(experts)
     group.samples[1].multimodal_train_inputs = {"pixels": writer.write_array(pixels)}
     writer.close()
-    write_dump(step_path(tmp_path, 1), [group], About(version=1), arrays=source)
+    write_dump(step_path(tmp_path, 1), [group], DumpHeader(version=1), arrays=source)
     for file in source.iterdir():
         file.unlink()  # the run that made them is gone
     reader = Segments(target)
@@ -82,7 +82,7 @@ def test_arrays_of_the_run_are_copied_and_given_to_the_run_that_reads(tmp_path):
 @pytest.mark.parametrize("keep", [4, 12, 40, -1], ids=["magic", "frame", "header", "body"])
 def test_a_file_that_was_cut_short_is_refused(tmp_path, keep):
     path = step_path(tmp_path, 1)
-    write_dump(path, groups_of(0), About(version=1))
+    write_dump(path, groups_of(0), DumpHeader(version=1))
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(StorageError, match="STO112"):
         read_dump(path)
@@ -90,7 +90,7 @@ def test_a_file_that_was_cut_short_is_refused(tmp_path, keep):
 
 def test_every_flipped_bit_is_found(tmp_path):
     path = step_path(tmp_path, 1)
-    write_dump(path, groups_of(0), About(version=1))
+    write_dump(path, groups_of(0), DumpHeader(version=1))
     whole = path.read_bytes()
     for place in range(0, len(whole), 37):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
@@ -111,7 +111,7 @@ def test_a_prompt_that_json_cannot_hold_names_itself_and_leaves_no_file(tmp_path
     group = groups_of(0)[0]
     group.prompt.metadata["thing"] = object()
     with pytest.raises(PluginError, match="PLG57"):
-        write_dump(step_path(tmp_path / "dump", 1), [group], About(version=1))
+        write_dump(step_path(tmp_path / "dump", 1), [group], DumpHeader(version=1))
     assert not (tmp_path / "dump").exists()
 
 
@@ -223,10 +223,10 @@ def test_another_stage_and_another_number_of_groups_are_told(tmp_path):
 
 def test_an_empty_group_list_is_a_file_too(tmp_path):
     path = evaluation_path(tmp_path, "none", 0)
-    write_dump(path, [], About(version=0, set="none"))
+    write_dump(path, [], DumpHeader(version=0, set="none"))
     assert read_dump(path) == []
     empty = Group(prompt=Prompt(id="a/0"), samples=[], rollouts={})
-    write_dump(path, [empty], About(version=0, set="none"))
+    write_dump(path, [empty], DumpHeader(version=0, set="none"))
     assert plain(read_dump(path)) == plain([empty])
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slime_core.trainers.fsdp import attention
-from slime_core.trainers.fsdp.attention import Attention, Segments, segment_attention
+from slime_core.trainers.fsdp.attention import Attention, PackSegments, segment_attention
 
 pytestmark = pytest.mark.unit
 
@@ -60,7 +60,7 @@ def plain(q, k, v, lengths, prefix, window=None):
 def test_attention_of_a_pack_is_that_of_its_sequences_alone(name, window):
     lengths, prefix = PACKS[name]
     q, k, v = tensors(sum(lengths))
-    segments = Segments.of(np.concatenate([[0], np.cumsum(lengths)]), prefix, "cpu")
+    segments = PackSegments.of(np.concatenate([[0], np.cumsum(lengths)]), prefix, "cpu")
     by_heads = (x.transpose(0, 1)[None] for x in (q, k, v))
     got, _ = segment_attention(
         torch.nn.Module(), *by_heads, None, segments=segments, scaling=DIM**-0.5, sliding_window=window
@@ -80,7 +80,7 @@ def test_attention_with_its_own_backward_pass_is_the_same(name):
     d_out = torch.randn_like(want)
     theirs = torch.autograd.grad(want, [q, k, v], d_out)
     got, ours = torch.zeros_like(q), [torch.zeros_like(x) for x in (q, k, v)]
-    for run in Segments.of(np.concatenate([[0], np.cumsum(lengths)]), prefix, "cpu").runs:
+    for run in PackSegments.of(np.concatenate([[0], np.cumsum(lengths)]), prefix, "cpu").runs:
         one = Attention(run, DIM**-0.5)
         with torch.no_grad():
             filled = [run.fill(x.detach()).transpose(1, 2).contiguous() for x in (q, k, v)]
@@ -92,7 +92,7 @@ def test_attention_with_its_own_backward_pass_is_the_same(name):
 
 
 def test_neighbours_of_about_the_same_length_attend_in_one_call():
-    runs = Segments.of([0, 10, 20, 29, 32], [-1] * 4, "cpu").runs
+    runs = PackSegments.of([0, 10, 20, 29, 32], [-1] * 4, "cpu").runs
     assert [(run.count, run.length) for run in runs] == [(3, 10), (1, 3)]
     assert [run.gather is None for run in runs] == [False, True]
 
@@ -103,7 +103,7 @@ def test_neighbours_of_about_the_same_length_attend_in_one_call():
 )
 def test_the_mean_length_of_sequences_says_which_kernel_takes_them(lengths, prefix, wanted):
     cu = np.concatenate([[0], np.cumsum(lengths)])
-    assert Segments.of(cu, np.array(prefix), "cpu").long is wanted
+    assert PackSegments.of(cu, np.array(prefix), "cpu").long is wanted
 
 
 @pytest.mark.parametrize("name", PACKS)
@@ -115,7 +115,7 @@ def test_sequences_that_are_filled_up_to_a_planned_length_attend_as_they_are(nam
     rows, seen = list(map(np.asarray, sequences(lengths, prefix))), np.zeros(int(cu[-1]), dtype=bool)
     runs = tuple(attention._run([one], seen, "cpu", fill=True) for one in rows)
     assert all(run.length % 64 == 0 and run.length >= len(one) for run, one in zip(runs, rows))
-    segments = dataclasses.replace(Segments.of(cu, np.array(prefix), "cpu"), runs=runs)
+    segments = dataclasses.replace(PackSegments.of(cu, np.array(prefix), "cpu"), runs=runs)
     q, k, v = tensors(int(cu[-1]))
     out = segment_attention(
         torch.nn.Identity(), *(x.transpose(0, 1)[None] for x in (q, k, v)), None, segments=segments
@@ -128,7 +128,7 @@ def test_sequences_that_are_filled_up_to_a_planned_length_attend_as_they_are(nam
 
 
 def test_equal_sequences_as_they_lie_are_not_copied():
-    (run,) = Segments.of([0, 4, 8, 12], [-1] * 3, "cpu").runs
+    (run,) = PackSegments.of([0, 4, 8, 12], [-1] * 3, "cpu").runs
     x = torch.randn(12, 2, 3)
     assert run.fill(x).data_ptr() == x.data_ptr()
 
@@ -136,7 +136,7 @@ def test_equal_sequences_as_they_lie_are_not_copied():
 @pytest.mark.parametrize("lengths", list(itertools.product([1, 3, 8], repeat=3)), ids=str)
 def test_filling_wastes_at_most_its_share(lengths):
     lengths = sorted(lengths, reverse=True)
-    runs = Segments.of(np.concatenate([[0], np.cumsum(lengths)]), [-1] * 3, "cpu").runs
+    runs = PackSegments.of(np.concatenate([[0], np.cumsum(lengths)]), [-1] * 3, "cpu").runs
     filled = sum(run.count * run.length for run in runs)
     assert filled * (1 - attention.FILLING) <= sum(lengths) + 1e-9
 
@@ -144,7 +144,7 @@ def test_filling_wastes_at_most_its_share(lengths):
 @pytest.mark.parametrize("odd", ["softcap", "s_aux", "position_bias"])
 def test_what_is_more_than_causal_attention_is_refused(odd):
     q = torch.zeros(1, 1, 2, 4)
-    segments = Segments.of([0, 2], [-1], "cpu")
+    segments = PackSegments.of([0, 2], [-1], "cpu")
     with pytest.raises(TypeError, match=odd):
         segment_attention(torch.nn.Module(), q, q, q, None, segments=segments, **{odd: 1.0})
     with pytest.raises(TypeError, match="mask"):

@@ -10,8 +10,8 @@ import trainer_bench as made
 
 from slime_core.errors import TrainerError
 from slime_core.trainers.batch import make_batch, stamp_of
-from slime_core.trainers.data_parallel import Split
-from slime_core.trainers.optimizer_step import FILE, Guard, Outcome, summary
+from slime_core.trainers.data_parallel import BatchSplit
+from slime_core.trainers.optimizer_step import FILE, NonFiniteGuard, StepOutcome, summary
 from slime_core.types import Status
 from slime_core.weights.flops import Flops
 
@@ -215,17 +215,19 @@ def test_the_count_of_steps_in_a_row_is_saved(tolerant, tmp_path):
 
 
 def portion_of(batch):
-    return Split(flops=Flops(token=1.0, pair=0.0), max_tokens=100).portions(batch)[0]
+    return BatchSplit(flops=Flops(token=1.0, pair=0.0), max_tokens=100).portions(batch)[0]
 
 
 def test_without_the_key_the_first_step_that_is_not_finite_ends_the_run():
     with pytest.raises(TrainerError, match="TRN95"):
-        Guard().skip(portion_of(made.batch_of()), [0], math.nan, 1.0)
+        NonFiniteGuard().skip(portion_of(made.batch_of()), [0], math.nan, 1.0)
 
 
 def test_all_samples_are_written_where_only_the_gradient_is_not_finite(tmp_path):
     batch = made.batch_of()
-    assert Guard(most=1, errors=tmp_path).skip(portion_of(batch), [], 1.0, math.inf) == Outcome("nonfinite")
+    assert NonFiniteGuard(most=1, errors=tmp_path).skip(portion_of(batch), [], 1.0, math.inf) == StepOutcome(
+        "nonfinite"
+    )
     (row,) = map(json.loads, (tmp_path / FILE).read_text().splitlines())
     assert row["samples"] == batch.sample_ids
     assert row["grad_norm"] == "inf"
@@ -243,9 +245,9 @@ def test_an_importance_ratio_that_overflows_is_cut_and_counted(bench):
 
 def test_the_figures_of_a_step_are_means_over_those_that_have_them():
     outcomes = [
-        Outcome("made", {"loss": 1.0, "grad_norm": 2.0, "lr": 0.1}),
-        Outcome("masked"),
-        Outcome("no_gradient", {"loss": 0.0, "grad_norm": 0.0, "lr": 0.2}),
+        StepOutcome("made", {"loss": 1.0, "grad_norm": 2.0, "lr": 0.1}),
+        StepOutcome("masked"),
+        StepOutcome("no_gradient", {"loss": 0.0, "grad_norm": 0.0, "lr": 0.2}),
     ]
     found = summary(outcomes, 7.0)
     assert (found["loss"], found["grad_norm"], found["lr"]) == (0.5, 1.0, 0.2)

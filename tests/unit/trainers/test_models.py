@@ -11,7 +11,7 @@ import transformers
 
 from slime_core.testing.models import char_tokenizer
 from slime_core.trainers.compiling import Compiled
-from slime_core.trainers.fsdp.model import Policy
+from slime_core.trainers.fsdp.model import FsdpPolicy
 
 pytestmark = pytest.mark.unit
 
@@ -170,6 +170,6 @@ def test_so_many_layers_alone_are_made_again(bench, layers, wanted):
 def test_a_layer_that_computes_otherwise_is_not_fused(bench):
     hf = copy.deepcopy(bench().folder.build_model("float32"))
     hf.model.layers[1].mlp.act_fn = torch.nn.Tanh()  # the config still says silu
-    policy = Policy(hf, chunk=64)
+    policy = FsdpPolicy(hf, chunk=64)
     policy.try_model()
     assert (policy.packs, policy.linear_head, policy.fused) == (True, True, False)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from slime_core.errors import TrainerError
 from slime_core.testing import tiny_model
 from slime_core.trainers.fsdp.publishing import parts_of
-from slime_core.types import Held, Piece, WeightRoute
+from slime_core.types import Piece, RankTensor, WeightRoute
 from slime_core.weights import hashing
 
 pytestmark = pytest.mark.unit
@@ -47,7 +47,7 @@ def test_a_folder_has_the_names_of_the_model_folder_and_the_trained_values_cast(
 def test_an_update_carries_the_checksums_of_what_it_sent(bench, tmp_path):
     one = bench(rollout=SERVED)
     q, k, v = (f"model.layers.0.self_attn.{which}_proj.weight" for which in "qkv")
-    held = Held(name="model.layers.0.self_attn.qkv_proj.weight", pieces=tuple(Piece(name=n) for n in (q, k, v)))
+    held = RankTensor(name="model.layers.0.self_attn.qkv_proj.weight", pieces=tuple(Piece(name=n) for n in (q, k, v)))
     for transport in ("disk", "tensor"):
         update = asyncio.run(one.trainer.publish(3, route(tmp_path, transport=transport, checks=(held,))))
         tensors = one.worker.actor.locals()

@@ -19,8 +19,8 @@ from slime_core.errors import StorageError, TrainerError
 from slime_core.plugins import load_plugins
 from slime_core.testing import tiny_model
 from slime_core.trainers.fsdp import checkpoint as files
-from slime_core.trainers.fsdp.checkpoint import Part
-from slime_core.trainers.offload import BLOCK, Layout, Staging
+from slime_core.trainers.fsdp.checkpoint import StatePart
+from slime_core.trainers.offload import BLOCK, FileLayout, HostStaging
 
 pytestmark = pytest.mark.unit
 
@@ -200,7 +200,7 @@ def test_the_generators_of_another_number_of_ranks_are_left_alone(bench, tmp_pat
 def test_every_rank_writes_about_the_same():
     sizes = {"embed": 900, "a": 300, "b": 300, "c": 300, "norm": 4}
     parts = [
-        Part(kind, name, name, torch.empty(0), torch.empty(size))
+        StatePart(kind, name, name, torch.empty(0), torch.empty(size))
         for name, size in sizes.items()
         for kind in ("parameters", "moments", "moments")
     ]
@@ -216,9 +216,9 @@ def test_tensors_cross_the_borders_of_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr("slime_core.trainers.offload.PIECE", 10)
     tensors = {"a": torch.arange(5.0), "none": torch.zeros(0, 3), "b": torch.arange(33, dtype=torch.int8)}
     tensors |= {"half": torch.randn(3, 3).bfloat16(), "turned": torch.randn(4, 5).t()}
-    staging = Staging(torch.device("cpu"))
-    layouts = [Layout("x", {n: (t.shape, t.dtype) for n, t in tensors.items()})]
-    layouts.append(Layout("y", {"again": (torch.Size([5]), torch.float32)}))
+    staging = HostStaging(torch.device("cpu"))
+    layouts = [FileLayout("x", {n: (t.shape, t.dtype) for n, t in tensors.items()})]
+    layouts.append(FileLayout("y", {"again": (torch.Size([5]), torch.float32)}))
     for _ in range(2):
         staging.wait()
         staging.plan(layouts)
@@ -240,8 +240,8 @@ def test_tensors_cross_the_borders_of_blocks(tmp_path, monkeypatch):
 def test_what_changes_while_it_is_written_is_copied_first_and_nothing_else_is(tmp_path, held):
     """On a CPU: the last save of a run needs no memory beside the state's own."""
     tensors = {"a": torch.arange(5.0), "b": torch.arange(3.0)}
-    layout = Layout("x", {n: (t.shape, t.dtype) for n, t in tensors.items()})
-    staging = Staging(torch.device("cpu"))
+    layout = FileLayout("x", {n: (t.shape, t.dtype) for n, t in tensors.items()})
+    staging = HostStaging(torch.device("cpu"))
     for name, change in (("still", False), ("changing", True)):
         staging.plan([layout])
         for key, tensor in tensors.items():

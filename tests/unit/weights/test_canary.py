@@ -4,7 +4,7 @@ import pytest
 from small_engine import hf_tensors, small_config
 
 from slime_core.errors import EngineError
-from slime_core.types import Held, Piece
+from slime_core.types import Piece, RankTensor
 from slime_core.weights.canary import Choice, compare, merged
 from slime_sglang.layout import layout
 
@@ -19,7 +19,9 @@ def rows(layers=5, kinds=KINDS, tp=1, ends=("model.embed_tokens.weight", "model.
     found = []
     for name in [ends[0], *names, *ends[1:]]:
         parts = [name.replace("qkv", which) for which in "qkv"] if "qkv" in name else [name]
-        found += [Held(name=name, rank=rank, pieces=tuple(Piece(name=part) for part in parts)) for rank in range(tp)]
+        found += [
+            RankTensor(name=name, rank=rank, pieces=tuple(Piece(name=part) for part in parts)) for rank in range(tp)
+        ]
     return found
 
 
@@ -197,7 +199,7 @@ def test_swapped_gate_and_up_are_recognised_among_real_names():
 
 
 def test_a_tied_output_embedding_that_was_not_synced_is_recognised():
-    head = Held(name="lm_head.weight", pieces=(Piece(name="model.embed_tokens.weight"),))
+    head = RankTensor(name="lm_head.weight", pieces=(Piece(name="model.embed_tokens.weight"),))
     checks = [*rows(), head]
     why = damage(old(["lm_head.weight"]), checks, before=old([*names_of(rows()), "lm_head.weight"])).why
     assert "the output embedding, which is tied, was not synced" in why

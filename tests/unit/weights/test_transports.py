@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from travelling import QK, TOP, sent, sources_of, tensors_of
 
 from slime_core.errors import StorageError, TrainerError
-from slime_core.types import Held, Piece, WeightRoute
+from slime_core.types import Piece, RankTensor, WeightRoute
 from slime_core.weights import hashing
 from slime_core.weights.shards import Shards
 from slime_core.weights.transports import disk
-from slime_core.weights.transports.buckets import Part, Staging, Tally, lay_out, stream
+from slime_core.weights.transports.buckets import Staging, Tally, TensorPart, lay_out, stream
 
 pytestmark = pytest.mark.unit
 
@@ -44,7 +44,7 @@ def test_buckets_hold_what_fits_and_a_larger_tensor_has_one_of_its_own():
 
 
 def test_a_name_that_comes_twice_and_an_unknown_dtype_are_errors():
-    part = Part("x", (2,), lambda whole: whole)
+    part = TensorPart("x", (2,), lambda whole: whole)
     with pytest.raises(TrainerError, match="x would be sent twice"):
         lay_out([part, part], "float32")
     with pytest.raises(TrainerError, match="not as float16"):
@@ -69,7 +69,7 @@ def test_a_staging_holds_the_cast_bytes_at_addresses_that_stay(dtype, monkeypatc
 def test_a_tally_gives_the_checksums_of_the_bytes_and_keeps_no_tensor_longer_than_needed():
     tensors = {name: t.bfloat16() for name, t in tensors_of().items()}
     route = WeightRoute(transport="disk", dtype="bfloat16", checks=(QK, TOP))
-    tally = Tally(route, hashing.Sums)
+    tally = Tally(route, hashing.Checksums)
     for name, value in tensors.items():
         tally.add(name, value)
         assert set(tally._kept) <= {"a.q.weight"}
@@ -82,8 +82,8 @@ def test_a_tally_gives_the_checksums_of_the_bytes_and_keeps_no_tensor_longer_tha
 
 
 def test_a_check_of_a_tensor_that_is_not_sent_is_an_error_that_names_both():
-    head = Held(name="lm_head.weight", pieces=(Piece(name="lm_head.weight"),))
-    tally = Tally(WeightRoute(transport="disk", dtype="bfloat16", checks=(head,)), hashing.Sums)
+    head = RankTensor(name="lm_head.weight", pieces=(Piece(name="lm_head.weight"),))
+    tally = Tally(WeightRoute(transport="disk", dtype="bfloat16", checks=(head,)), hashing.Checksums)
     tally.add_all({name: t.bfloat16() for name, t in tensors_of().items()})
     with pytest.raises(TrainerError, match=r"lm_head\.weight was not sent, and the engine's lm_head\.weight"):
         tally.finish()
@@ -150,7 +150,7 @@ def test_a_folder_has_its_name_only_when_it_is_whole(tmp_path):
     sender = disk.DiskSender(CPU, {})
     route = disk_route(tmp_path)
     parts = [part for source in sources for part in source.parts]
-    sender.send(parts, looking(), 4, route, Tally(route, hashing.Sums))
+    sender.send(parts, looking(), 4, route, Tally(route, hashing.Checksums))
     assert [path.name for path in tmp_path.iterdir()] == ["v-4"]
 
 
@@ -165,7 +165,7 @@ def test_a_write_that_breaks_off_leaves_nothing_and_the_next_one_works(tmp_path)
 
     sender = disk.DiskSender(CPU, {})
     with pytest.raises(ValueError, match="a gather failed"):
-        sender.send(parts, breaking(), 4, disk_route(tmp_path), Tally(disk_route(tmp_path), hashing.Sums))
+        sender.send(parts, breaking(), 4, disk_route(tmp_path), Tally(disk_route(tmp_path), hashing.Checksums))
     assert list(tmp_path.iterdir()) == []
     assert sent(sender, tensors, disk_route(tmp_path))[0] == {"folder": str(tmp_path / "v-4")}
 

@@ -12,7 +12,7 @@ from slime_core.config.load import load_config
 from slime_core.errors import EngineError
 from slime_core.notices import notices_to
 from slime_core.testing.fakes import FakeEngine
-from slime_core.types import Held, WeightRoute
+from slime_core.types import RankTensor, WeightRoute
 from slime_core.weights import plain
 from slime_core.weights.plain import Band, Plain, differences, drawn, probe
 from slime_core.weights.update import Canary, sync_weights
@@ -355,7 +355,7 @@ def test_a_mixture_of_experts_has_a_wider_band():
 
 def test_that_a_model_is_a_mixture_is_known_from_the_engines_tensors():
     run = Run()
-    held = Held(name="model.layers.0.mlp.experts.w13_weight", pieces=())
+    held = RankTensor(name="model.layers.0.mlp.experts.w13_weight", pieces=())
     route = WeightRoute(transport="disk", dtype="bfloat16", checks=(held,))
     asyncio.run(run.canary.ask_trainer(run.trainer, run.engine, route))
     assert run.canary._plain.band.limit == plain.MIXTURE * plain.FLOOR["bfloat16"]

@@ -2,12 +2,12 @@
 
 import torch
 
-from slime_core.types import Held, Piece
-from slime_core.weights.hashing import Sums
-from slime_core.weights.transports.buckets import Part, Source, Tally, stream
+from slime_core.types import Piece, RankTensor
+from slime_core.weights.hashing import Checksums
+from slime_core.weights.transports.buckets import Tally, TensorPart, TensorSource, stream
 
-QK = Held(name="a.qk.weight", pieces=(Piece(name="a.q.weight"), Piece(name="a.k.weight")))
-TOP = Held(name="embed.weight", rank=1, pieces=(Piece(name="embed.weight", start=17),))
+QK = RankTensor(name="a.qk.weight", pieces=(Piece(name="a.q.weight"), Piece(name="a.k.weight")))
+TOP = RankTensor(name="embed.weight", rank=1, pieces=(Piece(name="embed.weight", start=17),))
 
 
 def tensors_of(seed=0):
@@ -19,10 +19,13 @@ def tensors_of(seed=0):
 
 def sources_of(tensors):
     """A source a tensor."""
-    return [Source((Part(name, tuple(t.shape), lambda whole: whole),), lambda t=t: t) for name, t in tensors.items()]
+    return [
+        TensorSource((TensorPart(name, tuple(t.shape), lambda whole: whole),), lambda t=t: t)
+        for name, t in tensors.items()
+    ]
 
 
-def sent(sender, tensors, route, version=4, sums=Sums):
+def sent(sender, tensors, route, version=4, sums=Checksums):
     """The handle and checksums of one update."""
     sources, tally = sources_of(tensors), Tally(route, sums)
     parts = [part for source in sources for part in source.parts]

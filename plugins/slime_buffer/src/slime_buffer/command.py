@@ -41,22 +41,22 @@ def serve_command(
     max_tokens: int,
 ) -> None:
     """Serve the buffer in DIR until SIGTERM. stdout gets one line: the address."""
-    from slime_buffer.service.serve import Settings, serve
-    from slime_buffer.service.tables import Limits
+    from slime_buffer.service.serve import BufferSettings, serve
+    from slime_buffer.service.tables import BufferLimits
 
     def started(url: str, path: Path | None) -> None:
         say(f"token in {path}" if path else f"token from {TOKEN_ENV}")
         click.echo(url)
 
     serve(
-        Settings(
+        BufferSettings(
             folder=folder,
             host=host,
             port=port,
             token_file=token_file,
             max_body=max_body_mib << 20,
             max_tokens=max_tokens,
-            limits=Limits(unread=max_unread, open=max_open),
+            limits=BufferLimits(unread=max_unread, open=max_open),
         ),
         started,
     )

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from slime_buffer.rules import KEY
-from slime_core.compat.modules import Server, server
+from slime_core.compat.modules import GenerateEndpoint, server
 from slime_core.errors import ConfigError
 from slime_core.plugins.router import INFRA
 from slime_core.seeds import seed_of
@@ -36,7 +36,7 @@ class BufferRollout:
 
     def __init__(self) -> None:
         self._token = secrets.token_urlsafe(32)
-        self._door: Server | None = None
+        self._door: GenerateEndpoint | None = None
         self._exchange: tuple[asyncio.AbstractEventLoop, str, Exchange] | None = None
 
     async def generate(self, group: Group, ctx: Context) -> Group:

@@ -16,13 +16,13 @@ from slime_core.data.chat import decode
 from slime_core.types import Completion, Message
 
 if TYPE_CHECKING:
-    from slime_chat.request import Ask
+    from slime_chat.request import ChatRequest
     from slime_chat.tree import Node
 
 BROKEN = "\ufffd"  # half of a character
 
 
-def completion(ask: Ask, nodes: Sequence[Node], prompt_tokens: int, *, name: str, tokenizer: Any) -> Any:
+def completion(ask: ChatRequest, nodes: Sequence[Node], prompt_tokens: int, *, name: str, tokenizer: Any) -> Any:
     """The answer to a request: its ``n`` nodes as choices."""
     choices = [
         {

@@ -1,4 +1,4 @@
-"""The body of `POST /v1/chat/completions` in, an :class:`Ask` out, or a refusal in OpenAI's words.
+"""The body of `POST /v1/chat/completions` in, an :class:`ChatRequest` out, or a refusal in OpenAI's words.
 
 Three kinds of parameters: those that are served, those that change nothing (``user``, ``store``), and all others,
 which are refused unless they have the value that changes nothing. So nothing that a client asks for is silently left
@@ -43,7 +43,7 @@ MOST = 128
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Ask:
+class ChatRequest:
     """What a client wants."""
 
     model: str
@@ -63,7 +63,7 @@ class Ask:
 
 def read(
     payload: Mapping[str, Any], defaults: SamplingParams, *, training: bool, leave_out: Collection[str] = ()
-) -> Ask:
+) -> ChatRequest:
     """See the module; ``defaults`` are the run's sampling parameters.
 
     Raises:
@@ -81,7 +81,7 @@ def read(
     options = fields.get("stream_options", {})
     if not isinstance(options, Mapping):
         raise bad('send an object, such as {"include_usage": true}', "stream_options")
-    return Ask(
+    return ChatRequest(
         model=str(fields.get("model", "policy")),
         messages=messages,
         keys=[key_of(message) for message in messages],

@@ -32,7 +32,7 @@ from slime_core.seeds import seed_of
 from slime_core.types import Completion, GenerateRequest, Message, Sample, SamplingParams, Status
 
 if TYPE_CHECKING:
-    from slime_chat.request import Ask
+    from slime_chat.request import ChatRequest
     from slime_core.context import Context
     from slime_core.data.turns import Speech
 
@@ -167,7 +167,7 @@ class Session:
         if self._over or self.error is not None:
             raise HttpError(410, "this session is over", code="session_over")
 
-    def _words(self, new: Sequence[Message], parent: Node, ask: Ask) -> list[int]:
+    def _words(self, new: Sequence[Message], parent: Node, ask: ChatRequest) -> list[int]:
         """Ids of the messages after ``parent``'s answer, up to where the next one begins."""
         speech = self._speech
         try:
@@ -223,7 +223,7 @@ class Session:
         self.counts["beside"] += 1
         return f"{self.sample.id}~{self.counts['beside']}"
 
-    def _said(self, done: Completion, ask: Ask, seed: int) -> Message:
+    def _said(self, done: Completion, ask: ChatRequest, seed: int) -> Message:
         """The message that an answer's ids make."""
         text = self._speech.text(done.tokens)
         positions = [place for stop in ask.params.stop if (place := text.find(stop)) >= 0]

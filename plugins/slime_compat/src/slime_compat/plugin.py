@@ -13,7 +13,7 @@ from slime_core import Check, CheckResult, hookimpl
 
 if TYPE_CHECKING:
     from slime_compat.server import GenerateServer
-    from slime_core.compat.session import Call
+    from slime_core.compat.session import GenerationCall
 
 
 class Compat:
@@ -25,7 +25,7 @@ class Compat:
         """Serve slime's modules until the finder is removed."""
         return Finder.install()
 
-    def server(self, calls: Mapping[int, Call], token: str = "") -> GenerateServer:
+    def server(self, calls: Mapping[int, GenerationCall], token: str = "") -> GenerateServer:
         """A `/generate` that starts when its port is first asked for."""
         from slime_compat.server import GenerateServer
 

@@ -17,7 +17,7 @@ from slime_core.seeds import seed_of
 from slime_core.types import GenerateRequest
 
 if TYPE_CHECKING:
-    from slime_core.compat.session import Call
+    from slime_core.compat.session import GenerationCall
     from slime_core.context import Context
 
 
@@ -28,7 +28,7 @@ class GenerateServer:
     server requires it; slime's own functions could not send one.
     """
 
-    def __init__(self, calls: Mapping[int, Call], token: str = "") -> None:
+    def __init__(self, calls: Mapping[int, GenerationCall], token: str = "") -> None:
         self._calls, self._token = calls, token
         self._unknown: Counter[int] = Counter()
         self._server: tuple[LoopbackServer, Context] | None = None
@@ -129,7 +129,7 @@ class GenerateServer:
         }
         return {"text": "", "output_ids": [], "meta_info": meta}
 
-    def _seed(self, tokens: Sequence[int], params: dict[str, Any], call: Call | None) -> int:
+    def _seed(self, tokens: Sequence[int], params: dict[str, Any], call: GenerationCall | None) -> int:
         """A draw's key: the sample's, and for the k-th continuation of the same tokens another one."""
         if call is None and params.get("sampling_seed") is not None:
             return int(params["sampling_seed"])

@@ -38,7 +38,7 @@ ROPE = ("rope_heads", "rope_tail")
 
 
 @dataclass(slots=True, frozen=True)
-class Row:
+class BridgeRow:
     """A line of the table: ``{layer}`` and ``{expert}`` stand for numbers.
 
     ``on`` says in which layers the row is there, ``when`` names an attribute of the config that must be true (or
@@ -100,7 +100,7 @@ class Bridge:
     """
 
     family: str
-    rows: Sequence[Row]
+    rows: Sequence[BridgeRow]
     fields: Mapping[str, str | Given | Callable[[Any], Any]]
     attention: Literal["gqa", "mla"] = "gqa"
     sandwich: bool = False  # norms after attention and MLP too
@@ -178,7 +178,7 @@ class Given:
 
 
 def dimensions(fields: Mapping[str, Any], vocab: int) -> dict[str, int]:
-    """The words of ``Row.shape``, from the fields of :meth:`Bridge.megatron`; each a number of rows or columns."""
+    """The words of ``BridgeRow.shape``, from the fields of :meth:`Bridge.megatron`; each counts rows or columns."""
     heads = int(fields["num_attention_heads"])
     head = int(fields.get("kv_channels") or fields["hidden_size"] // heads)
     dimensions: dict[str, Any] = {
@@ -232,7 +232,7 @@ def holds(when: str, config: Any, defaults: Mapping[str, Any]) -> bool:
     return all(true(text) for text in when.split(" and ") if text)
 
 
-def _filled(row: Row, layer: int, sizes: Sizes) -> Iterator[Entry]:
+def _filled(row: BridgeRow, layer: int, sizes: Sizes) -> Iterator[Entry]:
     dimensions = [tuple(sizes.words[word] for word in text.split()) for text in row.shape.split(",") if text]
     shapes = tuple(dimensions * len(row.hf) if len(dimensions) == 1 else dimensions)
     for expert in range(sizes.experts) if "{expert}" in row.megatron else (-1,):

@@ -7,13 +7,13 @@ from typing import Any
 
 from slime_core.errors import ConfigError, nearest
 from slime_core.plugins.boundary import call_now, wrong
-from slime_core.plugins.load import Loaded
+from slime_core.plugins.load import LoadedPlugin
 
 HOOK = "slime_model_bridge"
 PARTS = ("entries", "megatron", "sizes")
 
 
-def find_bridge(loaded: Iterable[Loaded], hf_config: Any) -> Any:
+def find_bridge(loaded: Iterable[LoadedPlugin], hf_config: Any) -> Any:
     """The `slime_convert.bridge.Bridge` of a config, from the plugins in turn.
 
     Example:
@@ -37,7 +37,7 @@ def find_bridge(loaded: Iterable[Loaded], hf_config: Any) -> Any:
     raise _none(plugins, hf_config, family)
 
 
-def _none(plugins: list[Loaded], hf_config: Any, family: str) -> ConfigError:
+def _none(plugins: list[LoadedPlugin], hf_config: Any, family: str) -> ConfigError:
     named = (getattr(hf_config, "architectures", None) or [type(hf_config).__name__])[0]
     families = {str(name) for plugin in plugins for name in getattr(plugin.target, "slime_families", ())}
     names = f"; families: {', '.join(sorted(families))}" if families else ""

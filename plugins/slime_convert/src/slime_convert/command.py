@@ -110,7 +110,7 @@ def converter(word: str) -> click.Command | None:
     return backend.converters()[word] if backend.converters else None
 
 
-class Words(click.Group):
+class TrainerCommands(click.Group):
     """Our own word, then those of installed trainers, which are imported when one is asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -123,7 +123,7 @@ class Words(click.Group):
         return with_flags(name, command) if command is not None else None
 
 
-@click.group("convert", cls=Words)
+@click.group("convert", cls=TrainerCommands)
 def command() -> None:
     """Convert checkpoints, tensor by tensor, whatever their size (docs/conversion.md).
 

@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 
 from slime_convert.hf_writing import SHARD, HfWriting
-from slime_convert.job import File, Job
-from slime_convert.rows import Rows, Stored, first_difference
+from slime_convert.job import Job, PlannedFile
+from slime_convert.rows import StoredRows, TensorRows, first_difference
 from slime_core.durable import storage_error
 from slime_core.errors import ConfigError, StorageError
 from slime_core.weights.shards import Shards
@@ -60,14 +60,14 @@ class Done:
     verified: bool
 
 
-def to_hf(kind: str, tensors: Sequence[Rows], target: Path, origin: Path, used: set[Path], how: How) -> Done:
+def to_hf(kind: str, tensors: Sequence[TensorRows], target: Path, origin: Path, used: set[Path], how: How) -> Done:
     """Write a model folder of tensors that are cast already; ``used`` are the files that they come from."""
     check_apart(target, used | {origin / "config.json"})
     writing = HfWriting(tensors, origin=origin, shard=how.shard)
 
-    def pairs(job: Job) -> list[tuple[Rows, Rows]]:
+    def pairs(job: Job) -> list[tuple[TensorRows, TensorRows]]:
         written = Shards.open(job.aside)
-        return [(Stored(written.infos[rows.name]), rows) for rows in tensors]
+        return [(StoredRows(written.infos[rows.name]), rows) for rows in tensors]
 
     return write_folder(
         kind, target, writing.files, how, used=used, config=origin, tensors=len(tensors),
@@ -97,14 +97,14 @@ def check_apart(target: Path, used: set[Path]) -> None:
 def write_folder(
     kind: str,
     target: Path,
-    files: Sequence[File],
+    files: Sequence[PlannedFile],
     how: How,
     *,
     used: set[Path],
     config: Path,
     tensors: int,
     finish: Callable[[Job], None],
-    pairs: Callable[[Job], list[tuple[Rows, Rows]]],
+    pairs: Callable[[Job], list[tuple[TensorRows, TensorRows]]],
 ) -> Done:
     """Write files and what stands beside them, compare all with ``how.verify``, and give the folder its name.
 
@@ -133,7 +133,7 @@ def write_folder(
         return Done(path=job.target, tensors=tensors, size=size, files=len(files), kept=job.kept, verified=how.verify)
 
 
-def _plan(kind: str, how: How, files: Sequence[File], used: set[Path], config: Path) -> dict[str, Any]:
+def _plan(kind: str, how: How, files: Sequence[PlannedFile], used: set[Path], config: Path) -> dict[str, Any]:
     """What makes two conversions the same: sources by name, size and time, options, and the files to be made."""
     stats = {str(path.resolve()): path.stat() for path in sorted(used)}
     text = (config / "config.json").read_bytes()
@@ -156,7 +156,7 @@ def _forget(files: Iterator[Path]) -> None:
             os.close(fd)
 
 
-def _comparison(job: Job, rows: Rows, meant: Rows, how: How) -> Callable[[], None]:
+def _comparison(job: Job, rows: TensorRows, meant: TensorRows, how: How) -> Callable[[], None]:
     def compare() -> None:
         job.check_stop()
         row = first_difference(rows, meant, how.moved)

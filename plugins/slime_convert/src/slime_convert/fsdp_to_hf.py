@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from slime_convert.folder_writing import Done, How, to_hf
-from slime_convert.rows import Moved, Rows, Stored, cast, moves_of
+from slime_convert.rows import Moved, StoredRows, TensorRows, cast, moves_of
 from slime_convert.source import ANOTHER, manifest_of, origin_of, step_of
 from slime_core import durable
 from slime_core.errors import ConfigError, StorageError
@@ -48,7 +48,7 @@ def fsdp_to_hf(checkpoint: Path, target: Path, origin: Path | None, how: How) ->
     _check_marks(step, {info.file for info in infos.values()}, manifest_of(step), full=how.verify)
     folder = origin if origin is not None else origin_of(step)
     config = read_config(folder)
-    stored = {name: Stored(info) for name, info in infos.items()}
+    stored = {name: StoredRows(info) for name, info in infos.items()}
     stored |= _check_fit(skeleton(config), infos, folder, trainer)
     tensors = [cast(part, how.torch_dtype) for rows in stored.values() for part in _parts(rows)]
     used = {rows.info.file for rows in stored.values()}
@@ -80,7 +80,7 @@ def _check_marks(step: Path, used: set[Path], manifest: Mapping[str, Any], *, fu
             )
 
 
-def _check_fit(model: Any, infos: Mapping[str, TensorInfo], folder: Path, trainer: Path) -> dict[str, Stored]:
+def _check_fit(model: Any, infos: Mapping[str, TensorInfo], folder: Path, trainer: Path) -> dict[str, StoredRows]:
     """Buffers of the model that its folder stores and no trainer changes; names and shapes must be the model's."""
     ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in ties}
@@ -95,15 +95,15 @@ def _check_fit(model: Any, infos: Mapping[str, TensorInfo], folder: Path, traine
     fit.missing += [name for name in buffers if name not in stored]
     if not fit:
         raise misfit(fit, trainer, str(folder / "config.json"))
-    return {name: Stored(stored[name]) for name in buffers}
+    return {name: StoredRows(stored[name]) for name in buffers}
 
 
-def _parts(rows: Stored) -> list[Rows]:
+def _parts(rows: StoredRows) -> list[TensorRows]:
     """What a parameter is in a model folder: itself, or the matrices of which it is a stack."""
     parts = parts_of(rows.name, torch.Size(rows.shape))
     if len(parts) == 1 and parts[0].name == rows.name:
         return [rows]
     stacked, inner, *rest = rows.shape
-    flat = Stored(replace(rows.info, shape=(stacked * inner, *rest)))  # one below the other
+    flat = StoredRows(replace(rows.info, shape=(stacked * inner, *rest)))  # one below the other
     numbers = torch.arange(stacked * inner).reshape(stacked, inner, 1)
     return [Moved(part.name, (flat,), moves_of(part.cut(numbers))) for part in parts]

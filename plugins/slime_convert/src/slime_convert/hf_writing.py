@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from slime_convert.job import File
-from slime_convert.rows import Rows, blocks, nbytes
+from slime_convert.job import PlannedFile
+from slime_convert.rows import TensorRows, blocks, nbytes
 from slime_core import durable
 from slime_core.weights.shards import INDEX, file_names, header
 
@@ -35,9 +35,9 @@ class HfWriting:
         shard: bytes of tensors in a file, at most, where one tensor is not larger
     """
 
-    def __init__(self, tensors: Sequence[Rows], *, origin: Path, shard: int = SHARD) -> None:
+    def __init__(self, tensors: Sequence[TensorRows], *, origin: Path, shard: int = SHARD) -> None:
         self._origin = origin
-        groups: list[list[Rows]] = [[]]
+        groups: list[list[TensorRows]] = [[]]
         for rows in tensors:
             if groups[-1] and sum(map(nbytes, groups[-1])) + nbytes(rows) > shard:
                 groups.append([])
@@ -45,7 +45,7 @@ class HfWriting:
         self._held = dict(zip(file_names(len(groups)), groups))
         self.dtype = _dtype(tensors)
         self.files = [
-            File(name=name, size=len(_header(group)) + sum(map(nbytes, group)), parts=partial(_parts, group))
+            PlannedFile(name=name, size=len(_header(group)) + sum(map(nbytes, group)), parts=partial(_parts, group))
             for name, group in self._held.items()
         ]
 
@@ -74,7 +74,7 @@ class HfWriting:
             durable.write_file(path / name, [data])
 
 
-def _dtype(tensors: Sequence[Rows]) -> str:
+def _dtype(tensors: Sequence[TensorRows]) -> str:
     """What most bytes are."""
     sizes = Counter[torch.dtype]()
     for rows in tensors:
@@ -82,11 +82,11 @@ def _dtype(tensors: Sequence[Rows]) -> str:
     return str(sizes.most_common(1)[0][0]).removeprefix("torch.")
 
 
-def _header(group: Sequence[Rows]) -> bytes:
+def _header(group: Sequence[TensorRows]) -> bytes:
     return header(((rows.name, rows.dtype, rows.shape) for rows in group), {"format": "pt"})
 
 
-def _parts(group: Sequence[Rows]) -> Iterator[bytes | memoryview]:
+def _parts(group: Sequence[TensorRows]) -> Iterator[bytes | memoryview]:
     yield _header(group)
     for rows in group:
         yield from blocks(rows)

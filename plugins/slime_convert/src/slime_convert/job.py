@@ -31,7 +31,7 @@ AGAIN = "free space or choose another folder, then give the same command again: 
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class File:
+class PlannedFile:
     """A file to be made: its size in bytes is known, its bytes come when they are asked for."""
 
     name: str
@@ -47,7 +47,7 @@ class Mark:
     xxh128: str
 
 
-class Stopped(Exception):
+class JobStopped(Exception):
     """Another file failed, or the user wants to stop."""
 
 
@@ -71,7 +71,7 @@ class Job:
         self,
         target: Path,
         plan: Mapping[str, Any],
-        files: Sequence[File],
+        files: Sequence[PlannedFile],
         *,
         workers: int = 1,
         force: bool = False,
@@ -191,7 +191,7 @@ class Job:
     def check_stop(self) -> None:
         """Called often by tasks: raises where another one failed."""
         if self._stop.is_set():
-            raise Stopped
+            raise JobStopped
 
     def _each(self, tasks: Sequence[Callable[[], None]]) -> None:
         with ThreadPoolExecutor(max(1, self._workers), thread_name_prefix="convert") as pool:
@@ -204,7 +204,7 @@ class Job:
                 pool.shutdown(wait=True, cancel_futures=True)
         errors = [error for future in futures if not future.cancelled() and (error := future.exception())]
         for error in errors:
-            if not isinstance(error, Stopped):
+            if not isinstance(error, JobStopped):
                 raise error
 
     def _guarded(self, task: Callable[[], None]) -> None:
@@ -215,7 +215,7 @@ class Job:
             self._stop.set()
             raise
 
-    def _make(self, file: File) -> None:
+    def _make(self, file: PlannedFile) -> None:
         path = self.aside / file.name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -233,7 +233,7 @@ class Job:
             self.marks[file.name] = mark
         failpoint("convert.journaled")
 
-    def _write(self, path: Path, file: File) -> Mark:
+    def _write(self, path: Path, file: PlannedFile) -> Mark:
         digest, place, disk = xxhash.xxh3_128(), 0, durable.disk
         fd = disk.create(path)
         try:

@@ -29,7 +29,7 @@ BLOCK = 1 << 20  # bytes that are read, cast, hashed and written at once: they s
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-class Rows(Protocol):
+class TensorRows(Protocol):
     """A tensor whose rows can be read in any order, from any thread.
 
     Example:
@@ -57,17 +57,17 @@ class Rows(Protocol):
         """
 
 
-def row_bytes(rows: Rows) -> int:
+def row_bytes(rows: TensorRows) -> int:
     """Bytes of one row."""
     return math.prod(rows.shape[1:]) * rows.dtype.itemsize
 
 
-def nbytes(rows: Rows) -> int:
+def nbytes(rows: TensorRows) -> int:
     """Bytes of all rows."""
     return rows.shape[0] * row_bytes(rows)
 
 
-def blocks(rows: Rows, first: int = 0, count: int | None = None) -> Iterator[memoryview]:
+def blocks(rows: TensorRows, first: int = 0, count: int | None = None) -> Iterator[memoryview]:
     """The bytes of ``count`` rows in order, about `BLOCK` at a time; each block is gone when the next is asked for."""
     one = row_bytes(rows)
     end = rows.shape[0] if count is None else first + count
@@ -80,11 +80,11 @@ def blocks(rows: Rows, first: int = 0, count: int | None = None) -> Iterator[mem
         yield block
 
 
-def read_whole(rows: Rows) -> torch.Tensor:
+def read_whole(rows: TensorRows) -> torch.Tensor:
     """The tensor, in memory.
 
     Raises:
-        DataError: as `Rows.read`.
+        DataError: as `TensorRows.read`.
     """
     tensor = torch.empty(rows.shape, dtype=rows.dtype)
     if tensor.numel():
@@ -122,7 +122,7 @@ def read_at(file: Path, offset: int, into: memoryview, what: str, code: str) -> 
 
 
 @dataclass(slots=True, frozen=True)
-class Stored:
+class StoredRows:
     """A tensor in a safetensors file."""
 
     info: TensorInfo
@@ -136,7 +136,7 @@ class Stored:
         object.__setattr__(self, "dtype", getattr(torch, TORCH_NAMES[self.info.dtype]))
 
     def read(self, first: int, count: int, into: memoryview) -> None:
-        """As in `Rows`; TOK47 where the file is damaged."""
+        """As in `TensorRows`; TOK47 where the file is damaged."""
         read_at(self.info.file, self.info.begin + first * row_bytes(self), into, f"tensor {self.name}", "TOK47")
 
 
@@ -155,7 +155,7 @@ class Moved:
     """A tensor made of rows of others, which are alike in all but their number of rows."""
 
     name: str
-    sources: Sequence[Rows]
+    sources: Sequence[TensorRows]
     moves: Sequence[Move]  # in the order of ``to``, without gaps
     shape: tuple[int, ...] = field(init=False)
     dtype: torch.dtype = field(init=False)
@@ -166,7 +166,7 @@ class Moved:
         object.__setattr__(self, "dtype", self.sources[0].dtype)
 
     def read(self, first: int, count: int, into: memoryview) -> None:
-        """As in `Rows`."""
+        """As in `TensorRows`."""
         one = row_bytes(self)
         place, end = first, first + count
         number = bisect_right(self.moves, first, key=lambda move: move.to) - 1
@@ -185,7 +185,7 @@ class Moved:
 class Cast:
     """The same tensor in another dtype."""
 
-    source: Rows
+    source: TensorRows
     dtype: torch.dtype
     name: str = field(init=False)
     shape: tuple[int, ...] = field(init=False)
@@ -195,7 +195,7 @@ class Cast:
         object.__setattr__(self, "shape", self.source.shape)
 
     def read(self, first: int, count: int, into: memoryview) -> None:
-        """As in `Rows`; rounds to nearest even, as torch does."""
+        """As in `TensorRows`; rounds to nearest even, as torch does."""
         if not len(into):
             return
         buffer = bytearray(count * row_bytes(self.source))
@@ -203,22 +203,22 @@ class Cast:
         torch.frombuffer(into, dtype=self.dtype).copy_(torch.frombuffer(buffer, dtype=self.source.dtype))
 
 
-def cast(rows: Rows, dtype: torch.dtype | None) -> Rows:
+def cast(rows: TensorRows, dtype: torch.dtype | None) -> TensorRows:
     """The rows in ``dtype``; None, and what is no floating-point number, keeps its own."""
     return rows if dtype is None or dtype == rows.dtype or rows.dtype not in FLOATS else Cast(rows, dtype)
 
 
-def joined(entry: Entry, tensors: Sequence[Rows], sizes: Sizes) -> Rows:
+def joined(entry: Entry, tensors: Sequence[TensorRows], sizes: Sizes) -> TensorRows:
     """The whole Megatron tensor of an entry, of its Hugging Face tensors."""
     moves = _moves(entry.kind, tuple(t.shape[0] for t in tensors), sizes)
     return Moved(entry.megatron, tuple(tensors), moves)
 
 
-def parted(entry: Entry, whole: Rows, sizes: Sizes) -> list[Rows]:
+def parted(entry: Entry, whole: TensorRows, sizes: Sizes) -> list[TensorRows]:
     """The Hugging Face tensors of an entry, of its whole Megatron tensor; the inverse of :func:`joined`."""
     heights = tuple(shape[0] for shape in entry.shapes)
     moves = _moves(entry.kind, heights, sizes)
-    parts: list[Rows] = []
+    parts: list[TensorRows] = []
     for number, name in enumerate(entry.hf):
         part_moves = sorted((m for m in moves if m.source == number), key=lambda move: move.first)
         parts.append(Moved(name, (whole,), tuple(Move(m.first, m.count, 0, m.to) for m in part_moves)))
@@ -253,7 +253,9 @@ def moves_of(numbers: torch.Tensor) -> tuple[Move, ...]:
     return tuple(_runs(numbers.flatten() + 1, [0, int(numbers.max()) + 1]))
 
 
-def first_difference(one: Rows, other: Rows, moved: Callable[[int], None] = lambda count: None) -> int | None:
+def first_difference(
+    one: TensorRows, other: TensorRows, moved: Callable[[int], None] = lambda count: None
+) -> int | None:
     """The first row, or rows near it, whose bytes differ; None where all are equal."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return 0

@@ -105,8 +105,8 @@ def eval_(path: Path, problem: str | None, where: str, as_json: bool, **options:
 def serve(folder: Path, gpus: str, lanes: int, queue: int, timeout: float, workers: int, **options: Any) -> None:
     """Serve the judge until SIGTERM. stdout gets one line: the address."""
     from slime_kernelbench.service.devices import list_gpus
-    from slime_kernelbench.service.pool import Limits
-    from slime_kernelbench.service.serve import TOKEN_ENV, Settings, serve as run
+    from slime_kernelbench.service.pool import PoolLimits
+    from slime_kernelbench.service.serve import TOKEN_ENV, JudgeSettings, serve as run
 
     chosen: tuple[str, ...] = {"auto": tuple(list_gpus().values()), "none": ()}.get(
         gpus, tuple(filter(None, gpus.split(",")))
@@ -118,11 +118,11 @@ def serve(folder: Path, gpus: str, lanes: int, queue: int, timeout: float, worke
         click.echo(f"token in {path}" if path else f"token from {TOKEN_ENV}", err=True)
         click.echo(url)
 
-    settings = Settings(
+    settings = JudgeSettings(
         folder=folder,
         gpus=chosen,
         workers=workers or _cores(),
-        limits=Limits(waiting=queue, judging=2 * timeout + 30, deadline=15 * timeout, lanes=lanes),
+        limits=PoolLimits(waiting=queue, judging=2 * timeout + 30, deadline=15 * timeout, lanes=lanes),
         options={
             "judge_timeout": timeout,
             "judge_workers": lanes,

@@ -20,7 +20,7 @@ from slime_core.errors import nearest
 from slime_kernelbench.codec import verdict_to_json
 from slime_kernelbench.problems import load, shipped
 from slime_kernelbench.problems.rows import PARTS, checked, of_file
-from slime_kernelbench.types import Diagnostic, Judge, Problem, Verdict
+from slime_kernelbench.types import Diagnostic, Judge, KernelProblem, Verdict
 
 BUILT_IN = "slime/1/add"
 PROBLEM = ".problem.py"
@@ -29,19 +29,19 @@ LARGEST = 16 << 20
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Entry:
+class CandidateEntry:
     """A candidate, and what it answers.
 
-    Example: Entry(file="kernels/relu.py", source="import triton ...", problem=Problem(...))
+    Example: CandidateEntry(file="kernels/relu.py", source="import triton ...", problem=KernelProblem(...))
     """
 
     file: str
     source: str
-    problem: Problem
+    problem: KernelProblem
     unread: str = ""  # why there is no source
 
 
-def entries(path: Path, problem: Problem | None) -> list[Entry]:
+def entries(path: Path, problem: KernelProblem | None) -> list[CandidateEntry]:
     """The candidates of a file or folder; ``problem`` is that of every file, None looks beside each.
 
     Raises:
@@ -58,7 +58,7 @@ def entries(path: Path, problem: Problem | None) -> list[Entry]:
     return [_entry(file, problem) for file in files]
 
 
-def find_problem(text: str, where: str = "shipped") -> Problem:
+def find_problem(text: str, where: str = "shipped") -> KernelProblem:
     """The problem of a file, or the one of ``where`` whose id, or the last part of it, is ``text``.
 
     Raises:
@@ -83,18 +83,18 @@ def find_problem(text: str, where: str = "shipped") -> Problem:
     )
 
 
-async def judge_all(entries: Sequence[Entry], judge: Judge, *, at_once: int) -> list[dict[str, Any]]:
+async def judge_all(entries: Sequence[CandidateEntry], judge: Judge, *, at_once: int) -> list[dict[str, Any]]:
     """A row a candidate, in order; ``at_once`` are judged at the same time."""
     free = asyncio.Semaphore(at_once)
 
-    async def one(entry: Entry) -> dict[str, Any]:
+    async def one(entry: CandidateEntry) -> dict[str, Any]:
         async with free:
             return row(entry, _unread(entry) if entry.unread else await judge.judge(entry.source, entry.problem))
 
     return list(await asyncio.gather(*(one(entry) for entry in entries)))
 
 
-def row(entry: Entry, verdict: Verdict) -> dict[str, Any]:
+def row(entry: CandidateEntry, verdict: Verdict) -> dict[str, Any]:
     """What `--json` prints of a candidate; ``flags`` are names of rules, ``evidence`` says more of them."""
     fields = verdict_to_json(verdict)
     return {
@@ -109,7 +109,7 @@ def row(entry: Entry, verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def _entry(file: Path, problem: Problem | None) -> Entry:
+def _entry(file: Path, problem: KernelProblem | None) -> CandidateEntry:
     source, unread = _source(file)
     if problem is None:
         beside = file.with_name(file.stem + PROBLEM)
@@ -117,10 +117,10 @@ def _entry(file: Path, problem: Problem | None) -> Entry:
             problem = of_file(beside)
         elif (parts := _parted(source)) is not None:
             source, reference = parts
-            problem = checked(Problem(id=_safe(file.stem), name=file.stem, source=reference, where=f"{file}:1"))
+            problem = checked(KernelProblem(id=_safe(file.stem), name=file.stem, source=reference, where=f"{file}:1"))
         else:
             problem = next(problem for problem in shipped() if problem.id == BUILT_IN)
-    return Entry(file=str(file), source=source, problem=problem, unread=unread)
+    return CandidateEntry(file=str(file), source=source, problem=problem, unread=unread)
 
 
 def _source(file: Path) -> tuple[str, str]:
@@ -135,7 +135,7 @@ def _source(file: Path) -> tuple[str, str]:
         return "", f"it cannot be read: {error.strerror}"
 
 
-def _unread(entry: Entry) -> Verdict:
+def _unread(entry: CandidateEntry) -> Verdict:
     diagnostic = Diagnostic(
         stage="static", kind="unreadable", message=f"{entry.unread}; name a file of Python that you can read"
     )

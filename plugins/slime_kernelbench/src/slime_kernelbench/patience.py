@@ -7,7 +7,7 @@ sample, and the run would generate for ever and train nothing.
 from __future__ import annotations
 
 from slime_core.errors import SandboxError
-from slime_kernelbench.types import Judge, Problem, Verdict
+from slime_kernelbench.types import Judge, KernelProblem, Verdict
 
 
 class Patient:
@@ -20,7 +20,7 @@ class Patient:
     def __init__(self, judge: Judge, most: int) -> None:
         self._judge, self._most, self._row = judge, most, 0
 
-    async def judge(self, source: str, problem: Problem) -> Verdict:
+    async def judge(self, source: str, problem: KernelProblem) -> Verdict:
         """The verdict.
 
         Raises:

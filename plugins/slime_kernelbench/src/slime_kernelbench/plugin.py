@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from slime_core.protocols import PromptSource
-    from slime_kernelbench.run import Run
+    from slime_kernelbench.run import KernelbenchRun
 
 
 class KernelBench:
@@ -26,15 +26,15 @@ class KernelBench:
     slime_api = 1
 
     def __init__(self) -> None:
-        self._run: Run | None = None
+        self._run: KernelbenchRun | None = None
 
     @property
-    def run(self) -> Run:
+    def run(self) -> KernelbenchRun:
         """What is open."""
-        from slime_kernelbench.run import Run
+        from slime_kernelbench.run import KernelbenchRun
 
         if self._run is None:
-            self._run = Run()
+            self._run = KernelbenchRun()
         return self._run
 
     @hookimpl

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_core import Context, DataError, Group
-from slime_kernelbench.types import Problem
+from slime_kernelbench.types import KernelProblem
 
 if TYPE_CHECKING:
-    from slime_kernelbench.dialogue.scoring import Scored
+    from slime_kernelbench.dialogue.scoring import ScoredTurn
 
 SCHEMA = 1
 FILE = Path("kernelbench") / "turns.jsonl"
@@ -32,7 +32,7 @@ VOLATILE = frozenset({"at", "seconds", "revision", "cached"})  # differ each tim
 Key = tuple[str, int, int]
 
 
-def record(scored: Scored, group: Group, ctx: Context, *, tokens: bool = True) -> dict[str, Any]:
+def record(scored: ScoredTurn, group: Group, ctx: Context, *, tokens: bool = True) -> dict[str, Any]:
     """One turn, JSON-ready; ``tokens``: with the ids that were read and sampled."""
     sample, turn = scored.sample, scored.turn
     versions = [version for version in sample.weight_versions if version >= 0]
@@ -101,7 +101,7 @@ class Records:
                 file.write("".join(lines))
         return len(lines)
 
-    def name(self, problem: Problem) -> None:
+    def name(self, problem: KernelProblem) -> None:
         """Write a problem, unless it is written."""
         if problem.id not in self._named:
             self._named.add(problem.id)
@@ -109,7 +109,7 @@ class Records:
                 file.write(json.dumps(asdict(problem), ensure_ascii=False) + "\n")
 
 
-def read_problems(run_dir: Path) -> list[Problem]:
+def read_problems(run_dir: Path) -> list[KernelProblem]:
     """The problems of a run; none where it has written none.
 
     Raises:
@@ -121,7 +121,7 @@ def read_problems(run_dir: Path) -> list[Problem]:
         if not line.endswith(b"\n"):
             break  # being written
         try:
-            problems.append(Problem(**json.loads(line.decode("utf-8", "surrogatepass"))))
+            problems.append(KernelProblem(**json.loads(line.decode("utf-8", "surrogatepass"))))
         except (ValueError, TypeError) as error:
             raise DataError("this is no problem", code="DAT19", where=f"{path}:{number}") from error
     return problems

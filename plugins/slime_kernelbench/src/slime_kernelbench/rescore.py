@@ -10,7 +10,7 @@ from typing import Any
 
 from slime_core import DataError
 from slime_kernelbench.records import PROBLEMS, read, read_problems
-from slime_kernelbench.types import Judge, Problem
+from slime_kernelbench.types import Judge, KernelProblem
 
 
 @dataclass(slots=True, kw_only=True)
@@ -18,7 +18,7 @@ class Kernel:
     """One source that a run wrote for a problem, however often."""
 
     source: str
-    problem: Problem
+    problem: KernelProblem
     first: str  # id of the first turn that wrote it
     before: str  # the verdict's status then
     times: int = 1

@@ -33,7 +33,7 @@ from slime_kernelbench.patience import Patient
 from slime_kernelbench.problems.prompts import rows_of
 from slime_kernelbench.records import FILE, Records, record
 from slime_kernelbench.secret import FILE as SECRET, Secret
-from slime_kernelbench.types import Judge, Problem, Verdict
+from slime_kernelbench.types import Judge, KernelProblem, Verdict
 
 if TYPE_CHECKING:
     from slime_core.protocols import PromptSource
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 FAMILY = "kernelbench_family"  # how the names of the embedded default's tasks begin
 
 
-class Run:
+class KernelbenchRun:
     """The open parts of a run; several stages with other options of the judge have a judge each.
 
     ``judge`` is one to use in place of those that the options name.
@@ -90,7 +90,7 @@ class Run:
         self._records.clear()
         await asyncio.gather(*(judge.aclose() for judge in judges))
 
-    async def _write(self, run_dir: Path, problem: Problem, turns: list[dict[str, Any]]) -> None:
+    async def _write(self, run_dir: Path, problem: KernelProblem, turns: list[dict[str, Any]]) -> None:
         """Add to the run's file; a disk that is full costs the lines, and not the run: the ledger has them too."""
         async with self._writing:
             try:
@@ -145,7 +145,7 @@ def prompts(task: str, ctx: Context) -> PromptSource:
     options: Options = ctx.options
     words, chat = words_of(options.prompt_template), ctx.config.data.apply_chat_template
 
-    def render(problem: Problem) -> Any:
+    def render(problem: KernelProblem) -> Any:
         return words.prompt(problem, chat=chat)
 
     if task.startswith(FAMILY):

@@ -24,7 +24,7 @@ Stage = Literal["static", "import", "compile", "correctness", "speed"]
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Problem:
+class KernelProblem:
     """A reference in PyTorch that a kernel is to replace: KernelBench's format.
 
     ``source`` defines ``class Model(nn.Module)``, ``get_inputs() -> list``, ``get_init_inputs() -> list``; sizes are
@@ -140,7 +140,7 @@ class Verdict:
 class Judge(Protocol):
     """Judges candidates: in this process (`judge.LocalJudge`), or over HTTP (`service.client.RemoteJudge`)."""
 
-    async def judge(self, source: str, problem: Problem) -> Verdict:
+    async def judge(self, source: str, problem: KernelProblem) -> Verdict:
         """The verdict on one candidate; infrastructure trouble is a verdict too (``infra``), never an exception."""
         ...
 

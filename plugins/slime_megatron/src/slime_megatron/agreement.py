@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from slime_convert.bridge import Given
 from slime_core.config.problems import Problem
 from slime_core.config.values import show
-from slime_megatron.flags import Flag, flags
+from slime_megatron.flags import MegatronFlag, flags
 
 if TYPE_CHECKING:
     from slime_convert.bridge import Bridge, Sizes
@@ -141,7 +141,7 @@ def _long(value: Any) -> int:
     return value if isinstance(value, int) else len(value)
 
 
-def _problem(flag: Flag, value: Any, field: str, actual: Any, bridge: Bridge, hf_config: Any) -> Problem:
+def _problem(flag: MegatronFlag, value: Any, field: str, actual: Any, bridge: Bridge, hf_config: Any) -> Problem:
     shown = "not set" if actual is None else show(getattr(actual, "__name__", actual))
     return Problem(
         code="CFG04",
@@ -152,7 +152,7 @@ def _problem(flag: Flag, value: Any, field: str, actual: Any, bridge: Bridge, hf
     )
 
 
-def _field(flag: Flag, field: str) -> str:
+def _field(flag: MegatronFlag, field: str) -> str:
     return flag.name if flag.kind is not bool or field == flag.name else field
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime_core.trainers import roles
 from slime_core.trainers.optimizer_step import Sums
-from slime_megatron.learner import Learner
+from slime_megatron.learner import MegatronLearner
 from slime_megatron.others import settings_of
 from slime_megatron.settings import build
 from slime_megatron.values import build_values
@@ -15,26 +15,28 @@ if TYPE_CHECKING:
     from slime_core.types import MicroBatch
     from slime_core.weights.folder import ModelFolder
     from slime_megatron.model import Model
-    from slime_megatron.others import Run
-    from slime_megatron.settings import Settings
+    from slime_megatron.others import ModelContext
+    from slime_megatron.settings import MegatronSettings
 
 
-class Critic:
+class MegatronCritic:
     """A stage of a value model with its optimizer. ``path`` is ``train.critic_load``; empty copies the policy."""
 
-    def __init__(self, path: str, policy: ModelFolder, critic: Model, settings: Settings, run: Run) -> None:
+    def __init__(
+        self, path: str, policy: ModelFolder, critic: Model, settings: MegatronSettings, run: ModelContext
+    ) -> None:
         self.path = path
         self.model, self._folder = build_values(path, policy, critic, settings, run)
-        self.learner = Learner(self.model.stage)
+        self.learner = MegatronLearner(self.model.stage)
         self.learner.wrap(build(self._settings(settings, run)))
         self.model.learn(self.learner.ddp)
 
-    def begin(self, train: Any, optimizer_steps: int, settings: Settings, run: Run) -> None:
+    def begin(self, train: Any, optimizer_steps: int, settings: MegatronSettings, run: ModelContext) -> None:
         """A stage: a fresh optimizer; warms up to ``critic_lr`` and decays as the policy's rate does."""
         self.value_clip = float(train.value_clip)
         self.learner.begin(train, roles.critic_schedule(train, optimizer_steps), build(self._settings(settings, run)))
 
-    def _settings(self, settings: Settings, run: Run) -> Settings:
+    def _settings(self, settings: MegatronSettings, run: ModelContext) -> MegatronSettings:
         """Its own, or the policy's where it has the policy's layers."""
         return settings_of(self._folder, run.bridge(self._folder.config), run) if self.path else settings
 

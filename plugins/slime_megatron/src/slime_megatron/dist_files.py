@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from slime_convert.rows import read_at
-from slime_core.trainers.offload import Layout
+from slime_core.trainers.offload import FileLayout
 from slime_megatron.convert.archive import archive, frame
 from slime_megatron.convert.dist import BACKEND, COMMON, FORMAT, DistFolder
 
@@ -37,7 +37,7 @@ VERSION = 3.0  # Megatron-LM's of a checkpoint
 
 
 @dataclass(slots=True, frozen=True)
-class Written:
+class WrittenChunk:
     """A chunk of a tensor: its box, under each name that the tensor has, and where its archive lies."""
 
     keys: tuple[str, ...]
@@ -51,16 +51,16 @@ class Written:
 
 
 @dataclass(slots=True)
-class Archives(Layout):
+class Archives(FileLayout):
     """A rank's file: an archive for each tensor, in order, and in front of them those that are no tensor."""
 
     first: bytes = b""
-    chunks: list[Written] = field(default_factory=list)
+    chunks: list[WrittenChunk] = field(default_factory=list)
 
     def add(self, keys: Sequence[str], shape: Sequence[int], offsets: Any, sizes: Any, dtype: torch.dtype) -> str:
         """Plan a chunk; the answer is what its bytes are called in :meth:`starts`."""
         begin = self.chunks[-1].begin + self.chunks[-1].length if self.chunks else len(self.first)
-        chunk = Written(
+        chunk = WrittenChunk(
             tuple(keys), tuple(shape), dtype, tuple(offsets), tuple(sizes), self.name, begin,
             frame(tuple(sizes), dtype).total,
         )  # fmt: skip
@@ -70,7 +70,7 @@ class Archives(Layout):
         return name
 
     def parts(self, read: Callable[[int, int], Iterator[memoryview]]) -> Iterator[bytes | memoryview]:
-        """As in `Layout`."""
+        """As in `FileLayout`."""
         yield self.first
         place = self.begin
         for chunk in self.chunks:
@@ -115,7 +115,7 @@ class _Writer(FileSystemWriter):
         return StorageMeta()
 
 
-def metadata(chunks: Sequence[Written], states: Sequence[str], first: tuple[str, int]) -> bytes:
+def metadata(chunks: Sequence[WrittenChunk], states: Sequence[str], first: tuple[str, int]) -> bytes:
     """The content of .metadata: all ranks' chunks, and the names of empty states, which lie first in a file."""
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     stored = []

@@ -14,7 +14,7 @@ from slime_convert.hf_writing import HfWriting
 from slime_core import durable
 from slime_core.durable import storage_error
 from slime_core.errors import StorageError
-from slime_core.weights.transports.buckets import Part, stream
+from slime_core.weights.transports.buckets import TensorPart, stream
 
 if TYPE_CHECKING:
     from slime_megatron.worker import MegatronWorker
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class _Current:
     """The tensor that the stream has come to; a file asks for its tensors in the stream's order."""
 
-    def __init__(self, tensors: Iterator[tuple[tuple[Part, ...], torch.Tensor]]) -> None:
+    def __init__(self, tensors: Iterator[tuple[tuple[TensorPart, ...], torch.Tensor]]) -> None:
         self._tensors = tensors
         self._parts: dict[str, torch.Tensor] = {}
 

@@ -18,12 +18,12 @@ import torch.distributed as dist
 
 from slime_core.trainers.fingerprint import BLOCK, digest, sums, table
 from slime_megatron.masters import Master, masters
-from slime_megatron.places import BITS, Piece, share
+from slime_megatron.places import BITS, ShardPiece, share
 from slime_megatron.saving import Learned, learned, piece_of
 
 if TYPE_CHECKING:
     from slime_convert.bridge import Entry, Sizes
-    from slime_megatron.tensors import Held, Tensors
+    from slime_megatron.tensors import LocalTensor, Tensors
     from slime_megatron.worker import MegatronWorker
 
 EXPERT = re.compile(r"(.*mlp\.experts)\.\d+\.(gate|up|down)_proj\.weight")
@@ -61,7 +61,7 @@ def fingerprint(worker: MegatronWorker) -> str:
     return digest({name: (list(shapes[name]), pair) for name, pair in zip(names, total.tolist(), strict=True)})
 
 
-def _owned(one: Learned) -> Iterator[tuple[Master, Held, int, int]]:
+def _owned(one: Learned) -> Iterator[tuple[Master, LocalTensor, int, int]]:
     """Elements of shards that this rank sums: each of the model's is some rank's, once."""
     by_id = {id(shard.tensor): shard for shard in one.tensors.held.values()}
     for master in masters(one.learner.optimizer):
@@ -92,12 +92,12 @@ def spots(entry: Entry, tensors: Tensors) -> list[Spot]:
 
 
 @lru_cache(maxsize=256)
-def _rows(piece: Piece, sizes: Sizes, device: torch.device) -> torch.Tensor:
+def _rows(piece: ShardPiece, sizes: Sizes, device: torch.device) -> torch.Tensor:
     return piece.source_rows(sizes).to(device)
 
 
 @lru_cache(maxsize=256)
-def _runs(piece: Piece, sizes: Sizes) -> tuple[tuple[int, int, int, int], ...]:
+def _runs(piece: ShardPiece, sizes: Sizes) -> tuple[tuple[int, int, int, int], ...]:
     """Rows that follow each other in the folder too: first of the shard, count, the tensor's number, row there.
 
     Nothing where a row of the shard is no whole row there. Filling is left out.
@@ -143,7 +143,7 @@ def _blocks(
 
 
 def _sums(
-    values: torch.Tensor, first: int, begin: int, end: int, piece: Piece, tensors: Tensors, entry: Entry
+    values: torch.Tensor, first: int, begin: int, end: int, piece: ShardPiece, tensors: Tensors, entry: Entry
 ) -> torch.Tensor:
     """Both sums for each tensor of ``entry.hf``, over elements ``begin`` to ``end`` of a shard; [tensors, 2] int64.
 

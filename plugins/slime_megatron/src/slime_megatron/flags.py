@@ -36,7 +36,7 @@ KINDS = {
 
 
 @dataclass(slots=True, frozen=True)
-class Flag:
+class MegatronFlag:
     """One name of [megatron].
 
     ``sets`` holds ``CONFIG.FIELD``, and what the field becomes: None is the flag's own value; for a flag that is
@@ -80,7 +80,7 @@ class Values:
     notices: tuple[str, ...] = ()
 
 
-def flags() -> dict[str, Flag]:
+def flags() -> dict[str, MegatronFlag]:
     """Every name that [megatron] knows, with its row."""
     from slime_megatron.flags_elsewhere import IDLE, ONLY, REFUSED
     from slime_megatron.flags_of_model import MODEL
@@ -137,7 +137,7 @@ def _unknown(name: str, names: list[str]) -> Problem:
     return _of(name, "CFG01", f"unknown key 'megatron.{name}'", "no option of Megatron that slime knows has it", fix)
 
 
-def _problem(flag: Flag, value: Any, train: TrainSection | None) -> Problem | None:
+def _problem(flag: MegatronFlag, value: Any, train: TrainSection | None) -> Problem | None:
     shown = f"megatron.{flag.name} = {show(value)}"
     if flag.role == "refused":
         return _of(flag.name, "CFG04", f"{flag.dashed} cannot be had here", flag.text.partition("; ")[0], _fix(flag))
@@ -159,7 +159,7 @@ def _problem(flag: Flag, value: Any, train: TrainSection | None) -> Problem | No
     )
 
 
-def _fix(flag: Flag) -> str:
+def _fix(flag: MegatronFlag) -> str:
     return flag.text.partition("; ")[2] or f"leave {flag.dashed} out"
 
 

@@ -5,19 +5,19 @@ A refusal's text is the reason, then, after a semicolon, what to do instead.
 
 from __future__ import annotations
 
-from slime_megatron.flags import Flag
+from slime_megatron.flags import MegatronFlag
 
 
-def _only(name: str, kind: type, text: str, *choices: object) -> Flag:
-    return Flag(name, kind, "only", text, {}, choices)
+def _only(name: str, kind: type, text: str, *choices: object) -> MegatronFlag:
+    return MegatronFlag(name, kind, "only", text, {}, choices)
 
 
-def _idle(names: str, text: str, kind: type = bool) -> tuple[Flag, ...]:
-    return tuple(Flag(name, kind, "idle", text) for name in names.split())
+def _idle(names: str, text: str, kind: type = bool) -> tuple[MegatronFlag, ...]:
+    return tuple(MegatronFlag(name, kind, "idle", text) for name in names.split())
 
 
-def _refused(names: str, text: str, kind: type = list) -> tuple[Flag, ...]:
-    return tuple(Flag(name, kind, "refused", text) for name in names.split())
+def _refused(names: str, text: str, kind: type = list) -> tuple[MegatronFlag, ...]:
+    return tuple(MegatronFlag(name, kind, "refused", text) for name in names.split())
 
 
 ONLY = (

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime_megatron.flags import Flag
+from slime_megatron.flags import MegatronFlag
 
 
-def _is(name: str, kind: type, text: str, path: str = "", **more: Any) -> Flag:
-    return Flag(name, kind, "model", text, {path or f"transformer.{name}": None}, **more)
+def _is(name: str, kind: type, text: str, path: str = "", **more: Any) -> MegatronFlag:
+    return MegatronFlag(name, kind, "model", text, {path or f"transformer.{name}": None}, **more)
 
 
-def _means(name: str, text: str, **sets: Any) -> Flag:
-    return Flag(name, bool, "model", text, {f"transformer.{path}": meant for path, meant in sets.items()})
+def _means(name: str, text: str, **sets: Any) -> MegatronFlag:
+    return MegatronFlag(name, bool, "model", text, {f"transformer.{path}": meant for path, meant in sets.items()})
 
 
 MODEL = (
@@ -37,16 +37,18 @@ MODEL = (
     _means("squared_relu", "MLP with squared ReLU.", activation_func="squared_relu"),
     _is("glu_linear_offset", float, "Offset in a gated MLP."),
     _is("activation_func_clamp_value", float, "Bound of what enters the activation."),
-    Flag(
+    MegatronFlag(
         "untie_embeddings_and_output_weights",
         bool,
         "model",
         "An output matrix of its own.",
         {"model.share_embeddings_and_output_weights": False},
     ),
-    Flag("post_self_attn_layernorm", bool, "model", "Norm after attention too (GLM-4).", {"bridge.sandwich": True}),
-    Flag("post_mlp_layernorm", bool, "model", "Norm after the MLP too (GLM-4).", {"bridge.sandwich": True}),
-    Flag(
+    MegatronFlag(
+        "post_self_attn_layernorm", bool, "model", "Norm after attention too (GLM-4).", {"bridge.sandwich": True}
+    ),
+    MegatronFlag("post_mlp_layernorm", bool, "model", "Norm after the MLP too (GLM-4).", {"bridge.sandwich": True}),
+    MegatronFlag(
         "position_embedding_type",
         str,
         "model",
@@ -54,7 +56,7 @@ MODEL = (
         {"model.position_embedding_type": None},
         ("learned_absolute", "rope", "mrope", "yarn", "relative", "none"),
     ),
-    Flag(
+    MegatronFlag(
         "use_rotary_position_embeddings",
         bool,
         "model",
@@ -81,7 +83,7 @@ MODEL = (
     _is("window_size", list, "Sliding window."),
     _is("window_attn_skip_freq", list, "Layers without the window."),
     _is("attention_output_gate", bool, "A gate on what attention gives."),
-    Flag(
+    MegatronFlag(
         "use_gated_attention",
         bool,
         "model",

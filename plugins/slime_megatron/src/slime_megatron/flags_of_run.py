@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime_megatron.flags import Flag
+from slime_megatron.flags import MegatronFlag
 
 
-def _sets(name: str, kind: type, text: str, *paths: str, **more: Any) -> Flag:
-    return Flag(name, kind, "run", text, dict.fromkeys(paths or (f"transformer.{name}",)), **more)
+def _sets(name: str, kind: type, text: str, *paths: str, **more: Any) -> MegatronFlag:
+    return MegatronFlag(name, kind, "run", text, dict.fromkeys(paths or (f"transformer.{name}",)), **more)
 
 
-def _off(name: str, text: str, *paths: str) -> Flag:
-    return Flag(name, bool, "run", text, dict.fromkeys(paths, False))
+def _off(name: str, text: str, *paths: str) -> MegatronFlag:
+    return MegatronFlag(name, bool, "run", text, dict.fromkeys(paths, False))
 
 
 DTYPES = ("fp32", "bf16", "fp16", "fp8")
@@ -48,7 +48,7 @@ MEMORY = (
         "Which parts, with selective.",
         choices=("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"),
     ),
-    Flag(
+    MegatronFlag(
         "recompute_activations",
         bool,
         "run",

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from slime_core.protocols import Role
     from slime_core.types import Batch
     from slime_core.weights.folder import ModelFolder
-    from slime_megatron.others import Run
+    from slime_megatron.others import ModelContext
 
 Tensors = dict[str, torch.Tensor]
 
 
-class Frozen:
+class MegatronFrozen:
     """The reference and the teacher of a stage, each where it is needed."""
 
     def __init__(self, folder: ModelFolder) -> None:
@@ -40,7 +40,7 @@ class Frozen:
         self._teacher_path = ""
         self._teacher_vocab = 0
 
-    def begin(self, needs: frozenset[Role], train: Any, policy: Model, run: Run) -> None:
+    def begin(self, needs: frozenset[Role], train: Any, policy: Model, run: ModelContext) -> None:
         """Make what the stage needs, and drop the rest; the reference is the policy as it is now, or ``ref_load``'s.
 
         Raises:
@@ -61,7 +61,7 @@ class Frozen:
             self._teacher_path, self._teacher_vocab = path, folder.vocab_size
         self.teacher.passes.chunk = train.logprob_chunk_tokens
 
-    def _reference(self, path: str, policy: Model, run: Run) -> Tensors:
+    def _reference(self, path: str, policy: Model, run: ModelContext) -> Tensors:
         """This rank's shards of the reference: the policy as it is, a model folder's, or a torch_dist folder's."""
         if not path:
             return {name: shard.tensor.detach().clone() for name, shard in policy.tensors.held.items()}

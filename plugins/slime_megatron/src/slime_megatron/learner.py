@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Learner:
+class MegatronLearner:
     """``begin`` gives it a fresh optimizer; a step that is not made advances neither Adam nor the schedule."""
 
     stage: PackedGPT

@@ -24,7 +24,7 @@ from slime_core.trainers.compiling import Choice, pays
 from slime_megatron.accumulating import provide
 from slime_megatron.passes import Passes
 from slime_megatron.rotary import PackRotary, turns
-from slime_megatron.settings import Settings, build
+from slime_megatron.settings import MegatronSettings, build
 from slime_megatron.spec import block_spec
 from slime_megatron.tensors import Tensors, stored
 from slime_megatron.vocabulary import Slice, log_probs
@@ -144,7 +144,7 @@ class Model:
 
 
 def build_model(
-    settings: Settings, bridge: Bridge, folder: ModelFolder, device: torch.device, *, seed: int = 0
+    settings: MegatronSettings, bridge: Bridge, folder: ModelFolder, device: torch.device, *, seed: int = 0
 ) -> Model:
     """This rank's stage of a folder's model, with its weights.
 

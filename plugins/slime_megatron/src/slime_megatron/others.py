@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slime_megatron.flags import flags
-from slime_megatron.settings import Settings, settings
+from slime_megatron.settings import MegatronSettings, settings
 
 if TYPE_CHECKING:
     from slime_convert.bridge import Bridge
@@ -24,7 +24,7 @@ UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers
 
 
 @dataclass(slots=True, frozen=True)
-class Run:
+class ModelContext:
     """What every model of a rank is made of. ``train`` has a settled dtype."""
 
     megatron: Mapping[str, Any]
@@ -35,7 +35,7 @@ class Run:
     bridge: Callable[[Any], Bridge]  # of a folder's config
 
 
-def settings_of(folder: ModelFolder, bridge: Bridge, run: Run) -> Settings:
+def settings_of(folder: ModelFolder, bridge: Bridge, run: ModelContext) -> MegatronSettings:
     """Settings of a model of its own.
 
     Raises:

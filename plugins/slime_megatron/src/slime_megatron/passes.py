@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, frozen=True)
-class Work:
+class MicroBatchInputs:
     """One micro-batch as this rank computes it."""
 
     micro: MicroBatch
@@ -48,7 +48,7 @@ class Passes:
     def scores(self, micros: Sequence[MicroBatch]) -> list[tuple[torch.Tensor, ...]]:
         """What the stage's ``score`` gives for each micro-batch, [R] each, on the last stage; nothing on others."""
 
-        def last(work: Work, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        def last(work: MicroBatchInputs, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
             both = self._score(work, hidden)
             return hidden.new_zeros(()), self._one(), tuple(x.detach() for x in both)
 
@@ -59,7 +59,7 @@ class Passes:
     def backward(self, micros: Sequence[MicroBatch], loss: Loss, train: Any, sums: Sums) -> None:
         """Add the gradients of an optimizer step to the stage's, reduced over ranks, and its sums to ``sums``."""
 
-        def last(work: Work, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        def last(work: MicroBatchInputs, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
             share = Share(loss, train, work.micro, np.arange(len(work.micro.weight)), self.device)
             log_prob, entropy = self._score(work, hidden)
             total = share(slice(None), log_prob, entropy)
@@ -75,7 +75,7 @@ class Passes:
     def backward_values(self, micros: Sequence[MicroBatch], clip: float, sums: Sums) -> None:
         """The same of a value model and the value loss; ``clip`` is ``train.value_clip``."""
 
-        def last(work: Work, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        def last(work: MicroBatchInputs, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
             (values,) = self._score(work, hidden)
             return roles.critic_loss(values, work.micro, clip, sums if speaks() else None), self._one(), None
 
@@ -85,7 +85,7 @@ class Passes:
     def _run(self, micros: Sequence[MicroBatch], last: Any, *, forward_only: bool) -> list[Any]:
         """The schedule over the micro-batches; what ``last`` noted, one a micro-batch, on the last stage."""
 
-        def step(works: Iterator[Work], model: Any) -> tuple[torch.Tensor, Any]:
+        def step(works: Iterator[MicroBatchInputs], model: Any) -> tuple[torch.Tensor, Any]:
             work = next(works)
             return model(work.pack), lambda hidden: last(work, hidden)
 
@@ -100,7 +100,7 @@ class Passes:
         )
         return outputs
 
-    def _work(self, micro: MicroBatch) -> Work:
+    def _work(self, micro: MicroBatch) -> MicroBatchInputs:
         config = self.stage.config
         pack = make_pack(
             micro,
@@ -110,11 +110,11 @@ class Passes:
             device=self.device,
         )
         temperature = micro.temperature
-        return Work(
+        return MicroBatchInputs(
             micro, pack, None if temperature is None or (temperature == 1).all() else on(temperature, self.device)
         )
 
-    def _score(self, work: Work, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _score(self, work: MicroBatchInputs, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The stage's ``score`` of all response tokens of the micro-batch, [R] each, on all context-parallel ranks."""
         pack = work.pack
         assert pack.local is not None

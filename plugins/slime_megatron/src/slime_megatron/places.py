@@ -35,7 +35,7 @@ class Box:
 
 
 @dataclass(slots=True, frozen=True)
-class Piece:
+class ShardPiece:
     """Shard ``rank`` of ``size`` that share a tensor; ``shape`` is the shard's, of one axis or two."""
 
     entry: Entry

@@ -21,7 +21,7 @@ from slime_core.durable import storage_error
 from slime_core.errors import DataError, SlimeError, StorageError, TrainerError
 from slime_core.seeds import set_generators
 from slime_megatron.convert.dist import METADATA, DistFolder
-from slime_megatron.convert.dist_keys import BESIDE, OPTIMIZER, Place, places
+from slime_megatron.convert.dist_keys import BESIDE, OPTIMIZER, DistPlace, places
 from slime_megatron.dist_files import read_box
 from slime_megatron.masters import MASTER, MOMENTS, masters, prepare
 from slime_megatron.saving import (
@@ -36,7 +36,7 @@ from slime_megatron.saving import (
 )
 
 if TYPE_CHECKING:
-    from slime_megatron.tensors import Held, Tensors
+    from slime_megatron.tensors import LocalTensor, Tensors
     from slime_megatron.worker import MegatronWorker
 
 SHOWN = 4  # differences of each sort in a message
@@ -44,7 +44,7 @@ Values = dict[str, torch.Tensor]
 
 
 @dataclass(slots=True)
-class Found:
+class RestoredModel:
     """A model's state on the host: shards by name, and (master, moments) in the order of `masters`."""
 
     weights: Values
@@ -89,7 +89,9 @@ def _agree(failed: SlimeError | None, path: Path) -> None:
             raise StorageError(f"rank {rank} cannot read the checkpoint", code="STO112", where=str(path), why=text)
 
 
-def _read(worker: MegatronWorker, path: Path) -> tuple[dict[str, Any], list[Found], Values | None, dict[str, Any]]:
+def _read(
+    worker: MegatronWorker, path: Path
+) -> tuple[dict[str, Any], list[RestoredModel], Values | None, dict[str, Any]]:
     state = read_state(path)
     _check_files(path, state)
     with _as_storage(path):
@@ -196,7 +198,7 @@ def _first(lines: list[str]) -> list[str]:
     return lines[:SHOWN] + more
 
 
-def _difference(tensors: Tensors, entry: Entry, place: Place, shape: tuple[int, ...]) -> str:
+def _difference(tensors: Tensors, entry: Entry, place: DistPlace, shape: tuple[int, ...]) -> str:
     whole = whole_shape(entry, tensors.sizes)
     want = (*place.of, *whole)
     lead = len(place.of)
@@ -206,11 +208,11 @@ def _difference(tensors: Tensors, entry: Entry, place: Place, shape: tuple[int, 
     return "" if shape == want else f"is {list(shape)} in the checkpoint and {list(want)} in the model"
 
 
-def _places(tensors: Tensors, entry: Entry) -> list[Place]:
+def _places(tensors: Tensors, entry: Entry) -> list[DistPlace]:
     return places(entry, tensors.sizes, tensors.attention, tensors.layers_apart)
 
 
-def _read_model(one: Learned, folder: DistFolder, steps: int) -> Found:
+def _read_model(one: Learned, folder: DistFolder, steps: int) -> RestoredModel:
     weights = {name: _shard(one.tensors, shard, folder, one.prefix) for name, shard in one.tensors.held.items()}
     names = {id(shard.tensor): shard for shard in (*one.tensors.held.values(), *one.tensors.copies)}
     states = []
@@ -229,10 +231,10 @@ def _read_model(one: Learned, folder: DistFolder, steps: int) -> Found:
             for name in MOMENTS
         }
         states.append((values.float(), moments))
-    return Found(weights, states, steps)
+    return RestoredModel(weights, states, steps)
 
 
-def _shard(tensors: Tensors, shard: Held, folder: DistFolder, prefix: str) -> torch.Tensor:
+def _shard(tensors: Tensors, shard: LocalTensor, folder: DistFolder, prefix: str) -> torch.Tensor:
     """A rank's shard of a weight; where it is float32, from its master if that was stored beside it."""
     place = _places(tensors, shard.entry)[0]
     key, shape = prefix + place.key, shard.tensor.shape
@@ -242,7 +244,7 @@ def _shard(tensors: Tensors, shard: Held, folder: DistFolder, prefix: str) -> to
     return _run(shard, folder, key, place, 0, shape.numel()).view(shape).to(shard.tensor.dtype)
 
 
-def _run(shard: Held, folder: DistFolder, key: str, place: Place, begin: int, end: int) -> torch.Tensor:
+def _run(shard: LocalTensor, folder: DistFolder, key: str, place: DistPlace, begin: int, end: int) -> torch.Tensor:
     """Elements ``begin`` to ``end`` of a rank's shard, flat."""
     if key not in folder.tensors:
         raise DataError(f"{key} is not in {METADATA}", code="TOK201", where=str(folder.path))
@@ -267,7 +269,7 @@ def _generators(worker: MegatronWorker, path: Path) -> dict[str, Any]:
     return generators
 
 
-def _put(one: Learned, checkpoint: Found) -> None:
+def _put(one: Learned, checkpoint: RestoredModel) -> None:
     for name, shard in one.tensors.held.items():
         shard.tensor.copy_(checkpoint.weights[name])
     one.model.spread_embedding()

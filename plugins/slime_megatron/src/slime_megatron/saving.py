@@ -30,14 +30,14 @@ from slime_core.seeds import generators
 from slime_megatron import dist_files
 from slime_megatron.convert.dist import METADATA
 from slime_megatron.convert.dist_keys import BESIDE, extra_states, places
-from slime_megatron.dist_files import Archives, Written
+from slime_megatron.dist_files import Archives, WrittenChunk
 from slime_megatron.masters import MASTER, MOMENTS, masters
-from slime_megatron.places import Piece, share
+from slime_megatron.places import ShardPiece, share
 
 if TYPE_CHECKING:
-    from slime_megatron.learner import Learner
+    from slime_megatron.learner import MegatronLearner
     from slime_megatron.model import Model
-    from slime_megatron.tensors import Held, Tensors
+    from slime_megatron.tensors import LocalTensor, Tensors
     from slime_megatron.worker import MegatronWorker
 
 FORMAT = "torch_dist-1"
@@ -51,7 +51,7 @@ class Learned:
 
     prefix: str
     model: Model
-    learner: Learner
+    learner: MegatronLearner
 
     @property
     def tensors(self) -> Tensors:
@@ -66,7 +66,7 @@ class Item:
     keys: tuple[str, ...]
     index: tuple[int, ...]
     of: tuple[int, ...]
-    piece: Piece
+    piece: ShardPiece
     begin: int
     end: int
     dtype: torch.dtype
@@ -76,7 +76,7 @@ class Item:
 
 
 @dataclass(slots=True)
-class Plan:
+class SavePlan:
     """A rank's file, and where each part of it comes from."""
 
     file: Archives
@@ -103,9 +103,9 @@ def learned(worker: MegatronWorker) -> list[Learned]:
     return learners
 
 
-def piece_of(shard: Held) -> Piece:
+def piece_of(shard: LocalTensor) -> ShardPiece:
     """A rank's shard of a tensor."""
-    return Piece(shard.entry, tuple(shard.tensor.shape), shard.group.rank(), shard.group.size())
+    return ShardPiece(shard.entry, tuple(shard.tensor.shape), shard.group.rank(), shard.group.size())
 
 
 @torch.no_grad()
@@ -129,7 +129,7 @@ def save(worker: MegatronWorker, path: Path) -> None:
     except OSError as error:
         raise storage_error(error, path, "the trainer's state cannot be written") from error
     first = dist_files.empty_state() if worker.rank == 0 else b""
-    plan = Plan(Archives(f"__{worker.rank}_0.distcp", {}, first=first))
+    plan = SavePlan(Archives(f"__{worker.rank}_0.distcp", {}, first=first))
     items = list(_items(worker))
     for item in items:
         plan.add(item)
@@ -210,7 +210,7 @@ def _texts(worker: MegatronWorker, file: Archives) -> dict[str, Any]:
     name = generators_name(worker.rank, worker.world)
     texts: dict[str, Any] = {name: json.dumps(generators()).encode()}
     if worker.rank == 0:
-        chunks: list[Written] = [chunk for texts_of_rank in everyone for chunk in texts_of_rank]
+        chunks: list[WrittenChunk] = [chunk for texts_of_rank in everyone for chunk in texts_of_rank]
         states = _empty_states(worker.policy.tensors)
         texts[METADATA] = partial(dist_files.metadata, chunks, states, (file.name, len(file.first)))
         texts |= dist_files.common(worker.policy.tensors.layers_apart, worker.actor.steps)

@@ -54,7 +54,7 @@ ALIGNED = 16  # bytes: what torch's grouped product wants rows of matrices to be
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Settings:
+class MegatronSettings:
     """Everything that a rank makes its model and its optimizer of: plain values, the same on every rank.
 
     Types are names here (``params_dtype: "bfloat16"``, ``activation_func: "silu"``); `build` looks them up.
@@ -86,7 +86,7 @@ def settings(
     device: str,
     *,
     origins: Origins | None = None,
-) -> Settings:
+) -> MegatronSettings:
     """What a run's model, data parallelism and optimizer are made of, everything about them checked.
 
     Args:
@@ -132,7 +132,7 @@ def settings(
     if run.get("fp32_residual_connection"):
         fixed["pipeline_dtype"] = "float32"  # what stages hand on
     defaults = _defaults(device, sizes, train, grouped=not unaligned)
-    return Settings(
+    return MegatronSettings(
         layout=layout,
         sizes=sizes,
         mla=mla,
@@ -313,7 +313,7 @@ class Built:
     optimizer: Any
 
 
-def build(settings: Settings) -> Built:
+def build(settings: MegatronSettings) -> Built:
     """The config objects of megatron-core; imports it.
 
     Raises:

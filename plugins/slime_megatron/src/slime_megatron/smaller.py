@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from slime_megatron.settings import Settings
+    from slime_megatron.settings import MegatronSettings
 
 
-def smaller(settings: Settings) -> list[str]:
+def smaller(settings: MegatronSettings) -> list[str]:
     """``KEY=VALUE   (what it is)``, what costs least first; layouts are those that the ranks and heads divide by."""
     advice, layout, sizes = [], settings.layout, settings.sizes
     recompute = settings.transformer.get("recompute_granularity")

@@ -47,7 +47,7 @@ class SandwichLayer(TransformerLayer):  # type: ignore[misc]
         return getattr(self, norm)(hidden if bias is None else hidden + bias), None
 
 
-class Router(TopKRouter):  # type: ignore[misc]
+class ExpertRouter(TopKRouter):  # type: ignore[misc]
     """megatron-core 0.16's own gate calls Transformer Engine, also where that is not installed."""
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
@@ -87,7 +87,7 @@ def _replace(spec: Any, *, grouped: bool) -> None:
             if getattr(submodules, name, IdentityOp) is not IdentityOp and hasattr(submodules, name):
                 setattr(submodules, name, Norm)
         if hasattr(submodules, "router"):
-            submodules.router = Router
+            submodules.router = ExpertRouter
             submodules.experts = grouped_spec() if grouped else submodules.experts
     if hasattr(submodules, "core_attention"):
         submodules.core_attention = CoreAttention

@@ -21,7 +21,7 @@ from megatron.core import parallel_state
 from slime_convert.bridge import Bridge, Entry, Sizes, join, part, shard, unshard
 from slime_core.errors import TrainerError
 from slime_core.weights.shards import Shards
-from slime_core.weights.transports.buckets import Part, Source
+from slime_core.weights.transports.buckets import TensorPart, TensorSource
 from slime_megatron.convert.dist_keys import apart
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ FUSED = (  # Transformer Engine keeps a norm with the linear layer behind it
 
 
 @dataclass(slots=True, frozen=True)
-class Held:
+class LocalTensor:
     """A parameter or buffer of this rank, and the tensor of the model that it is a shard of."""
 
     entry: Entry
@@ -72,7 +72,7 @@ class Held:
 
 
 @dataclass(slots=True, frozen=True)
-class Kept:
+class TensorDescription:
     """What ranks tell each other of a tensor that they hold."""
 
     shape: list[int]
@@ -102,16 +102,16 @@ class Tensors:
         self.entries = list(entries) if entries is not None else bridge.entries(config)
         by_name = {entry.megatron: entry for entry in self.entries}
         self.attention, self.layers_apart = bridge.attention, apart(bridge.megatron(config))
-        self.held: dict[str, Held] = {}
-        self._sources: list[Source] | None = None
-        self.copies: list[Held] = []  # of what other stages hold: an output matrix that is tied
+        self.held: dict[str, LocalTensor] = {}
+        self._sources: list[TensorSource] | None = None
+        self.copies: list[LocalTensor] = []  # of what other stages hold: an output matrix that is tied
         for stage in stages:
             for name, tensor in _stored(stage):
                 whole = canonical(name, stage)
                 if whole not in by_name:
                     if whole == "output_layer.weight" and self.sizes.tied:
                         embedding = by_name["embedding.word_embeddings.weight"]
-                        self.copies.append(Held(embedding, tensor))  # kept equal by megatron-core
+                        self.copies.append(LocalTensor(embedding, tensor))  # kept equal by megatron-core
                         continue
                     raise TrainerError(
                         f"the bridge of {bridge.family} has no row for {whole}",
@@ -119,13 +119,15 @@ class Tensors:
                         why=f"the model holds it, of shape {list(tensor.shape)}",
                         fix="add a row to the bridge",
                     )
-                self.held[whole] = Held(by_name[whole], tensor)
+                self.held[whole] = LocalTensor(by_name[whole], tensor)
 
     def like(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
         """The same places with other tensors in them, by Megatron's name: what is there once a parameter."""
         other = copy(self)
         other._sources = None
-        other.held = {name: Held(entry.entry, tensors[name]) for name, entry in self.held.items() if name in tensors}
+        other.held = {
+            name: LocalTensor(entry.entry, tensors[name]) for name, entry in self.held.items() if name in tensors
+        }
         other.entries = [entry for entry in self.entries if self._trained(entry)]
         return other
 
@@ -144,7 +146,7 @@ class Tensors:
         """This rank's shards of another folder's tensors, beside the model's own; as :meth:`fill` reads them."""
         return {n: self._mine(local, tensors).to(local.tensor, copy=True) for n, local in self.held.items()}
 
-    def _mine(self, entry: Held, folder: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _mine(self, entry: LocalTensor, folder: Mapping[str, torch.Tensor]) -> torch.Tensor:
         whole = join(entry.entry, [folder[name] for name in entry.entry.hf], self.sizes)
         local = shard(entry.entry, whole, entry.group.rank(), entry.group.size())
         if local.shape != entry.tensor.shape:
@@ -155,26 +157,29 @@ class Tensors:
             )
         return local
 
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[TensorSource]:
         """Every tensor of the whole model in the names of its folder, gathered on rank 0; a collective, once."""
         if self._sources is None:
-            local = {name: Kept(list(h.tensor.shape), h.tensor.dtype, h.speaks) for name, h in self.held.items()}
+            local = {
+                name: TensorDescription(list(h.tensor.shape), h.tensor.dtype, h.speaks)
+                for name, h in self.held.items()
+            }
             everyone: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(everyone, local)
             self._sources = [self._source(entry, everyone) for entry in self.entries]
         return self._sources
 
-    def _source(self, entry: Entry, everyone: Sequence[Mapping[str, Kept]]) -> Source:
+    def _source(self, entry: Entry, everyone: Sequence[Mapping[str, TensorDescription]]) -> TensorSource:
         name = entry.megatron
         owner = next(rank for rank, source in enumerate(everyone) if name in source and source[name].speaks)
         source = everyone[owner][name]
         form = torch.empty(self._whole_shape(entry, source.shape), dtype=source.dtype, device="meta")
         pieces = part(entry, form, self.sizes)
         parts = tuple(
-            Part(hf, tuple(piece.shape), partial(self._cut, entry, number))
+            TensorPart(hf, tuple(piece.shape), partial(self._cut, entry, number))
             for number, (hf, piece) in enumerate(zip(entry.hf, pieces, strict=True))
         )
-        return Source(parts, partial(self.gather, entry, owner, form))
+        return TensorSource(parts, partial(self.gather, entry, owner, form))
 
     @torch.no_grad()
     def gather(self, entry: Entry, owner: int, form: torch.Tensor) -> torch.Tensor:

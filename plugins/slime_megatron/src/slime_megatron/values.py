@@ -19,7 +19,7 @@ from slime_convert.bridge import Entry, check_tensors
 from slime_core.trainers.roles import open_critic
 from slime_megatron.model import Model, PackedGPT
 from slime_megatron.others import settings_of
-from slime_megatron.settings import Settings, build
+from slime_megatron.settings import MegatronSettings, build
 from slime_megatron.tensors import Tensors, stored
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from slime_convert.bridge import Bridge
     from slime_core.weights.folder import ModelFolder
     from slime_core.weights.shards import Shards
-    from slime_megatron.others import Run
+    from slime_megatron.others import ModelContext
     from slime_megatron.packing import Pack
 
 OUTPUT = "output_layer.weight"
@@ -62,7 +62,7 @@ class ValueGPT(PackedGPT):
 
 
 def build_values(
-    path: str, policy: ModelFolder, critic: Model, settings: Settings, run: Run
+    path: str, policy: ModelFolder, critic: Model, settings: MegatronSettings, run: ModelContext
 ) -> tuple[Model, ModelFolder]:
     """The value model of ``train.critic_load``, or with the layers that the policy has now; and its folder.
 

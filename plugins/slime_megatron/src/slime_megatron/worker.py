@@ -14,21 +14,21 @@ from megatron.core import parallel_state
 
 from slime_convert.bridges import find_bridge
 from slime_core.context import Context
-from slime_core.trainers.data_parallel import Portion, Seat
+from slime_core.trainers.data_parallel import Portion, RankSeat
 from slime_core.trainers.optimizer_step import Sums
 from slime_core.trainers.verify import Slow
 from slime_core.trainers.worker import Tensors, Worker
 from slime_core.weights.flops import Flops
 from slime_megatron import exporting, restoring, saving, verify
-from slime_megatron.critic import Critic
+from slime_megatron.critic import MegatronCritic
 from slime_megatron.fingerprint import fingerprint
-from slime_megatron.frozen import Frozen
-from slime_megatron.learner import Learner
+from slime_megatron.frozen import MegatronFrozen
+from slime_megatron.learner import MegatronLearner
 from slime_megatron.model import Model, build_model
-from slime_megatron.others import Run
+from slime_megatron.others import ModelContext
 from slime_megatron.passes import speaks, totals
 from slime_megatron.places import check_shapes
-from slime_megatron.settings import Settings, build, settings
+from slime_megatron.settings import MegatronSettings, build, settings
 from slime_megatron.smaller import smaller
 from slime_megatron.state import start
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from slime_core.protocols import Role
     from slime_core.trainers.optimizer_step import Schedule
     from slime_core.types import Columns, MicroBatch
-    from slime_core.weights.transports.buckets import Source
+    from slime_core.weights.transports.buckets import TensorSource
 
 
 class MegatronWorker(Worker):
@@ -49,21 +49,21 @@ class MegatronWorker(Worker):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.bridge = find_bridge(self.plugins.loaded, self.folder.config)
-        self.settings: Settings = self._settings(self.config)
+        self.settings: MegatronSettings = self._settings(self.config)
         self.ctx = Context(config=self.config)
         layout = self.settings.layout
         start(layout, self.config.seed)
         number = parallel_state.get_data_parallel_rank()
-        self.seat = Seat(number=number, ranks=layout.dp, over=layout.cp, flops=Flops.of(self.folder.config))
+        self.seat = RankSeat(number=number, ranks=layout.dp, over=layout.cp, flops=Flops.of(self.folder.config))
         self.plugins.tell("slime_megatron_init", "a Megatron rank's start", self.ctx, args=self.settings)
         self.policy: Model = build_model(self.settings, self.bridge, self.folder, self.device, seed=self.config.seed)
-        self.actor: Learner = Learner(self.policy.stage)
+        self.actor: MegatronLearner = MegatronLearner(self.policy.stage)
         self.actor.wrap(build(self.settings))
         self.policy.learn(self.actor.ddp)
-        self.frozen: Frozen = Frozen(self.folder)
-        self.run: Run
+        self.frozen: MegatronFrozen = MegatronFrozen(self.folder)
+        self.run: ModelContext
 
-    def _settings(self, config: Config) -> Settings:
+    def _settings(self, config: Config) -> MegatronSettings:
         """Of the policy, in a run's config or a stage's."""
         table = config.table("megatron")
         return settings(self.bridge, self.folder.config, table, self.train, self.world, self.device.type)
@@ -74,10 +74,12 @@ class MegatronWorker(Worker):
         self.policy.passes.chunk = self.train.logprob_chunk_tokens
         self.settings = self._settings(self.stage)
         table, layers = self.stage.table("megatron"), self.settings.sizes.layers
-        self.run = Run(table, self.train, self.world, self.device, layers, partial(find_bridge, self.plugins.loaded))
+        self.run = ModelContext(
+            table, self.train, self.world, self.device, layers, partial(find_bridge, self.plugins.loaded)
+        )
 
-    def make_critic(self) -> Critic:
-        return Critic(self.train.critic_load, self.folder, self.policy, self.settings, self.run)
+    def make_critic(self) -> MegatronCritic:
+        return MegatronCritic(self.train.critic_load, self.folder, self.policy, self.settings, self.run)
 
     def begin_models(self, schedule: Schedule, steps: int, needs: frozenset[Role]) -> None:
         self.actor.begin(self.train, schedule, build(self.settings))
@@ -119,7 +121,7 @@ class MegatronWorker(Worker):
         self._ready(self.critic.learner)
         self.critic.backward(micros, sums)
 
-    def _ready(self, learner: Learner) -> None:
+    def _ready(self, learner: MegatronLearner) -> None:
         learner.ready()
         self.plugins.tell(
             "slime_megatron_before_train_step",
@@ -152,7 +154,7 @@ class MegatronWorker(Worker):
     def smaller(self) -> Sequence[str]:
         return smaller(self.settings)
 
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[TensorSource]:
         self.settle()
         return self.policy.tensors.sources()
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import click
 
-from slime_convert.bridge import Bridge, Given, Row, holds
+from slime_convert.bridge import Bridge, BridgeRow, Given, holds
 from slime_convert.bridges import find_bridge
 from slime_core import ConfigError
 from slime_core.errors import nearest
 from slime_core.plugins.load import load_plugin
 from slime_models.arguments import model_args, pattern
 from slime_models.families import BRIDGES
-from slime_models.presets import Counts, count, presets, short
+from slime_models.presets import ParameterCounts, count, presets, short
 
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")
 KINDS = {"gqa": "grouped queries", "mla": "latent"}
@@ -112,7 +112,7 @@ def _preset(name: str) -> dict[str, Any]:
     }
 
 
-def _told(counts: Counts) -> dict[str, str]:
+def _told(counts: ParameterCounts) -> dict[str, str]:
     names = {"parameters": counts.total, "active": counts.active, "beside embeddings": counts.beside_embeddings}
     return {name: f"{number:,} ({short(number)})" for name, number in names.items()}
 
@@ -131,7 +131,7 @@ def _numberless(name: str) -> str:
     return ".".join("N" if part.isdigit() or part in ("{layer}", "{expert}") else part for part in name.split("."))
 
 
-def _row(row: Row) -> dict[str, Any]:
+def _row(row: BridgeRow) -> dict[str, Any]:
     return {"megatron": row.megatron, "hf": list(row.hf), "kind": row.kind, "on": row.on, "when": row.when}
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from slime_convert.bridge import Bridge, Given, Kind, Row, refused
+from slime_convert.bridge import Bridge, BridgeRow, Given, Kind, refused
 from slime_models.fields import DECODER, ONLY, rope
 from slime_models.routing import DEEPSEEK_EXPERTS
 from slime_models.rows import ENDS, EXPERTS, MLP, NORMS, OF, ROUTER, SHARED_EXPERTS, TO
@@ -72,13 +72,13 @@ def trained_length(config: Any) -> int:
     return int(rope(config).get("original_max_position_embeddings") or config.max_position_embeddings)
 
 
-def rotary(megatron: str, hf: str, halves: Kind, *, shape: str, when: str = "") -> tuple[Row, Row]:
+def rotary(megatron: str, hf: str, halves: Kind, *, shape: str, when: str = "") -> tuple[BridgeRow, BridgeRow]:
     """A row for pairs, as both sides store them, and one for a folder with two halves."""
     first = f"{when} and " if when else ""
     names = (f"{ATTENTION}.{megatron}.weight", (f"{HF_ATTENTION}.{hf}.weight",))
     return (
-        Row(*names, "rows", when=f"{first}rope_interleave", shape=shape),
-        Row(*names, halves, when=f"{first}not rope_interleave", shape=shape),
+        BridgeRow(*names, "rows", when=f"{first}rope_interleave", shape=shape),
+        BridgeRow(*names, halves, when=f"{first}not rope_interleave", shape=shape),
     )
 
 
@@ -89,14 +89,14 @@ DEEPSEEK_V3 = Bridge(
         *ENDS,
         *NORMS,
         *rotary("linear_q_proj", "q_proj", "rope_heads", shape="q hidden", when="not q_lora_rank"),
-        Row(
+        BridgeRow(
             f"{ATTENTION}.linear_q_down_proj.weight",
             (f"{HF_ATTENTION}.q_a_proj.weight",),
             "rows",
             when="q_lora_rank",
             shape="q_low hidden",
         ),
-        Row(
+        BridgeRow(
             f"{ATTENTION}.q_layernorm.weight",
             (f"{HF_ATTENTION}.q_a_layernorm.weight",),
             when="q_lora_rank",
@@ -104,12 +104,16 @@ DEEPSEEK_V3 = Bridge(
         ),
         *rotary("linear_q_up_proj", "q_b_proj", "rope_heads", shape="q q_low", when="q_lora_rank"),
         *rotary("linear_kv_down_proj", "kv_a_proj_with_mqa", "rope_tail", shape="kv_down hidden"),
-        Row(f"{ATTENTION}.kv_layernorm.weight", (f"{HF_ATTENTION}.kv_a_layernorm.weight",), shape="kv_low"),
-        Row(f"{ATTENTION}.linear_kv_up_proj.weight", (f"{HF_ATTENTION}.kv_b_proj.weight",), "rows", shape="kv kv_low"),
-        Row(f"{ATTENTION}.linear_proj.weight", (f"{HF_ATTENTION}.o_proj.weight",), "columns", shape="hidden value"),
+        BridgeRow(f"{ATTENTION}.kv_layernorm.weight", (f"{HF_ATTENTION}.kv_a_layernorm.weight",), shape="kv_low"),
+        BridgeRow(
+            f"{ATTENTION}.linear_kv_up_proj.weight", (f"{HF_ATTENTION}.kv_b_proj.weight",), "rows", shape="kv kv_low"
+        ),
+        BridgeRow(
+            f"{ATTENTION}.linear_proj.weight", (f"{HF_ATTENTION}.o_proj.weight",), "columns", shape="hidden value"
+        ),
         *MLP,
         ROUTER,
-        Row(
+        BridgeRow(
             f"{TO}.mlp.router.expert_bias",
             (f"{OF}.mlp.gate.e_score_correction_bias",),
             on="moe",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from slime_convert.bridge import Bridge, Given, Row
+from slime_convert.bridge import Bridge, BridgeRow, Given
 from slime_models.fields import DECODER, ONLY, no_scaling, rope
 from slime_models.rows import ATTENTION, ENDS, NORMS, OF, QKV_BIAS, TO
 
@@ -20,12 +20,14 @@ GLM4 = Bridge(
     rows=(
         *ENDS,
         *NORMS,
-        Row(f"{TO}.post_self_attn_layernorm.weight", (f"{OF}.post_self_attn_layernorm.weight",), shape="hidden"),
-        Row(f"{TO}.post_mlp_layernorm.weight", (f"{OF}.post_mlp_layernorm.weight",), shape="hidden"),
+        BridgeRow(f"{TO}.post_self_attn_layernorm.weight", (f"{OF}.post_self_attn_layernorm.weight",), shape="hidden"),
+        BridgeRow(f"{TO}.post_mlp_layernorm.weight", (f"{OF}.post_mlp_layernorm.weight",), shape="hidden"),
         *ATTENTION,
         replace(QKV_BIAS, when="attention_bias"),
-        Row(f"{TO}.mlp.linear_fc1.weight", (f"{OF}.mlp.gate_up_proj.weight",), "gate_up", shape="ffn_twice hidden"),
-        Row(f"{TO}.mlp.linear_fc2.weight", (f"{OF}.mlp.down_proj.weight",), "columns", shape="hidden ffn"),
+        BridgeRow(
+            f"{TO}.mlp.linear_fc1.weight", (f"{OF}.mlp.gate_up_proj.weight",), "gate_up", shape="ffn_twice hidden"
+        ),
+        BridgeRow(f"{TO}.mlp.linear_fc2.weight", (f"{OF}.mlp.down_proj.weight",), "columns", shape="hidden ffn"),
     ),
     fields={
         **DECODER,

@@ -38,7 +38,7 @@ def presets() -> dict[str, Preset]:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Counts:
+class ParameterCounts:
     """Parameters: all, those that one token passes, and all but embedding and output matrix."""
 
     total: int
@@ -46,7 +46,7 @@ class Counts:
     beside_embeddings: int
 
 
-def count(bridge: Bridge, config: Any) -> Counts:
+def count(bridge: Bridge, config: Any) -> ParameterCounts:
     """Parameters of a model, from the shapes of its entries alone; the bias that only chooses experts is none."""
     fields = bridge.megatron(config)
     chosen, experts = int(fields.get("moe_router_topk") or 0), int(fields.get("num_moe_experts") or 0)
@@ -59,7 +59,7 @@ def count(bridge: Bridge, config: Any) -> Counts:
         routed += number if entry.expert >= 0 else 0
         ends += number if entry.kind == "vocabulary" else 0
     idle = routed - routed * chosen // experts if experts else 0
-    return Counts(total=total, active=total - idle, beside_embeddings=total - ends)
+    return ParameterCounts(total=total, active=total - idle, beside_embeddings=total - ends)
 
 
 def short(number: int) -> str:

@@ -7,15 +7,15 @@
 
 from __future__ import annotations
 
-from slime_convert.bridge import Row
+from slime_convert.bridge import BridgeRow
 
 TO = "decoder.layers.{layer}"  # Megatron's layer
 OF = "model.layers.{layer}"  # Hugging Face's
 
 ENDS = (
-    Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocabulary", shape="vocab hidden"),
-    Row("decoder.final_layernorm.weight", ("model.norm.weight",), shape="hidden"),
-    Row(
+    BridgeRow("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocabulary", shape="vocab hidden"),
+    BridgeRow("decoder.final_layernorm.weight", ("model.norm.weight",), shape="hidden"),
+    BridgeRow(
         "output_layer.weight",
         ("lm_head.weight",),
         "vocabulary",
@@ -25,21 +25,23 @@ ENDS = (
 )
 
 NORMS = (
-    Row(f"{TO}.input_layernorm.weight", (f"{OF}.input_layernorm.weight",), shape="hidden"),
-    Row(f"{TO}.pre_mlp_layernorm.weight", (f"{OF}.post_attention_layernorm.weight",), shape="hidden"),
+    BridgeRow(f"{TO}.input_layernorm.weight", (f"{OF}.input_layernorm.weight",), shape="hidden"),
+    BridgeRow(f"{TO}.pre_mlp_layernorm.weight", (f"{OF}.post_attention_layernorm.weight",), shape="hidden"),
 )
 
 ATTENTION = (
-    Row(
+    BridgeRow(
         f"{TO}.self_attention.linear_qkv.weight",
         (f"{OF}.self_attn.q_proj.weight", f"{OF}.self_attn.k_proj.weight", f"{OF}.self_attn.v_proj.weight"),
         "qkv",
         shape="q hidden, kv hidden, kv hidden",
     ),
-    Row(f"{TO}.self_attention.linear_proj.weight", (f"{OF}.self_attn.o_proj.weight",), "columns", shape="hidden q"),
+    BridgeRow(
+        f"{TO}.self_attention.linear_proj.weight", (f"{OF}.self_attn.o_proj.weight",), "columns", shape="hidden q"
+    ),
 )
 
-QKV_BIAS = Row(
+QKV_BIAS = BridgeRow(
     f"{TO}.self_attention.linear_qkv.bias",
     (f"{OF}.self_attn.q_proj.bias", f"{OF}.self_attn.k_proj.bias", f"{OF}.self_attn.v_proj.bias"),
     "qkv",
@@ -47,32 +49,34 @@ QKV_BIAS = Row(
 )
 
 QK_NORMS = (
-    Row(f"{TO}.self_attention.q_layernorm.weight", (f"{OF}.self_attn.q_norm.weight",), shape="head"),
-    Row(f"{TO}.self_attention.k_layernorm.weight", (f"{OF}.self_attn.k_norm.weight",), shape="head"),
+    BridgeRow(f"{TO}.self_attention.q_layernorm.weight", (f"{OF}.self_attn.q_norm.weight",), shape="head"),
+    BridgeRow(f"{TO}.self_attention.k_layernorm.weight", (f"{OF}.self_attn.k_norm.weight",), shape="head"),
 )
 
 MLP = (
-    Row(
+    BridgeRow(
         f"{TO}.mlp.linear_fc1.weight",
         (f"{OF}.mlp.gate_proj.weight", f"{OF}.mlp.up_proj.weight"),
         "gate_up",
         on="dense",
         shape="ffn hidden",
     ),
-    Row(f"{TO}.mlp.linear_fc2.weight", (f"{OF}.mlp.down_proj.weight",), "columns", on="dense", shape="hidden ffn"),
+    BridgeRow(
+        f"{TO}.mlp.linear_fc2.weight", (f"{OF}.mlp.down_proj.weight",), "columns", on="dense", shape="hidden ffn"
+    ),
 )
 
-ROUTER = Row(f"{TO}.mlp.router.weight", (f"{OF}.mlp.gate.weight",), on="moe", shape="experts hidden")
+ROUTER = BridgeRow(f"{TO}.mlp.router.weight", (f"{OF}.mlp.gate.weight",), on="moe", shape="experts hidden")
 
 EXPERTS = (
-    Row(
+    BridgeRow(
         f"{TO}.mlp.experts.local_experts.{{expert}}.linear_fc1.weight",
         (f"{OF}.mlp.experts.{{expert}}.gate_proj.weight", f"{OF}.mlp.experts.{{expert}}.up_proj.weight"),
         "gate_up",
         on="moe",
         shape="expert hidden",
     ),
-    Row(
+    BridgeRow(
         f"{TO}.mlp.experts.local_experts.{{expert}}.linear_fc2.weight",
         (f"{OF}.mlp.experts.{{expert}}.down_proj.weight",),
         "columns",
@@ -82,14 +86,14 @@ EXPERTS = (
 )
 
 SHARED_EXPERTS = (
-    Row(
+    BridgeRow(
         f"{TO}.mlp.shared_experts.linear_fc1.weight",
         (f"{OF}.mlp.shared_experts.gate_proj.weight", f"{OF}.mlp.shared_experts.up_proj.weight"),
         "gate_up",
         on="moe",
         shape="shared hidden",
     ),
-    Row(
+    BridgeRow(
         f"{TO}.mlp.shared_experts.linear_fc2.weight",
         (f"{OF}.mlp.shared_experts.down_proj.weight",),
         "columns",

@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError
 
 from slime_core.clusters.channel import Child, Frame, ProcessChannel, decode
 from slime_core.clusters.hangs import Look, state_of
-from slime_core.clusters.host import Host as ServerHost, function_of
+from slime_core.clusters.host import ProcessHost as ServerHost, function_of
 
 LARGE = 64 << 10
 """Bytes of a frame from which on it goes through the object store."""

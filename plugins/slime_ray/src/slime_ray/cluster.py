@@ -15,7 +15,7 @@ from slime_core.clusters.local import Places, assembled
 from slime_core.plugins.backends import engine_of
 from slime_ray.head import head_kept
 from slime_ray.joining import Hosts, head, hosts, joined
-from slime_ray.placement import Plan, plan
+from slime_ray.placement import RayPlan, plan
 from slime_ray.servers import RaySites
 from slime_ray.travelling import check_travelling
 
@@ -59,7 +59,7 @@ def ray_cluster(config: Config, plugins: Plugins, report: Report) -> AbstractAsy
     return assembled(config, plugins, report, place)
 
 
-def _told(name: str, placed: Plan, ray_hosts: Hosts) -> list[str]:
+def _told(name: str, placed: RayPlan, ray_hosts: Hosts) -> list[str]:
     """Where everything lives; SGLang's servers are engines too."""
     names = [machine.name for machine in ray_hosts.machines]
     where = [f"{name}: {len(placed.ranks)} trainer rank(s), {len(placed.engines)} engine(s)"]

@@ -31,7 +31,7 @@ from slime_ray import LOCAL, address_of
 from slime_ray.channel import Host, RayChannel
 from slime_ray.domains import selectors
 from slime_ray.head import answers
-from slime_ray.placement import Plan, Resources, Seat, lacking, oversize, table
+from slime_ray.placement import RayPlan, Resources, Seat, lacking, oversize, table
 from slime_ray.token import address_of_auto, let_in, take_up
 from slime_ray.travelling import not_set_up, travelling
 
@@ -108,7 +108,7 @@ class Hosts:
 
 
 @contextmanager
-def joined(config: Config, plan: Plan) -> Iterator[str]:
+def joined(config: Config, plan: RayPlan) -> Iterator[str]:
     """The cluster of ``ray_address`` for a while; the answer says which it is.
 
     Raises:
@@ -212,7 +212,7 @@ def _our_signals() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def hosts(config: Config, plan: Plan) -> AsyncIterator[Hosts]:
+async def hosts(config: Config, plan: RayPlan) -> AsyncIterator[Hosts]:
     """Reserve the plan's bundles and put a host into each; all are given back at the end.
 
     Raises:

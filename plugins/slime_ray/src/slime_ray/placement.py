@@ -37,7 +37,7 @@ class Seat:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Plan:
+class RayPlan:
     """Bundles, and the seats of ranks and engines in them; engines, or servers, by their numbers."""
 
     bundles: tuple[dict[str, float], ...]
@@ -45,7 +45,7 @@ class Plan:
     engines: tuple[Seat, ...]
 
 
-def plan(config: Config) -> Plan:
+def plan(config: Config) -> RayPlan:
     """The placement of a resolved config.
 
     Raises:
@@ -63,11 +63,11 @@ def plan(config: Config) -> Plan:
             ranks += [Seat(bundle=machine, gpus=(i,) if gpu else ()) for i in range(per_node)]
     gpus_of = engine_of(config).gpus
     if rollout.debug_train_only or (gpus_of is not None and rollout.rollout_external_engine_addrs):
-        return Plan(bundles=tuple(bundles), ranks=tuple(ranks), engines=())
+        return RayPlan(bundles=tuple(bundles), ranks=tuple(ranks), engines=())
     if gpus_of is not None:
         trained, servers = len(bundles), enumerate(gpus_of(config))
         seats = [_seat(n, gpus, trained, per_node, cluster.cpu_threads, bundles, config) for n, gpus in servers]
-        return Plan(bundles=tuple(bundles), ranks=tuple(ranks), engines=tuple(seats))
+        return RayPlan(bundles=tuple(bundles), ranks=tuple(ranks), engines=tuple(seats))
     count = engines(config)
     size = rollout.rollout_num_gpus_per_engine if gpu else 1
     if cluster.colocate and ranks:
@@ -75,7 +75,7 @@ def plan(config: Config) -> Plan:
     else:
         seats = [Seat(bundle=len(bundles) + i, gpus=tuple(range(size)) if gpu else ()) for i in range(count)]
         bundles += [{"GPU": size, "CPU": 1} if gpu else {"CPU": cluster.cpu_threads} for _ in range(count)]
-    return Plan(bundles=tuple(bundles), ranks=tuple(ranks), engines=tuple(seats))
+    return RayPlan(bundles=tuple(bundles), ranks=tuple(ranks), engines=tuple(seats))
 
 
 def _seat(

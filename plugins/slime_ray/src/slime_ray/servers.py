@@ -32,7 +32,7 @@ from slime_ray.channel import gone
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_ray.joining import Hosts, Machine
-    from slime_ray.placement import Plan, Seat
+    from slime_ray.placement import RayPlan, Seat
 
 ENDING = 70.0
 """Seconds, beside its grace, in which a host must have ended all of a process."""
@@ -97,7 +97,7 @@ class RayHost:
 class RaySites:
     """Implements `host.ServerSites`: a server in its seat, a router beside the first server of its model."""
 
-    def __init__(self, config: Config, placed: Plan, hosts: Hosts) -> None:
+    def __init__(self, config: Config, placed: RayPlan, hosts: Hosts) -> None:
         self._config, self._placed, self._hosts = config, placed, hosts
 
     async def on_server(self, function: str, *args: Any) -> Any:

@@ -21,8 +21,8 @@ SHIFT, MASK, ONE = np.uint64(OPERAND_BITS), np.uint64((1 << OPERAND_BITS) - 1), 
 
 
 @dataclass(slots=True, frozen=True)
-class Problem:
-    """One problem. Example: ``Problem(12, "-", 30)`` has the value -18."""
+class ArithmeticProblem:
+    """One problem. Example: ``ArithmeticProblem(12, "-", 30)`` has the value -18."""
 
     a: int
     op: Operation
@@ -46,7 +46,7 @@ class Style:
     padded: int = 1  # operands have at least this many digits, with zeros in front
     ones_first: bool = False
 
-    def question(self, problem: Problem) -> str:
+    def question(self, problem: ArithmeticProblem) -> str:
         """What the model is asked."""
         return f"{problem.a:0{self.padded}d}{problem.op}{problem.b:0{self.padded}d}="
 
@@ -86,7 +86,7 @@ class Problems:
     def __len__(self) -> int:
         return len(self.codes)
 
-    def problem(self, position: int) -> Problem:
+    def problem(self, position: int) -> ArithmeticProblem:
         """The problem of a row."""
         return decode(int(self.codes[position]))
 
@@ -102,16 +102,16 @@ class Problems:
         return {**kind, **asdict(self.style), "side": self._side, "rows": len(self.codes)}
 
 
-def encode(problem: Problem) -> int:
+def encode(problem: ArithmeticProblem) -> int:
     """A problem as one number: first operand, operation, second operand."""
     return (problem.a << OPERAND_BITS + 1) | (OPERATIONS.index(problem.op) << OPERAND_BITS) | problem.b
 
 
-def decode(code: int) -> Problem:
+def decode(code: int) -> ArithmeticProblem:
     """The problem that :func:`encode` made a number of."""
     a, rest = divmod(code, 1 << OPERAND_BITS + 1)
     op, b = divmod(rest, 1 << OPERAND_BITS)
-    return Problem(a, OPERATIONS[op], b)
+    return ArithmeticProblem(a, OPERATIONS[op], b)
 
 
 def all_codes(kind: Kind) -> NDArray[np.uint64]:

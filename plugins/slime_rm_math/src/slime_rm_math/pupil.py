@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slime_core import Prompt
-from slime_rm_math.problems import Problem, Problems, uniform
+from slime_rm_math.problems import ArithmeticProblem, Problems, uniform
 
 COPIES = 16  # demonstrations of one problem, each with its own slips
 COLUMNS = 4  # more than any operand has digits
@@ -54,7 +54,7 @@ def slips(codes: NDArray[np.uint64], carry_lost: float, seed: int) -> NDArray[np
     return uniform(demonstrations[..., None] * np.uint64(COLUMNS) + columns, seed + 2) < carry_lost
 
 
-def answer(problem: Problem, slips: Sequence[bool]) -> int:
+def answer(problem: ArithmeticProblem, slips: Sequence[bool]) -> int:
     """What the pupil writes; ``slips[i]`` loses what column i (ones first) would carry on.
 
     Example:

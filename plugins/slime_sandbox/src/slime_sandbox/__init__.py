@@ -9,9 +9,19 @@ The process that runs a candidate never produces the verdict on it: what it answ
 from __future__ import annotations
 
 from slime_sandbox.box import Sandbox as Sandbox
-from slime_sandbox.child import Child as Child, Ended as Ended
-from slime_sandbox.inside import Channel as Channel
+from slime_sandbox.child import CandidateEnded as CandidateEnded, CandidateProcess as CandidateProcess
+from slime_sandbox.inside import CandidateChannel as CandidateChannel
 from slime_sandbox.selftest import compute_on as compute_on
 from slime_sandbox.types import Level as Level, Limits as Limits, Outcome as Outcome, Policy as Policy
 
-__all__ = ["Channel", "Child", "Ended", "Level", "Limits", "Outcome", "Policy", "Sandbox", "compute_on"]
+__all__ = [
+    "CandidateChannel",
+    "CandidateEnded",
+    "CandidateProcess",
+    "Level",
+    "Limits",
+    "Outcome",
+    "Policy",
+    "Sandbox",
+    "compute_on",
+]

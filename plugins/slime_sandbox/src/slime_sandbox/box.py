@@ -18,7 +18,7 @@ from typing import Any, Self
 from slime_core.errors import SandboxError
 from slime_core.notices import notice
 from slime_sandbox.cgroups import Groups
-from slime_sandbox.child import Child, Ended
+from slime_sandbox.child import CandidateEnded, CandidateProcess
 from slime_sandbox.keeper import BOOT
 from slime_sandbox.levels import FIRST_USER, WAYS
 from slime_sandbox.selftest import Witness, witness
@@ -96,7 +96,7 @@ class Sandbox:
         files: Mapping[str, bytes] | None = None,
         gpu: str | None = None,
         environment: Mapping[str, str] | None = None,
-    ) -> Child:
+    ) -> CandidateProcess:
         """A candidate's process running ``entry`` ("package.module:function"), a trusted ``function(channel)``.
 
         ``files`` are written into its folder, its working directory; ``gpu`` is the UUID of the one GPU that it sees.
@@ -106,7 +106,7 @@ class Sandbox:
             raise ValueError(f"names of files, not paths: {sorted(files)}")
         variables = {"CUDA_VISIBLE_DEVICES": gpu or ""} | dict(environment or {})
         request = {"entry": entry, "limits": asdict(limits), "files": list(files), "environment": variables}
-        return Child(
+        return CandidateProcess(
             self, request | {"gpu": bool(gpu), "devices": devices(gpu)}, limits, files, self.level, self.layers
         )
 
@@ -126,7 +126,7 @@ class Sandbox:
             try:
                 result = await child.receive()
                 outcome = replace(await child.finish(), result=result)
-            except Ended as ended:
+            except CandidateEnded as ended:
                 outcome = ended.outcome
                 if outcome.status == "ok":
                     outcome = replace(outcome, status="died", reason="ended without an answer")
@@ -137,7 +137,7 @@ class Sandbox:
         return outcome
 
     async def submit(self, request: dict[str, Any], descriptors: list[int]) -> None:
-        """Hand a candidate's request to the keeper; starts a dead one again. For `Child`."""
+        """Hand a candidate's request to the keeper; starts a dead one again. For `CandidateProcess`."""
         async with self._starting:
             if self._process is None or self._process.poll() is not None:
                 await self._restart()

@@ -14,7 +14,7 @@ from pathlib import Path
 PREFIX = "slime-sandbox-"
 
 
-class Group:
+class ControlGroup:
     """One control group. ``procs`` is the descriptor by which a process enters it."""
 
     def __init__(self, folder: Path, version: int) -> None:
@@ -66,7 +66,7 @@ class Groups:
 
     def __init__(self, folder: Path, version: int) -> None:
         self.folder, self._version = folder, version
-        self._free: list[Group] = []
+        self._free: list[ControlGroup] = []
         self._made = 0
         for stale in folder.glob(f"{PREFIX}*"):  # of a process that was killed
             if not Path("/proc", stale.name.split("-")[2]).exists():
@@ -84,7 +84,7 @@ class Groups:
                 return groups
         return None
 
-    def take(self, limit: int) -> Group:
+    def take(self, limit: int) -> ControlGroup:
         """A group of ``limit`` bytes. Raises `OSError`."""
         while self._free:
             group = self._free.pop()
@@ -95,7 +95,7 @@ class Groups:
                 continue
             return group
         self._made += 1
-        group = Group(self.folder / f"{PREFIX}{os.getpid()}-{id(self):x}-{self._made}", self._version)
+        group = ControlGroup(self.folder / f"{PREFIX}{os.getpid()}-{id(self):x}-{self._made}", self._version)
         try:
             group.begin(limit)
         except OSError:
@@ -103,7 +103,7 @@ class Groups:
             raise
         return group
 
-    def give(self, group: Group) -> None:
+    def give(self, group: ControlGroup) -> None:
         """Back, when nothing is left in it."""
         self._free.append(group)
 

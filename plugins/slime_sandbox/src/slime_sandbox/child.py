@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, Self
 
-from slime_sandbox.cgroups import Group
+from slime_sandbox.cgroups import ControlGroup
 from slime_sandbox.inside import OUT_OF_MEMORY, UNJAILED
 from slime_sandbox.types import Limits, Outcome, Status
 from slime_sandbox.wire import FRAME, collect, packet_pair
@@ -27,7 +27,7 @@ GRACE_SECONDS = 5.0
 """How long a jail may take to be gone after it was told to, before it is killed itself."""
 
 
-class Ended(Exception):
+class CandidateEnded(Exception):
     """The candidate sends nothing any more; ``outcome`` says why."""
 
     def __init__(self, outcome: Outcome) -> None:
@@ -35,7 +35,7 @@ class Ended(Exception):
         self.outcome = outcome
 
 
-class Child:
+class CandidateProcess:
     """One candidate, made by `Sandbox.spawn`; a context manager that leaves nothing behind, whatever happens in it.
 
     Example:
@@ -68,7 +68,7 @@ class Child:
         self._seconds = 0.0
         self._outcome: Outcome | None = None
         self._jail = -1  # pidfd of the warden
-        self._group: Group | None = None
+        self._group: ControlGroup | None = None
 
     async def __aenter__(self) -> Self:
         try:
@@ -126,14 +126,14 @@ class Child:
                 await self._loop.sock_sendall(self._data, data)
 
     async def receive(self, deadline: float | None = None) -> bytes:
-        """The entry's next message, within ``deadline`` seconds from now; raises `Ended` where none comes."""
+        """The entry's next message, within ``deadline`` seconds from now; raises `CandidateEnded` where none comes."""
         try:
             return await asyncio.wait_for(self._receive(), deadline)
         except TimeoutError:
             self._end("timeout", f"did not answer in {deadline:g} s")
         except (OSError, EOFError):
             pass
-        raise Ended(await self._finished())
+        raise CandidateEnded(await self._finished())
 
     async def finish(self) -> Outcome:
         """How it ended. It is told that no message follows, and has until ``wall_seconds`` to end by itself."""

@@ -41,7 +41,7 @@ class Closed(EOFError):
     """The other side has said all that it had to say."""
 
 
-class Channel:
+class CandidateChannel:
     """The candidate's end: whole messages of raw bytes, both ways. Blocks.
 
     Example:
@@ -74,7 +74,7 @@ class Channel:
         return data
 
 
-def run(entry: Callable[[Channel], Any], request: dict[str, Any], descriptors: list[int]) -> NoReturn:
+def run(entry: Callable[[CandidateChannel], Any], request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     """All of a candidate's life; does not return.
 
     ``descriptors``: data, output, who is told ``jailed`` when every layer is on (or why not), the driver's report, the
@@ -95,7 +95,7 @@ def run(entry: Callable[[Channel], Any], request: dict[str, Any], descriptors: l
         os._exit(code)
 
 
-def _settle(descriptors: list[int]) -> tuple[Channel, list[int]]:
+def _settle(descriptors: list[int]) -> tuple[CandidateChannel, list[int]]:
     """Leave everything of the fork server's behind but memory."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
@@ -106,10 +106,10 @@ def _settle(descriptors: list[int]) -> tuple[Channel, list[int]]:
     for target, source in enumerate([fcntl.fcntl(number, fcntl.F_DUPFD, 64) for number in descriptors_kept]):
         os.dup2(source, target, inheritable=target < CHANNEL)
     os.closerange(len(descriptors_kept), 1 << 20)
-    return Channel(socket.socket(fileno=CHANNEL)), list(range(TELLING + 1, len(descriptors_kept)))
+    return CandidateChannel(socket.socket(fileno=CHANNEL)), list(range(TELLING + 1, len(descriptors_kept)))
 
 
-def _put_on(request: dict[str, Any], channel: Channel, telling: socket.socket, extra: list[int]) -> None:
+def _put_on(request: dict[str, Any], channel: CandidateChannel, telling: socket.socket, extra: list[int]) -> None:
     """Every layer that the level has, the last of them last."""
     layers, folder, limits = request["layers"], request["folder"], request["limits"]
     spaces = "pid namespace" in layers
@@ -161,7 +161,7 @@ def _readable(request: dict[str, Any], spaces: bool) -> list[str]:
     return [*shown, "/proc/self", *PROC]
 
 
-def _result_of(entry: Callable[[Channel], Any], channel: Channel) -> int:
+def _result_of(entry: Callable[[CandidateChannel], Any], channel: CandidateChannel) -> int:
     """Run the entry; its exit code."""
     code = FAILED
     gc.enable()

@@ -16,14 +16,14 @@ from contextlib import ExitStack
 from typing import Any
 
 from slime_sandbox import kernel
-from slime_sandbox.inside import Channel
+from slime_sandbox.inside import CandidateChannel
 
 Tried = tuple[str, bool]
 """What was tried and how it went, in words; and whether it worked."""
 MANY = 4096
 
 
-def main(channel: Channel) -> None:
+def main(channel: CandidateChannel) -> None:
     """Take ``{"layers": [...], "marker": path, "namespaces": {...}}``, answer ``{layer: [control, probe]}``."""
     request = json.loads(channel.receive())
     channel.send(json.dumps({name: PROBES[name](request) for name in request["layers"]}).encode())
@@ -150,18 +150,18 @@ EXPECTED = {"socket": 1, "unshare": 1, "ptrace": 1}
 """What the filter must have counted when all of them were tried."""
 
 
-def sleep(channel: Channel) -> None:
+def sleep(channel: CandidateChannel) -> None:
     """Never end."""
     while True:
         signal.pause()
 
 
-def echo(channel: Channel) -> None:
+def echo(channel: CandidateChannel) -> None:
     """Answer the one message with itself."""
     channel.send(channel.receive())
 
 
-def compute(channel: Channel) -> None:
+def compute(channel: CandidateChannel) -> None:
     """Compute on the device whose name comes, with torch, and answer with nothing; raises what torch does."""
     import torch
 

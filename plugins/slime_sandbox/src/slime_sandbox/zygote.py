@@ -41,7 +41,7 @@ class Zygote:
     def __init__(self, requests: socket.socket, spaces: bool) -> None:
         self._requests = requests
         self._own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC) if spaces else -1
-        self._entries: dict[str, Callable[[inside.Channel], Any]] = {}
+        self._entries: dict[str, Callable[[inside.CandidateChannel], Any]] = {}
         self._running: dict[int, Running] = {}  # by the candidate's pidfd
         self._wardens: dict[int, int] = {}  # pidfd of a warden that has no namespace to end with it -> its candidate's
         self._poller = select.poll()
@@ -115,7 +115,7 @@ class Zygote:
         self._running[number] = Running(pid, listener, warden, request["folder"])
         self._poller.register(number, select.POLLIN)
 
-    def _entry(self, name: str) -> Callable[[inside.Channel], Any]:
+    def _entry(self, name: str) -> Callable[[inside.CandidateChannel], Any]:
         if name not in self._entries:
             module, _, function = name.partition(":")
             self._entries[name] = getattr(import_module(module), function)

@@ -53,7 +53,7 @@ def timely(seconds: float = SECONDS) -> type[H11Protocol]:
     return Timely
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """Serves ``app`` on a socket until ``should_exit``; ``started`` gets its URL when requests are answered.
 
     uvicorn's own handlers of signals would raise them again when it has ended, so there are none. ``closing`` are

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Address:
+class ServerAddress:
     """A server as its clients see it; the token shows in no repr.
 
-    Example: Address(url="http://127.0.0.1:30000", token=token, number=0)
+    Example: ServerAddress(url="http://127.0.0.1:30000", token=token, number=0)
     """
 
     url: str  # scheme, host and port, without a slash at its end

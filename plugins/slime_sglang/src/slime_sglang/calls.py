@@ -31,7 +31,7 @@ from slime_sglang.seats import Flight, Seats
 from slime_sglang.tries import Tries
 
 if TYPE_CHECKING:
-    from slime_sglang.address import Address
+    from slime_sglang.address import ServerAddress
 
 T = TypeVar("T")
 ABORT_SECONDS = 5.0
@@ -41,7 +41,7 @@ REJECTED = frozenset({"ENG71", "ENG79", "ENG80", "ENG81", "ENG82", "ENG83", "ENG
 
 
 @dataclass(slots=True)
-class Progress:
+class ServerProgress:
     """What has come from a server since the client began; counts never fall, ``in_flight`` and ``waiting`` do."""
 
     tokens: int = 0  # of generate and stream
@@ -56,12 +56,12 @@ class Progress:
     strangers: int = 0  # answers to no request of ours
 
 
-class Calls:
+class HttpCalls:
     """What `Client` is built on: it knows no tokens."""
 
-    def __init__(self, address: Address, *, concurrency: int, timeout: float, retries: int) -> None:
+    def __init__(self, address: ServerAddress, *, concurrency: int, timeout: float, retries: int) -> None:
         self.address = address
-        self.progress = Progress(last_token=time.monotonic())
+        self.progress = ServerProgress(last_token=time.monotonic())
         self._timeout, self._retries = timeout, retries
         self._http = Transport(address.url, token=address.token, ca=address.ca)
         self._seats = Seats(concurrency)

@@ -21,7 +21,7 @@ from slime_core.engines.admission import too_long
 from slime_core.errors import EngineError
 from slime_core.types import Completion
 from slime_sglang import bodies, stops, wire
-from slime_sglang.calls import Calls, Progress
+from slime_sglang.calls import HttpCalls, ServerProgress
 from slime_sglang.http import (
     Reply,
     ServerFault,
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from slime_core.types import GenerateRequest
-    from slime_sglang.address import Address
+    from slime_sglang.address import ServerAddress
 
-__all__ = ["Client", "Progress", "ServerFault"]
+__all__ = ["Client", "ServerFault", "ServerProgress"]
 
 CONTROL_SECONDS = 60.0
 """For calls that compute nothing: abort, pause, resume, flush, infos."""
@@ -51,7 +51,7 @@ REPLY_BYTES, TOKEN_BYTES = 1 << 20, 512
 """An answer may have so many bytes, and so many more a token (its id, its log-prob, its text)."""
 
 
-class Client(Calls):
+class Client(HttpCalls):
     """Asks one server.
 
     ``tokenizer`` gives the model's (as `ModelFolder.tokenizer`): with it a stop string is found that spans the end of
@@ -66,7 +66,7 @@ class Client(Calls):
 
     def __init__(
         self,
-        address: Address,
+        address: ServerAddress,
         *,
         vocab_size: int,
         context_len: int,
@@ -319,8 +319,10 @@ class Client(Calls):
         features = self.features
         return dumps(bodies.body(request, rid=rid, limit=limit, stream=stream, features=features, dp_rank=dp_rank))
 
-    def _expected(self, request: GenerateRequest, limit: int, low: int, high: Callable[[], int]) -> wire.Expected:
-        return wire.Expected(
+    def _expected(
+        self, request: GenerateRequest, limit: int, low: int, high: Callable[[], int]
+    ) -> wire.ExpectedAnswer:
+        return wire.ExpectedAnswer(
             request=request,
             limit=limit,
             vocab_size=self._vocab_size,

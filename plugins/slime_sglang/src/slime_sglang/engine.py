@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from slime_core.errors import EngineError
 from slime_core.protocols import PauseMode
 from slime_core.types import GenerateRequest, SamplingParams
-from slime_sglang.fleet import Fleet, ServerMode, Settings
+from slime_sglang.fleet import Fleet, FleetSettings, ServerMode
 from slime_sglang.gateway_router import GatewayRouter
 from slime_sglang.lending import LentServer
 from slime_sglang.requests import Requests
 from slime_sglang.router import Lane, Middleware, Router, chained
-from slime_sglang.weights import Weights
+from slime_sglang.weights import WeightRoutes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from slime_sglang.gateway import Gateway
     from slime_sglang.server import Server
 
-__all__ = ["Settings", "SglangEngine"]
+__all__ = ["FleetSettings", "SglangEngine"]
 
 MEMORY = frozenset({"kv", "weights"})
 TAGS = {"kv": ("kv_cache", "cuda_graph"), "weights": ("weights",)}
@@ -55,9 +55,9 @@ class SglangEngine:
     def __init__(
         self,
         servers: Sequence[Server],
-        settings: Settings,
+        settings: FleetSettings,
         *,
-        weights: Weights,
+        weights: WeightRoutes,
         tokenizer: Any = None,
         middleware: Sequence[Middleware] = (),
         gateway: Gateway | None = None,
@@ -80,7 +80,7 @@ class SglangEngine:
         self._released: set[str] = set()
         self._scores = 0
 
-    def _behind(self, gateway: Gateway, settings: Settings) -> GatewayRouter:
+    def _behind(self, gateway: Gateway, settings: FleetSettings) -> GatewayRouter:
         return GatewayRouter(
             gateway,
             connect=lambda address, **more: self.fleet.connect(address, **more),

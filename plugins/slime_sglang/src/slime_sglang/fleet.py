@@ -23,11 +23,11 @@ from slime_sglang.http import BROKEN
 from slime_sglang.lending import Lending, LentServer
 from slime_sglang.router import Lane, Middleware, Router
 from slime_sglang.vocabulary import check_vocabulary
-from slime_sglang.weights import Weights, told
+from slime_sglang.weights import WeightRoutes, told
 
 if TYPE_CHECKING:
-    from slime_core.types import Held, WeightCheck, WeightRoute, WeightUpdate
-    from slime_sglang.address import Address
+    from slime_core.types import RankTensor, WeightCheck, WeightRoute, WeightUpdate
+    from slime_sglang.address import ServerAddress
     from slime_sglang.health import Watch
     from slime_sglang.server import Server
 
@@ -41,7 +41,7 @@ Source = Callable[["WeightRoute"], Awaitable["WeightUpdate"]]
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Settings:
+class FleetSettings:
     """What of a run the engine goes by."""
 
     vocab_size: int
@@ -75,18 +75,24 @@ class Fresh:
     """Weights that were published for one server."""
 
     update: WeightUpdate
-    checks: tuple[Held, ...]
+    checks: tuple[RankTensor, ...]
 
 
 class Fleet:
-    """See the module. Implements `health.Engine` for the watch.
+    """See the module. Implements `health.WatchedEngine` for the watch.
 
     ``source`` publishes the trainer's weights once more, for a server that was restarted; without it such a server
     reads the last folder of the disk transport.
     """
 
     def __init__(
-        self, servers: Sequence[Server], settings: Settings, *, weights: Weights, tokenizer: Any, router: Router
+        self,
+        servers: Sequence[Server],
+        settings: FleetSettings,
+        *,
+        weights: WeightRoutes,
+        tokenizer: Any,
+        router: Router,
     ) -> None:
         self.settings, self.router = settings, router
         self.version = -1  # that all open servers have
@@ -223,7 +229,7 @@ class Fleet:
     # -- servers that fail and come back
 
     def progress(self, number: int) -> Sequence[tuple[int, int]]:
-        """See `health.Engine`."""
+        """See `health.WatchedEngine`."""
         lane = self._lanes.get(number)
         if lane is None:
             return [(0, 0)]
@@ -235,7 +241,7 @@ class Fleet:
         return [(progress.in_flight, progress.tokens + progress.replies)]
 
     def fence(self, number: int, error: EngineError) -> None:
-        """See `health.Engine`: its requests go to other servers with what they have."""
+        """See `health.WatchedEngine`: its requests go to other servers with what they have."""
         lane = self.router.fence(number, error, dying=self._servers[number].owned)
         lane = self.lending.fence(number, error) or lane
         if lane is not None:
@@ -244,7 +250,7 @@ class Fleet:
             task.add_done_callback(self._closing.discard)
 
     async def bring_up(self, number: int) -> None:
-        """See `health.Engine`.
+        """See `health.WatchedEngine`.
 
         Raises:
             EngineError: ENG83 a tensor differs after the load (named); what the server or the trainer said.
@@ -302,7 +308,7 @@ class Fleet:
         self.version = self.newest = max(self.version, update.version)
 
     def lost(self, error: EngineError) -> None:
-        """See `health.Engine`."""
+        """See `health.WatchedEngine`."""
         self.over = self.over or error
         self.router.lost(error)
         self.lending.lost(error)
@@ -341,7 +347,7 @@ class Fleet:
             "tokenizer": (lambda: self._tokenizer) if self._tokenizer is not None else None,
         }
 
-    def connect(self, address: Address, **more: Any) -> GatewayClient:
+    def connect(self, address: ServerAddress, **more: Any) -> GatewayClient:
         """A client of SGLang's router before these servers; ``more`` as `GatewayClient` has it."""
         facts = next((server.facts for server in self._servers.values()), {})
         room = self.settings.concurrency * len(self._servers)

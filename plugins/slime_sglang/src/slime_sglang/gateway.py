@@ -17,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
-from slime_core.clusters.host import Host
+from slime_core.clusters.host import ProcessHost
 from slime_core.errors import EngineError, SlimeError
-from slime_sglang.address import Address
+from slime_sglang.address import ServerAddress
 from slime_sglang.host import Launch
 from slime_sglang.http import BROKEN, ServerFault, Transport, decoded, dumps, fault, message
 from slime_sglang.server import Server
@@ -39,10 +39,10 @@ KINDS = {"null": "regular", "prefill": "prefill", "decode": "decode"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Worker:
+class GatewayWorker:
     """A server as the router is told of it.
 
-    Example: Worker(url="http://127.0.0.1:30000", token=token)
+    Example: GatewayWorker(url="http://127.0.0.1:30000", token=token)
     """
 
     url: str
@@ -51,7 +51,7 @@ class Worker:
     bootstrap_port: int = 0  # of a prefill server
 
 
-class Keeper(Protocol):
+class GatewayUser(Protocol):
     """Who sends requests through the router."""
 
     def down(self, error: ServerFault) -> None:
@@ -62,7 +62,7 @@ class Keeper(Protocol):
         """End on all servers what the old router had sent there."""
         ...
 
-    def up(self, address: Address) -> None:
+    def up(self, address: ServerAddress) -> None:
         """It serves at this address and knows all servers."""
         ...
 
@@ -129,15 +129,15 @@ class Gateway:
         start_timeout: float = 900.0,
         max_restarts: int = 3,
         token: str = "",
-        host: Host | None = None,
+        host: ProcessHost | None = None,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.process = Process.launch(launch, number=NUMBER, group="router", token=token, host=host)
-        self.keeper: Keeper | None = None
+        self.keeper: GatewayUser | None = None
         self.restarts = 0
         self._interval, self._timeout, self._start_timeout = interval, timeout, start_timeout
         self._max_restarts, self._note = max_restarts, note
-        self._workers: dict[int, Worker] = {}
+        self._workers: dict[int, GatewayWorker] = {}
         self._ids: dict[int, str] = {}  # the present router's, of those that it knows
         self._serving = asyncio.Event()  # it can be told of servers; or it is lost
         self._changing = asyncio.Lock()  # servers are told, or taken away
@@ -148,7 +148,7 @@ class Gateway:
         self._http: Transport | None = None
 
     @property
-    def address(self) -> Address:
+    def address(self) -> ServerAddress:
         """Of its present generation."""
         return self.process.address
 
@@ -170,13 +170,13 @@ class Gateway:
 
     # -- which servers it knows
 
-    async def add(self, number: int, worker: Worker) -> None:
+    async def add(self, number: int, worker: GatewayWorker) -> None:
         """Tell it of a server, in place of an older one of that number; on return it has met the server.
 
         While the router is down this waits.
 
         Raises:
-            EngineError: ENG69 it did not meet the server in time; what :meth:`Keeper.ended` was told.
+            EngineError: ENG69 it did not meet the server in time; what :meth:`GatewayUser.ended` was told.
         """
         await self.remove(number)
         self._workers[number] = worker
@@ -215,7 +215,7 @@ class Gateway:
         workers = (await self._ask("GET", "/workers")).get("workers")
         return workers if isinstance(workers, list) else []
 
-    async def _register(self, number: int, worker: Worker) -> None:
+    async def _register(self, number: int, worker: GatewayWorker) -> None:
         body: dict[str, Any] = {"url": worker.url, "worker_type": worker.kind}
         body |= {"api_key": worker.token} if worker.token else {}
         body |= {"bootstrap_port": worker.bootstrap_port} if worker.bootstrap_port else {}

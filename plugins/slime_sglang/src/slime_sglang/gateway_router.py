@@ -14,19 +14,19 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slime_core.errors import EngineError
-from slime_sglang.gateway import KINDS, NUMBER, Gateway, Worker
+from slime_sglang.gateway import KINDS, NUMBER, Gateway, GatewayWorker
 from slime_sglang.http import BROKEN, ServerFault
 from slime_sglang.router import Lane, LaneKey, Place, Router
 
 if TYPE_CHECKING:
     from slime_core.types import GenerateRequest
-    from slime_sglang.address import Address
+    from slime_sglang.address import ServerAddress
     from slime_sglang.client import Client
     from slime_sglang.gateway_client import GatewayClient
 
 
 class GatewayRouter(Router):
-    """See the module; also `gateway.Keeper` of its gateway.
+    """See the module; also `gateway.GatewayUser` of its gateway.
 
     ``connect`` makes a client of the gateway's address; ``gone`` is told when the gateway will not come back.
     """
@@ -62,7 +62,7 @@ class GatewayRouter(Router):
         kind = KINDS.get(str(lane.fact("disaggregation_mode") or "null"), "regular")
         port = int(lane.fact("disaggregation_bootstrap_port") or 0) if kind == "prefill" else 0
         await self._gateway.add(
-            lane.number, Worker(url=address.url, token=address.token, kind=kind, bootstrap_port=port)
+            lane.number, GatewayWorker(url=address.url, token=address.token, kind=kind, bootstrap_port=port)
         )
         if not self._born:
             self.up(self._gateway.address)
@@ -103,26 +103,26 @@ class GatewayRouter(Router):
     # -- what the gateway tells
 
     def down(self, error: ServerFault) -> None:
-        """See `gateway.Keeper`."""
+        """See `gateway.GatewayUser`."""
         gate, self._gate = self._gate, None
         if gate is not None:
             gate.fenced = error
             self._run(gate.client.close())
 
     async def clear(self) -> None:
-        """See `gateway.Keeper`."""
+        """See `gateway.GatewayUser`."""
         ends = (lane.client.abort_all() for lane in self.lanes)
         await asyncio.gather(*ends, return_exceptions=True)  # a server that does not answer is the watch's
 
-    def up(self, address: Address) -> None:
-        """See `gateway.Keeper`."""
+    def up(self, address: ServerAddress) -> None:
+        """See `gateway.GatewayUser`."""
         self._born += 1
         client = self._connect(address, peers=self._peers, servers=self._keys)
         self._gate = Lane(client=client, number=NUMBER, room=self._room, generation=self._born)
         self._seat()
 
     def ended(self, error: EngineError) -> None:
-        """See `gateway.Keeper`."""
+        """See `gateway.GatewayUser`."""
         self._gone(error)
 
     def _peers(self) -> Sequence[Client]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime_core.errors import EngineError
-from slime_sglang.address import Address
+from slime_sglang.address import ServerAddress
 from slime_sglang.http import SHOWN, Reply, ServerFault, Transport
 
 REFUSED = (401, 403)
@@ -28,7 +28,7 @@ class Greeting:
     facts: Mapping[str, Any] = field(default_factory=dict)  # its settings and version, by SGLang's names
 
 
-async def handshake(address: Address, *, owned: bool, where: str, timeout: float) -> Greeting:
+async def handshake(address: ServerAddress, *, owned: bool, where: str, timeout: float) -> Greeting:
     """Ask once; ``where`` is the log or key to look at. An owned server must refuse whoever has no token.
 
     Raises:
@@ -72,7 +72,7 @@ async def handshake(address: Address, *, owned: bool, where: str, timeout: float
         await door.close()
 
 
-def _wrong(address: Address, where: str, reply: Reply) -> EngineError:
+def _wrong(address: ServerAddress, where: str, reply: Reply) -> EngineError:
     body = reply.body[:SHOWN].decode(errors="replace")
     if address.token:
         body = body.replace(address.token, "***")
@@ -85,7 +85,7 @@ def _wrong(address: Address, where: str, reply: Reply) -> EngineError:
     )
 
 
-def _refused(address: Address, where: str, reply: Reply) -> EngineError:
+def _refused(address: ServerAddress, where: str, reply: Reply) -> EngineError:
     return EngineError(
         f"SGLang server {address.number} at {address.url} refuses the token ({reply.status})",
         code="ENG73",

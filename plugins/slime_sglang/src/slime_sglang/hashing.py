@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from slime_core.weights.hashing import Sums
+from slime_core.weights.hashing import Checksums
 from slime_sglang.hashing_cpu import MIX, PLACE, TILE
 
 if TYPE_CHECKING:
     import torch
 
-    from slime_core.types import Held
+    from slime_core.types import RankTensor
 
 Checksum = Literal["sha256", "murmur"]
 AT_ONCE = 1 << 24  # words, a multiple of TILE
@@ -39,9 +39,9 @@ def checksum(tensor: torch.Tensor, kind: Checksum) -> str:
 
 
 def expected(
-    tensors: Mapping[str, torch.Tensor], checks: Sequence[Held], dtype: torch.dtype, kind: Checksum
+    tensors: Mapping[str, torch.Tensor], checks: Sequence[RankTensor], dtype: torch.dtype, kind: Checksum
 ) -> dict[str, str]:
-    """What each row of ``checks`` must have as its checksum, by `Held.key`.
+    """What each row of ``checks`` must have as its checksum, by `RankTensor.key`.
 
     Args:
         tensors: whole ones by Hugging Face name, on any device; the murmur sums of one call are taken on one.
@@ -57,7 +57,7 @@ def expected(
     return sums.finish()
 
 
-class Murmur(Sums):
+class Murmur(Checksums):
     """Sums of the GPU's kind; a GPU is waited for once, at the end."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -87,7 +87,7 @@ class Murmur(Sums):
         return self._found
 
 
-KINDS: Mapping[Checksum, Callable[[torch.dtype], Sums]] = {"sha256": Sums, "murmur": Murmur}
+KINDS: Mapping[Checksum, Callable[[torch.dtype], Checksums]] = {"sha256": Checksums, "murmur": Murmur}
 
 
 def _tile_sums(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, int]:

@@ -23,14 +23,14 @@ from typing import Any, Protocol, Self
 
 from slime_core.errors import EngineError, SlimeError
 from slime_sglang.http import BROKEN, ServerFault, Transport, fault
-from slime_sglang.pulse import Limits, Look, Pulse, State, Ward
+from slime_sglang.pulse import ServerHealth, ServerStatus, State, Ward, WatchLimits
 from slime_sglang.server import Server
 
 DYING = 10.0
 """Seconds for a server of ours whose connections break to be found dead, so that its end can be named."""
 
 
-class Engine(Protocol):
+class WatchedEngine(Protocol):
     """What the watch asks of the engine whose servers it watches, by the server's number."""
 
     def progress(self, number: int) -> Sequence[tuple[int, int]]:
@@ -66,8 +66,8 @@ class Watch:
     def __init__(
         self,
         servers: Sequence[Server],
-        engine: Engine,
-        limits: Limits,
+        engine: WatchedEngine,
+        limits: WatchLimits,
         *,
         note: Callable[[str], None] = lambda text: None,
         needed: Collection[Collection[int]] = (),
@@ -148,7 +148,7 @@ class Watch:
 
     async def _failed(self, number: int) -> ServerFault:
         """Look until the server fails; it is fenced on return."""
-        server, pulse = self._servers[number], Pulse(self._limits)
+        server, pulse = self._servers[number], ServerHealth(self._limits)
         http = Transport(server.address.url, token=server.address.token, ca=server.address.ca)
         died = asyncio.create_task(server.died())
         reported = asyncio.create_task(self._pokes[number].wait())
@@ -177,7 +177,7 @@ class Watch:
             reported.cancel()
             await http.close()
 
-    async def _look(self, number: int, http: Transport) -> Look:
+    async def _look(self, number: int, http: Transport) -> ServerStatus:
         ranks = tuple(self._engine.progress(number))
         used: tuple[int, ...] = ()
         running: int | None = None
@@ -189,7 +189,7 @@ class Watch:
             refused = error.code == "ENG69"
         if self._limits.told and running is not None:  # of those in flight anywhere, as many as it says it has
             ranks = ((min(ranks[0][0], running), ranks[0][1]),)
-        return Look(at=time.monotonic(), ranks=ranks, held=used, refused=refused, expected=not self._paused)
+        return ServerStatus(at=time.monotonic(), ranks=ranks, held=used, refused=refused, expected=not self._paused)
 
     async def _restarted(self, number: int, failed: ServerFault) -> bool:
         """Start a fenced server once more; False where that failed, or where it is retired."""

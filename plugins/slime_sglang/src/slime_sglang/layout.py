@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime_core.errors import EngineError
-from slime_core.types import Held, Piece
+from slime_core.types import Piece, RankTensor
 from slime_core.weights.canary import EMBED, HEAD, LAYER
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ ATTENTION = "self_attn."
 Pieces = tuple[Piece, ...]
 
 
-def layout(names: Sequence[str], config: Any, tp: int, *, ep: int = 1) -> tuple[Held, ...]:
+def layout(names: Sequence[str], config: Any, tp: int, *, ep: int = 1) -> tuple[RankTensor, ...]:
     """What every rank holds under each name: rows in the order of ``names``, then of ranks.
 
     Args:
@@ -43,8 +43,8 @@ def layout(names: Sequence[str], config: Any, tp: int, *, ep: int = 1) -> tuple[
         EngineError: ENG86 a model family or a tensor that is not known here (named), a Hugging Face tensor that none
             of the names holds (named), or sizes that do not divide by the ranks.
     """
-    sizes = Sizes.of(config, tp, ep)
-    rows = [Held(name=n, rank=rank, pieces=_pieces(n, sizes, rank)) for n in names for rank in range(tp)]
+    sizes = ServerSizes.of(config, tp, ep)
+    rows = [RankTensor(name=n, rank=rank, pieces=_pieces(n, sizes, rank)) for n in names for rank in range(tp)]
     if lost := uncovered(rows, sizes.names()):
         raise _error(
             f"{len(lost)} tensors of the model are in none that the engine holds: {', '.join(lost[:5])}",
@@ -54,14 +54,14 @@ def layout(names: Sequence[str], config: Any, tp: int, *, ep: int = 1) -> tuple[
     return tuple(rows)
 
 
-def uncovered(rows: Iterable[Held], names: Iterable[str]) -> list[str]:
+def uncovered(rows: Iterable[RankTensor], names: Iterable[str]) -> list[str]:
     """Which of these Hugging Face tensors no row has a piece of."""
     names_held = {piece.name for row in rows for piece in row.pieces}
     return sorted(set(names) - names_held)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Sizes:
+class ServerSizes:
     """What of a config decides on tensors; counts of rows are of the whole model."""
 
     family: str
@@ -82,7 +82,7 @@ class Sizes:
     ep: int
 
     @classmethod
-    def of(cls, config: Any, tp: int, ep: int) -> Sizes:
+    def of(cls, config: Any, tp: int, ep: int) -> ServerSizes:
         """Raises EngineError, ENG86, for a family that is not known."""
         family = str(config.model_type)
         if family not in FAMILIES or getattr(config, "mlp_bias", False):
@@ -151,7 +151,7 @@ class Sizes:
         return Piece(name=name, dim=dim, start=rank * size, stop=(rank + 1) * size)
 
 
-def _pieces(name: str, sizes: Sizes, rank: int) -> Pieces:
+def _pieces(name: str, sizes: ServerSizes, rank: int) -> Pieces:
     if name in (EMBED, HEAD):
         return _vocabulary(EMBED if sizes.tied else name, sizes, rank)
     if name == "model.norm.weight":
@@ -167,7 +167,7 @@ def _pieces(name: str, sizes: Sizes, rank: int) -> Pieces:
     return cut(match[1], match[2], sizes, rank)
 
 
-def _vocabulary(name: str, sizes: Sizes, rank: int) -> Pieces:
+def _vocabulary(name: str, sizes: ServerSizes, rank: int) -> Pieces:
     """Rows of the vocabulary, and zeros up to the rank's share of the padded one."""
     multiple = VOCAB_MULTIPLE
     if -(-sizes.vocab // multiple) * multiple % sizes.tp:
@@ -180,11 +180,11 @@ def _vocabulary(name: str, sizes: Sizes, rank: int) -> Pieces:
     return (piece, Piece(name="", stop=zeros)) if zeros else (piece,)
 
 
-def _whole(prefix: str, part: str, sizes: Sizes, rank: int) -> Pieces:
+def _whole(prefix: str, part: str, sizes: ServerSizes, rank: int) -> Pieces:
     return (Piece(name=prefix + part),)
 
 
-def _qkv(prefix: str, part: str, sizes: Sizes, rank: int) -> Pieces:
+def _qkv(prefix: str, part: str, sizes: ServerSizes, rank: int) -> Pieces:
     kind = part.rpartition(".")[2]
     parts, size = min(sizes.tp, sizes.kv_heads), sizes.head_dim
     names = {which: f"{prefix}{ATTENTION}{which}_proj.{kind}" for which in "qkv"}
@@ -197,19 +197,19 @@ def _qkv(prefix: str, part: str, sizes: Sizes, rank: int) -> Pieces:
     )
 
 
-def _gate_up(prefix: str, part: str, sizes: Sizes, rank: int) -> Pieces:
+def _gate_up(prefix: str, part: str, sizes: ServerSizes, rank: int) -> Pieces:
     return tuple(sizes.share(f"{prefix}mlp.{n}_proj.weight", sizes.inner, rank, sizes.tp) for n in ("gate", "up"))
 
 
-def _down(prefix: str, part: str, sizes: Sizes, rank: int) -> Pieces:
+def _down(prefix: str, part: str, sizes: ServerSizes, rank: int) -> Pieces:
     return (sizes.share(prefix + part, sizes.inner, rank, sizes.tp, dim=1),)
 
 
-def _output(prefix: str, part: str, sizes: Sizes, rank: int) -> Pieces:
+def _output(prefix: str, part: str, sizes: ServerSizes, rank: int) -> Pieces:
     return (sizes.share(prefix + part, sizes.heads, rank, sizes.tp, dim=1, rows=sizes.head_dim),)
 
 
-def _experts(prefix: str, part: str, sizes: Sizes, rank: int) -> Pieces:
+def _experts(prefix: str, part: str, sizes: ServerSizes, rank: int) -> Pieces:
     """This rank's experts: [experts, rows, columns] has the same bytes as [experts * rows, columns]."""
     if sizes.tp % sizes.ep or sizes.experts % sizes.ep:
         raise _error(f"{sizes.experts} experts on {sizes.tp} ranks do not divide by {sizes.ep} groups")
@@ -224,7 +224,7 @@ def _experts(prefix: str, part: str, sizes: Sizes, rank: int) -> Pieces:
     )
 
 
-PARTS: dict[str, Callable[[str, str, Sizes, int], Pieces]] = {
+PARTS: dict[str, Callable[[str, str, ServerSizes, int], Pieces]] = {
     "input_layernorm.weight": _whole,
     "post_attention_layernorm.weight": _whole,
     "self_attn.q_norm.weight": _whole,
@@ -252,4 +252,4 @@ def check_comparable(config: Config, folder: ModelFolder) -> None:
         EngineError: ENG86.
     """
     if config.rollout.check_weights != "off":
-        Sizes.of(folder.config, tp=1, ep=1)
+        ServerSizes.of(folder.config, tp=1, ep=1)

@@ -29,7 +29,7 @@ READ = "slime_sglang.installation:read_here"
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Part:
+class ModelServers:
     """The servers of one model."""
 
     role: str
@@ -43,7 +43,7 @@ class Part:
     places: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # server -> trainer ranks on its GPUs
 
 
-def attached(config: Config) -> list[Part]:
+def attached(config: Config) -> list[ModelServers]:
     """Servers that others run: all of them serve the policy."""
     rollout = config.rollout
     token = os.environ.get(rollout.rollout_engine_token_env, "")
@@ -51,10 +51,12 @@ def attached(config: Config) -> list[Part]:
         Server.attach(url, token=token, ca=rollout.rollout_engine_ca, number=number)
         for number, url in enumerate(rollout.rollout_external_engine_addrs)
     ]
-    return [Part(role=POLICY, model=rollout.hf_checkpoint, servers=tuple(servers), features=frozenset())]
+    return [ModelServers(role=POLICY, model=rollout.hf_checkpoint, servers=tuple(servers), features=frozenset())]
 
 
-async def launched(config: Config, sites: ServerSites, run_dir: Path, epoch: int, *, fixed: bool) -> list[Part]:
+async def launched(
+    config: Config, sites: ServerSites, run_dir: Path, epoch: int, *, fixed: bool
+) -> list[ModelServers]:
     """Servers of ours, not started yet.
 
     Raises:
@@ -70,7 +72,7 @@ async def launched(config: Config, sites: ServerSites, run_dir: Path, epoch: int
     shared = secrets.token_urlsafe(32)
     world = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
     return [
-        Part(
+        ModelServers(
             role=role,
             model=placed.of(role)[0].model,
             servers=tuple(

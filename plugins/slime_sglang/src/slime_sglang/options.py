@@ -71,7 +71,7 @@ SLIMES: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class OptionFamily:
     """Whose options they are, for messages, and what slime says of some of them."""
 
     title: str
@@ -81,7 +81,7 @@ class Family:
     elsewhere: Mapping[str, str]  # no options of this program -> the key that is meant
 
 
-SERVER = Family(title="SGLang", genitive="SGLang's", flags="--sglang-", own=OWN, elsewhere=SLIMES)
+SERVER = OptionFamily(title="SGLang", genitive="SGLang's", flags="--sglang-", own=OWN, elsewhere=SLIMES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ def arguments(
     version: str = "",
     where: str | Place = "sglang",
     by_slime: bool = False,
-    family: Family = SERVER,
+    family: OptionFamily = SERVER,
 ) -> list[str]:
     """A table of options as words of SGLang's command line, in the table's order.
 
@@ -161,7 +161,7 @@ def arguments(
     return words
 
 
-def _unknown(name: str, options: Mapping[str, Option], version: str, place: str, family: Family) -> Problem:
+def _unknown(name: str, options: Mapping[str, Option], version: str, place: str, family: OptionFamily) -> Problem:
     longer = [name_known for name_known in options if name_known.startswith(name)]
     near = f"did you mean '{longer[0]}'?" if len(longer) == 1 else nearest(name, tuple(options))
     fix = family.elsewhere.get(name) or near
@@ -173,7 +173,7 @@ def _unknown(name: str, options: Mapping[str, Option], version: str, place: str,
     )
 
 
-def _words(option: Option, value: Any, written: str, place: str, family: Family) -> list[str] | Problem:
+def _words(option: Option, value: Any, written: str, place: str, family: OptionFamily) -> list[str] | Problem:
     """The words of one option, or what is wrong with its value."""
     if option.kind in ("flag", "switch"):
         if not isinstance(value, bool):
@@ -243,7 +243,7 @@ def _json(value: Any, type_: type | None) -> str | None:
     return json.dumps(value)
 
 
-def _wrong(option: Option, value: Any, written: str, place: str, family: Family) -> Problem:
+def _wrong(option: Option, value: Any, written: str, place: str, family: OptionFamily) -> Problem:
     description = describe(option)
     fix = f"{written} = {_example(option)}"
     if option.kind in ("flag", "switch") and isinstance(value, (str, list)):
@@ -260,7 +260,7 @@ def _wrong(option: Option, value: Any, written: str, place: str, family: Family)
     )
 
 
-def _no_choice(option: Option, text: str, written: str, place: str, family: Family) -> Problem:
+def _no_choice(option: Option, text: str, written: str, place: str, family: OptionFamily) -> Problem:
     shown = "a value" if is_secret(option.name, text) else f"'{text}'"
     return Problem(
         code="CFG03",

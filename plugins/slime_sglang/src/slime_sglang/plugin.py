@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
 import slime_core
-from slime_core.backends import EngineBackend, EngineStart, Plan, Planning, Served
+from slime_core.backends import EngineBackend, EngineStart, Plan, Planning, ServedEngines
 from slime_core.protocols import Check, CheckResult
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _plan(planning: Planning) -> Plan | None:
     return plan(planning)
 
 
-def _start(start: EngineStart) -> AbstractAsyncContextManager[Served]:
+def _start(start: EngineStart) -> AbstractAsyncContextManager[ServedEngines]:
     from slime_sglang.start import sglang_engines
 
     return sglang_engines(start)

@@ -21,7 +21,7 @@ LONGEST_PAUSE = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class WatchLimits:
     """Seconds and counts of the [rollout] section that the watch goes by."""
 
     interval: float = 5.0  # rollout_health_check_interval
@@ -38,17 +38,17 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class ServerStatus:
     """What one look at a living server found."""
 
     at: float  # seconds, monotonic
-    ranks: tuple[tuple[int, int], ...] = ((0, 0),)  # requests of ours, and what came: see `health.Engine`
+    ranks: tuple[tuple[int, int], ...] = ((0, 0),)  # requests of ours, and what came: see `health.WatchedEngine`
     held: tuple[int, ...] = ()  # tokens in its cache, by data-parallel rank; empty where it did not say
     refused: bool = False  # there was no connection
     expected: bool = True  # progress is; not while it is paused
 
 
-class Pulse:
+class ServerHealth:
     """Judges one generation of a server.
 
     Data-parallel ranks are judged one by one: one that goes on hides no other that hangs. A gap between looks that is
@@ -59,13 +59,13 @@ class Pulse:
         failed = pulse.judge(Look(at=time.monotonic(), ranks=((3, 17),), held=(512,)))
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: WatchLimits) -> None:
         self._limits = limits
-        self._last: Look | None = None
+        self._last: ServerStatus | None = None
         self._still: list[float] = []  # by rank: seconds without progress, with requests in flight
         self._refusals = 0
 
-    def judge(self, look: Look) -> ServerFault | None:
+    def judge(self, look: ServerStatus) -> ServerFault | None:
         """Why the server has failed, or None."""
         last = self._last
         if last is None or len(last.ranks) != len(look.ranks):
@@ -92,12 +92,12 @@ class Pulse:
                 )
         return None
 
-    def _gap(self, last: Look, look: Look) -> float:
+    def _gap(self, last: ServerStatus, look: ServerStatus) -> float:
         gap = look.at - last.at
         return gap if gap <= self._limits.interval + self._limits.ask + 1.0 else self._limits.interval
 
 
-def _moved(last: Look, look: Look, rank: int) -> bool:
+def _moved(last: ServerStatus, look: ServerStatus, rank: int) -> bool:
     if look.ranks[rank][1] != last.ranks[rank][1]:
         return True
     comparable = len(look.held) == len(last.held) == len(look.ranks)

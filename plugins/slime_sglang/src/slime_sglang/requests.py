@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from slime_core.errors import EngineError
-from slime_core.protocols import Turn
+from slime_core.protocols import RequestTurn
 from slime_sglang.client import ServerFault
 from slime_sglang.router import Lane, LaneKey, Place, Router
 
@@ -35,10 +35,10 @@ Fault = Callable[[Lane, EngineError], Awaitable[None]]
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class RequestJob:
     """One request under way."""
 
-    turn: Turn
+    turn: RequestTurn
     stopped: bool = False  # its caller wants what it has
     place: Place | None = None  # while a server has it
     waiting: asyncio.Task[Place] | None = None  # while none has it
@@ -69,7 +69,7 @@ class Requests:
     ) -> None:
         self._router, self._tokenizer, self._fault, self._high = router, tokenizer, fault, high
         self._attempts = attempts
-        self._jobs: set[Job] = set()
+        self._jobs: set[RequestJob] = set()
         self._scores: set[asyncio.Future[Any]] = set()
         self.requeued = 0  # times that a request went to another server because its own failed
 
@@ -84,7 +84,7 @@ class Requests:
         Raises:
             EngineError: the request is at fault, or as many servers failed it as it may try, or none is left.
         """
-        job = Job(Turn(request=request))
+        job = RequestJob(RequestTurn(request=request))
         self._jobs.add(job)
         try:
             while not job.turn.finish:
@@ -135,7 +135,7 @@ class Requests:
         if self._scores:
             await asyncio.wait(self._scores)
 
-    async def _call_back(self, jobs: Iterable[Job]) -> None:
+    async def _call_back(self, jobs: Iterable[RequestJob]) -> None:
         """Ask servers to end these requests until none of them is on a server."""
         delay, longest = AGAIN
         places = {job: job.place for job in jobs}  # of now: whoever moves on is not followed
@@ -158,7 +158,7 @@ class Requests:
         except ServerFault as error:
             await self._fault(lane, error)
 
-    async def _piece(self, job: Job) -> None:
+    async def _piece(self, job: RequestJob) -> None:
         """One server's part of a request."""
         request = job.turn.rest()
         if job.stopped:
@@ -194,7 +194,7 @@ class Requests:
         else:
             raise error
 
-    async def _placed(self, job: Job, request: GenerateRequest) -> Place | None:
+    async def _placed(self, job: RequestJob, request: GenerateRequest) -> Place | None:
         """A place, or None where the request was stopped while it waited for one."""
         if (place := self._router.take(request, job.failed)) is not None:
             return place
@@ -209,7 +209,7 @@ class Requests:
         finally:
             job.waiting = None
 
-    def _note(self, job: Job, piece: Completion, request: GenerateRequest, lane: Lane) -> None:
+    def _note(self, job: RequestJob, piece: Completion, request: GenerateRequest, lane: Lane) -> None:
         """Keep a piece; one that ended without its caller's wish is no end of the request."""
         turn = job.turn
         turn.add(piece, request.params.max_new_tokens)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime_core.errors import ConfigError
 from slime_sglang import options
-from slime_sglang.options import ADDRESS, PLAIN, TOKEN, Family, Option, Place
+from slime_sglang.options import ADDRESS, PLAIN, TOKEN, Option, OptionFamily, Place
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -57,7 +57,7 @@ OWN: Mapping[str, str] = {
 
 ELSEWHERE: Mapping[str, str] = {"ip": ADDRESS, "request_timeout": "--rollout-request-timeout SECONDS"}
 
-ROUTER = Family(
+ROUTER = OptionFamily(
     title="SGLang's router",
     genitive="SGLang's router's",
     flags="--sglang-router-",

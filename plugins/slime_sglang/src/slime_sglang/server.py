@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Self
 
-from slime_core.clusters.host import Host, Listener
+from slime_core.clusters.host import Listener, ProcessHost
 from slime_core.errors import EngineError
-from slime_sglang.address import Address
+from slime_sglang.address import ServerAddress
 from slime_sglang.handshake import handshake
 from slime_sglang.host import Launch, LocalHost, log_since
 
@@ -49,12 +49,12 @@ class Server:
         await server.stop()
     """
 
-    def __init__(self, address: Address, launch: Launch | None, host: Host | None = None) -> None:
+    def __init__(self, address: ServerAddress, launch: Launch | None, host: ProcessHost | None = None) -> None:
         self.address = address  # of its present generation
         self.facts: Mapping[str, Any] = {}  # what it said of itself when it was last ready
         self.log = launch.log if launch is not None else None
         self._launch = launch
-        self._host: Host = host or LocalHost()
+        self._host: ProcessHost = host or LocalHost()
         self._end: asyncio.Task[str] | None = None
         self._served = False  # it was ready once
         self._last = ""  # why it was not ready at the last look
@@ -62,16 +62,22 @@ class Server:
 
     @classmethod
     def launch(
-        cls, launch: Launch, *, number: int = 0, group: str = "rollout", token: str = "", host: Host | None = None
+        cls,
+        launch: Launch,
+        *,
+        number: int = 0,
+        group: str = "rollout",
+        token: str = "",
+        host: ProcessHost | None = None,
     ) -> Self:
         """A server of ours, not started; its token is drawn here, unless it shares one. No host: this machine."""
         token = token or secrets.token_urlsafe(32)
-        return cls(Address(url="", token=token, number=number, group=group, generation=0), launch, host)
+        return cls(ServerAddress(url="", token=token, number=number, group=group, generation=0), launch, host)
 
     @classmethod
     def attach(cls, url: str, *, token: str = "", ca: str = "", number: int = 0, group: str = "rollout") -> Self:
         """A server that somebody else runs: never started and never stopped by us."""
-        return cls(Address(url=url.rstrip("/"), token=token, ca=ca, number=number, group=group), None)
+        return cls(ServerAddress(url=url.rstrip("/"), token=token, ca=ca, number=number, group=group), None)
 
     @property
     def title(self) -> str:
@@ -84,7 +90,7 @@ class Server:
         return self._launch is not None
 
     @property
-    def host(self) -> Host:
+    def host(self) -> ProcessHost:
         """Where it lives, for one of ours."""
         return self._host
 

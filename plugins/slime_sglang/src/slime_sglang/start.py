@@ -16,23 +16,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from slime_core.backends import EngineStart, Served
+from slime_core.backends import EngineStart, ServedEngines
 from slime_core.clusters.embedded import context_len
 from slime_core.clusters.host import LOOPBACK, NCCL_MEMORY
 from slime_core.errors import EngineError
 from slime_core.plugins.locate import locate
 from slime_core.weights.folder import ModelFolder
 from slime_sglang import external, start_gateway as gateways
-from slime_sglang.engine import Settings, SglangEngine
+from slime_sglang.engine import FleetSettings, SglangEngine
 from slime_sglang.health import Watch
 from slime_sglang.host import LocalSites
 from slime_sglang.layout import check_comparable
-from slime_sglang.lineup import Part, attached, launched
-from slime_sglang.pulse import Limits
+from slime_sglang.lineup import ModelServers, attached, launched
+from slime_sglang.pulse import WatchLimits
 from slime_sglang.router import Middleware
 from slime_sglang.server import Server
 from slime_sglang.topology import POLICY
-from slime_sglang.weights import Ways, Weights
+from slime_sglang.weights import Ways, WeightRoutes
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -42,7 +42,7 @@ MIDDLEWARE = "rollout.rollout_middleware_paths"
 
 
 @asynccontextmanager
-async def sglang_engines(start: EngineStart) -> AsyncIterator[Served]:
+async def sglang_engines(start: EngineStart) -> AsyncIterator[ServedEngines]:
     """Start all servers of a run, or meet those that run elsewhere; take ours down at the end, whatever happened.
 
     Raises:
@@ -88,7 +88,7 @@ async def sglang_engines(start: EngineStart) -> AsyncIterator[Served]:
         for text in told(engines_served):
             note(text)
         policy = served.pop(POLICY)
-        yield Served(engine=policy, roles=dict(served), processes=tuple(servers), resync=policy.fleet.resync)
+        yield ServedEngines(engine=policy, roles=dict(served), processes=tuple(servers), resync=policy.fleet.resync)
 
 
 def agree(config: Config, environment: MutableMapping[str, str]) -> None:
@@ -128,7 +128,7 @@ async def _stop(servers: Sequence[Server]) -> None:
 async def _engine(
     start: EngineStart,
     folder: ModelFolder,
-    part: Part,
+    part: ModelServers,
     version: int,
     *,
     gateway: Gateway | None = None,
@@ -169,7 +169,7 @@ async def _engine(
             fix="start it with --enable-deterministic-inference",
         )
     paired = bool(gateways.pairs(gateways.kinds(part.servers)))
-    settings = Settings(
+    settings = FleetSettings(
         vocab_size=folder.vocab_size,
         context_len=folder.context_len if frozen else context_len(config, folder),
         features=features,
@@ -187,7 +187,7 @@ async def _engine(
     engine = SglangEngine(
         part.servers,
         settings,
-        weights=Weights(ways, note),
+        weights=WeightRoutes(ways, note),
         tokenizer=folder.tokenizer(),
         middleware=() if frozen else middleware(config),
         gateway=gateway,
@@ -221,10 +221,10 @@ def middleware(config: Config) -> list[Middleware]:
     return [locate(path, MIDDLEWARE) for path in config.rollout.rollout_middleware_paths]
 
 
-def limits(config: Config) -> Limits:
+def limits(config: Config) -> WatchLimits:
     """What the watch goes by."""
     rollout = config.rollout
-    return Limits(
+    return WatchLimits(
         interval=rollout.rollout_health_check_interval,
         timeout=rollout.rollout_health_check_timeout,
         start_timeout=rollout.rollout_start_timeout,
@@ -233,7 +233,7 @@ def limits(config: Config) -> Limits:
     )
 
 
-def told(parts: Sequence[Part]) -> list[str]:
+def told(parts: Sequence[ModelServers]) -> list[str]:
     """Which servers there are, and where their logs."""
     lines = []
     for part in parts:

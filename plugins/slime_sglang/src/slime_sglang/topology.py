@@ -129,7 +129,7 @@ class GroupTable(Section):
     env: dict[str, str] = Field({}, description="Environment variables, laid over [sglang.env].")
 
 
-class File(Section):
+class TopologyFile(Section):
     """The file."""
 
     group: tuple[GroupTable, ...] = Field((), description="Groups of servers.")
@@ -224,7 +224,7 @@ def _read(path: Path, config: Config) -> list[tuple[GroupTable, str]]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is no TOML: {error}", code="CFG06", where=str(path), fix="mend the file") from error
     origins = Origins({key: f"{path.name}:{line}" for key, line in key_lines(text).items()})
-    content = check_model(File, data)
+    content = check_model(TopologyFile, data)
     if isinstance(content, list):
         raise_all([origins.place(problem) for problem in content])
         raise AssertionError

@@ -23,7 +23,7 @@ from slime_sglang import loading
 from slime_sglang.layout import layout
 
 if TYPE_CHECKING:
-    from slime_core.types import Checksum, Held, WeightCheck, WeightUpdate
+    from slime_core.types import Checksum, RankTensor, WeightCheck, WeightUpdate
     from slime_sglang.router import Lane, LaneKey
 
 NEEDS = {"disk": "disk_update", "tensor": "tensor_update", "nccl": "nccl_update"}  # transport -> feature
@@ -85,7 +85,7 @@ class Ways:
         return transport
 
 
-class Weights:
+class WeightRoutes:
     """Routes of one engine's updates. ``note`` gets sentences for people.
 
     Example:
@@ -146,7 +146,7 @@ class Weights:
             self._group = ""  # of no use any more
             raise
 
-    async def _checks(self, check: WeightCheck, lanes: Sequence[Lane]) -> tuple[Held, ...]:
+    async def _checks(self, check: WeightCheck, lanes: Sequence[Lane]) -> tuple[RankTensor, ...]:
         if check == "none" or self._silent or not lanes:
             return ()
         if self._choice is None:
@@ -177,7 +177,7 @@ class Weights:
             rows = tuple(row for row in rows if row.rank < count)
         return Choice(rows)
 
-    def all_checks(self) -> tuple[Held, ...]:
+    def all_checks(self) -> tuple[RankTensor, ...]:
         """Every row that can be compared; empty where none can, or none was ever asked for."""
         return self._choice.rows if self._choice is not None else ()
 

@@ -41,10 +41,10 @@ ENDS: Mapping[Any, Finish] = {"stop": "stop", "length": "length"}
 
 
 @dataclass(slots=True, kw_only=True)
-class Expected:
+class ExpectedAnswer:
     """What an answer must fit.
 
-    Example: Expected(request=request, limit=64, vocab_size=151936, epoch=2, low=4, high=5, spans=True)
+    Example: ExpectedAnswer(request=request, limit=64, vocab_size=151936, epoch=2, low=4, high=5, spans=True)
     """
 
     request: GenerateRequest
@@ -71,7 +71,7 @@ def meta(answer: Any, where: str) -> dict[str, Any]:
     return info
 
 
-def completion(answer: Any, expected: Expected, *, final: bool = True) -> Completion:
+def completion(answer: Any, expected: ExpectedAnswer, *, final: bool = True) -> Completion:
     """Check an answer and read it; with ``final`` False it is a piece of a stream, its finish ``abort``.
 
     Raises:
@@ -138,7 +138,7 @@ def refusal(message: str, where: str) -> EngineError:
     return EngineError(message, code="ENG78", where=where, fix="see the server's log")
 
 
-def _check_counts(info: Mapping[str, Any], tokens: list[int], expected: Expected, where: str) -> None:
+def _check_counts(info: Mapping[str, Any], tokens: list[int], expected: ExpectedAnswer, where: str) -> None:
     count, prompt = len(tokens), expected.request.tokens
     if count > expected.limit:
         echoed = tokens[: len(prompt)] == prompt
@@ -219,7 +219,7 @@ def _check_outputs(tokens: list[int], vocab_size: int, where: str) -> None:
         )
 
 
-def versions(info: Mapping[str, Any], count: int, expected: Expected, where: str) -> list[int]:
+def versions(info: Mapping[str, Any], count: int, expected: ExpectedAnswer, where: str) -> list[int]:
     """Which weights made each of ``count`` tokens: by the answer's spans, else its one stamp for all.
 
     Raises:
@@ -245,7 +245,7 @@ def versions(info: Mapping[str, Any], count: int, expected: Expected, where: str
     return token_versions
 
 
-def version(stamp: Any, expected: Expected, where: str) -> int:
+def version(stamp: Any, expected: ExpectedAnswer, where: str) -> int:
     """The number of a stamp ``EPOCH.VERSION``; ServerFault ENG83 where it is not one that may be."""
     epoch, _, number = stamp.partition(".") if isinstance(stamp, str) else ("", "", "")
     if not (epoch.isascii() and epoch.isdigit() and number.isascii() and number.isdigit()):

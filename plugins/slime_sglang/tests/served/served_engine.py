@@ -23,8 +23,8 @@ from slime_sglang.engine import SglangEngine
 from slime_sglang.external import features
 from slime_sglang.hashing import expected
 from slime_sglang.health import Watch
-from slime_sglang.lineup import Part
-from slime_sglang.pulse import Limits
+from slime_sglang.lineup import ModelServers
+from slime_sglang.pulse import WatchLimits
 from slime_sglang.server import Server
 from slime_sglang.topology import POLICY
 
@@ -35,14 +35,14 @@ VERSION = "0.5.23"  # of constraints-sglang.txt
 
 @asynccontextmanager
 async def serving(
-    server: Server, model: Path, folder: Path, notes: list[str], *flags: str, limits: Limits | None = None
+    server: Server, model: Path, folder: Path, notes: list[str], *flags: str, limits: WatchLimits | None = None
 ) -> AsyncIterator[SglangEngine]:
     """The engine that a run would have over this server; it has no weights yet."""
     recipe = folder / "recipe.toml"
     recipe.write_text(f'[rollout]\nhf_checkpoint = {json.dumps(str(model))}\nrollout_engine = "sglang"\n')
     config = load_config(recipe, ["--device", "cpu", "--dtype", "float32", *flags])
     opened = ModelFolder.open(model)
-    part = Part(role=POLICY, model=str(model), servers=(server,), features=features(VERSION), version=VERSION)
+    part = ModelServers(role=POLICY, model=str(model), servers=(server,), features=features(VERSION), version=VERSION)
     start = EngineStart(config=config, folder=opened, run_dir=folder, epoch=EPOCH, note=notes.append)
     engine = await cluster._engine(start, opened, part, -1)
     try:

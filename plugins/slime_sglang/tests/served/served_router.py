@@ -19,8 +19,8 @@ from slime_sglang.external import features
 from slime_sglang.gateway import Gateway
 from slime_sglang.health import Watch
 from slime_sglang.installation import Installation
-from slime_sglang.lineup import Part
-from slime_sglang.pulse import Limits
+from slime_sglang.lineup import ModelServers
+from slime_sglang.pulse import WatchLimits
 from slime_sglang.server import Server
 from slime_sglang.topology import POLICY
 
@@ -41,7 +41,7 @@ async def routed(
     model: Path,
     folder: Path,
     *flags: str,
-    limits: Limits | None = None,
+    limits: WatchLimits | None = None,
 ) -> AsyncIterator[Routed]:
     """The engine that a run would have; it has no weights yet. The router's log is FOLDER/log/gateway.log."""
     recipe = folder / "recipe.toml"
@@ -49,14 +49,16 @@ async def routed(
     words = ["--device", "cpu", "--dtype", "float32", "--rollout-router", "sglang", *flags]
     config = load_config(recipe, words)
     notes: list[str] = []
-    part = Part(role=POLICY, model=str(model), servers=tuple(servers), features=features(VERSION), version=VERSION)
+    part = ModelServers(
+        role=POLICY, model=str(model), servers=tuple(servers), features=features(VERSION), version=VERSION
+    )
     made = await gateways.gateway(config, servers, installation, role=POLICY, run_dir=folder, note=notes.append)
     assert made is not None
     async with made:
         opened = ModelFolder.open(model)
         start = EngineStart(config=config, folder=opened, run_dir=folder, epoch=EPOCH, note=notes.append)
         engine = await cluster._engine(start, opened, part, -1, gateway=made)
-        bounds = limits or Limits(interval=0.5, told=True)
+        bounds = limits or WatchLimits(interval=0.5, told=True)
         try:
             async with Watch(servers, engine.fleet, bounds, note=notes.append) as engine.fleet.watch:
                 yield Routed(engine, made, notes)

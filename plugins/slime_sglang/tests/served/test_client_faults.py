@@ -21,7 +21,7 @@ from raw_server import RawServer
 from slime_core.errors import EngineError
 from slime_core.types import Completion, GenerateRequest, SamplingParams
 from slime_core.weights.folder import ModelFolder
-from slime_sglang.address import Address
+from slime_sglang.address import ServerAddress
 from slime_sglang.client import Client, ServerFault
 
 pytestmark = pytest.mark.system
@@ -52,7 +52,7 @@ def run(server: RawServer, served_model: Path) -> Iterator[Run]:
                     "epoch": 3,
                     "tokenizer": folder.tokenizer,
                 }
-                client = Client(Address(url=proxy.url, token=token), **(words | changes))
+                client = Client(ServerAddress(url=proxy.url, token=token), **(words | changes))
                 try:
                     await work(client, proxy)
                 finally:

@@ -13,7 +13,7 @@ from served_engine import EPOCH, assert_holds, begin, computing, load, request, 
 
 from slime_core.errors import EngineError
 from slime_sglang import held_ports as ports
-from slime_sglang.health import Limits
+from slime_sglang.health import WatchLimits
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
@@ -36,7 +36,7 @@ def test_requests_in_flight_on_a_server_that_is_killed_are_answered_once_by_the_
     assert files
 
     async def work() -> None:
-        limits = Limits(interval=0.5, start_timeout=START_TIMEOUT)
+        limits = WatchLimits(interval=0.5, start_timeout=START_TIMEOUT)
         async with serving(server.server, served_model, tmp_path, notes, limits=limits) as engine:
             await load(engine, served_model, 1)
             sent = await load(engine, other_model, 2)
@@ -73,7 +73,7 @@ def test_a_server_that_hangs_is_caught_by_its_tokens(
     notes: list[str] = []
 
     async def work() -> None:
-        limits = Limits(interval=0.5, timeout=4.0, max_restarts=0)
+        limits = WatchLimits(interval=0.5, timeout=4.0, max_restarts=0)
         async with serving(server.server, served_model, tmp_path, notes, limits=limits) as engine:
             await load(engine, served_model, 3)
             running = begin(engine, ["stuck"], 3500)

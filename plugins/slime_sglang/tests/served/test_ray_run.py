@@ -25,7 +25,7 @@ from slime_ray.joining import entered, hosts
 from slime_ray.placement import plan
 from slime_ray.servers import RaySites
 from slime_sglang import held_ports as ports
-from slime_sglang.health import Limits
+from slime_sglang.health import WatchLimits
 from slime_sglang.host import Launch
 from slime_sglang.server import Server
 
@@ -81,7 +81,7 @@ def test_a_server_on_a_host_that_is_killed_comes_back_with_its_weights_and_its_r
     files = shared(folder)
 
     async def work() -> None:
-        limits = Limits(interval=0.5, start_timeout=START_TIMEOUT)
+        limits = WatchLimits(interval=0.5, start_timeout=START_TIMEOUT)
         async with serving(server, served_model, tmp_path, notes, limits=limits) as engine:
             sent = await load(engine, other_model, 2)
             before = server.address

@@ -20,7 +20,7 @@ from slime_core.types import WeightUpdate
 from slime_sglang import held_ports as ports
 from slime_sglang.http import Transport
 from slime_sglang.installation import Installation, read_installation
-from slime_sglang.pulse import Limits
+from slime_sglang.pulse import WatchLimits
 
 pytestmark = pytest.mark.system
 
@@ -144,7 +144,7 @@ def test_a_killed_server_leaves_the_router_and_comes_back(
     second.server.address = replace(second.server.address, number=1)
 
     async def work() -> None:
-        limits = Limits(interval=0.5, start_timeout=START_TIMEOUT, told=True)
+        limits = WatchLimits(interval=0.5, start_timeout=START_TIMEOUT, told=True)
         both, turns = [server.server, second.server], ("--sglang-router-policy", "round_robin")
         async with routed(both, installation, served_model, tmp_path, *turns, limits=limits) as run:
             sent = await load(run.engine, served_model, 1)

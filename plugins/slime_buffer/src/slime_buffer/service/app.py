@@ -15,8 +15,8 @@ from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 
 from slime_buffer.service import models
-from slime_buffer.service.desk import Desk
-from slime_buffer.service.tables import Full
+from slime_buffer.service.desk import BufferService
+from slime_buffer.service.tables import QueueFull
 from slime_core.errors import SlimeError
 from slime_service.guard import Guard, Refused, invalid, of_slime_error, refused
 
@@ -62,7 +62,7 @@ class StrictRoute(APIRoute):
         return strict
 
 
-def make_app(desk: Desk, *, token: str, max_body: int, max_tokens: int, max_requests: int = 256) -> Guard:
+def make_app(desk: BufferService, *, token: str, max_body: int, max_tokens: int, max_requests: int = 256) -> Guard:
     """The guarded application; it starts and closes the desk.
 
     ``max_body`` in bytes, ``max_tokens`` of one sequence or prompt.
@@ -94,7 +94,7 @@ def make_app(desk: Desk, *, token: str, max_body: int, max_tokens: int, max_requ
     return Guard(app, token=token, max_body=max_body, max_requests=max_requests, larger=larger)
 
 
-def _trainer_routes(app: FastAPI, desk: Desk, max_tokens: int) -> None:
+def _trainer_routes(app: FastAPI, desk: BufferService, max_tokens: int) -> None:
     @app.post("/v1/rollouts", response_model=models.Asked, tags=["trainer"])
     async def start_rollout(ask: models.Ask) -> Response:
         """Start a rollout: groups for generators. Known ids change nothing; what has ended is handed out again."""
@@ -122,7 +122,7 @@ def _trainer_routes(app: FastAPI, desk: Desk, max_tokens: int) -> None:
         return _answer(await desk.drop(drop))
 
 
-def _generator_routes(app: FastAPI, desk: Desk, max_tokens: int) -> None:
+def _generator_routes(app: FastAPI, desk: BufferService, max_tokens: int) -> None:
     @app.post("/v1/work/claim", response_model=models.Works, tags=["generator"])
     async def claim_work(claim: models.ClaimWork) -> Response:
         """Take open groups. They are open again when the lease ends."""
@@ -153,7 +153,7 @@ def _generator_routes(app: FastAPI, desk: Desk, max_tokens: int) -> None:
         return _answer(await desk.push(push))
 
 
-def _other_routes(app: FastAPI, desk: Desk) -> None:
+def _other_routes(app: FastAPI, desk: BufferService) -> None:
     @app.get("/v1/groups", response_model=models.Rows, tags=["look"])
     async def peek(query: Annotated[models.PeekQuery, Query()]) -> Response:
         """List groups; nothing is taken."""
@@ -191,7 +191,7 @@ def _handle_errors(app: FastAPI) -> None:
         answer = _refusal(error)
         return Response(answer.body, answer.status, dict(answer.headers), "application/json")
 
-    kinds: tuple[type[Exception], ...] = (RequestValidationError, HTTPException, SlimeError, Full, Refused)
+    kinds: tuple[type[Exception], ...] = (RequestValidationError, HTTPException, SlimeError, QueueFull, Refused)
     for kind in (*kinds, Exception):
         app.add_exception_handler(kind, told)
 
@@ -200,7 +200,7 @@ def _refusal(error: Exception) -> Refused:
     """The typed answer to an exception that a request meets."""
     if isinstance(error, Refused):
         return error
-    if isinstance(error, Full):
+    if isinstance(error, QueueFull):
         return refused(
             429,
             "full",

@@ -20,7 +20,7 @@ from typing import TypeVar
 from slime_buffer.service import bodies, models
 from slime_buffer.service.leases import Leases
 from slime_buffer.service.store import Store
-from slime_buffer.service.tables import DROPPED, FINISHED, OPEN, STATES, Change, Limits, Stored, Tables
+from slime_buffer.service.tables import DROPPED, FINISHED, OPEN, STATES, BufferLimits, Change, Stored, Tables
 from slime_core.failpoints import failpoint
 from slime_core.ledger.ledger import SqliteLedger, dropped_in
 from slime_core.types import Drop, Sample
@@ -30,7 +30,7 @@ FAILED = "failed"  # reason of samples whose generator gave up
 MINUTE = 60.0
 
 
-class Desk:
+class BufferService:
     """What the routes call. Every method raises StorageError where the disk fails, and `Full` where a queue is.
 
     ``clock``: of leases, seconds.
@@ -41,7 +41,7 @@ class Desk:
         await desk.ask(ask)
     """
 
-    def __init__(self, folder: Path, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, folder: Path, limits: BufferLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="buffer-store")
         try:
             self._tables, self._store, self._leases = self._thread.submit(_open, folder, limits, clock).result()
@@ -325,7 +325,7 @@ class Desk:
             self._recent.popleft()
 
 
-def _open(folder: Path, limits: Limits, clock: Callable[[], float]) -> tuple[Tables, Store, Leases]:
+def _open(folder: Path, limits: BufferLimits, clock: Callable[[], float]) -> tuple[Tables, Store, Leases]:
     tables = Tables(folder)
     try:
         return tables, Store(tables, limits), Leases(tables, clock)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slime_buffer.service.tables import Limits
+from slime_buffer.service.tables import BufferLimits
 from slime_service.address import CONNECTIONS, Address, bind, find_token, locked
 
 TOKEN_ENV = "SLIME_BUFFER_TOKEN"
@@ -20,16 +20,16 @@ GRACE = 5  # seconds for requests under way when the service ends
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Settings(Address):
+class BufferSettings(Address):
     """How one service runs."""
 
     token_env: str = TOKEN_ENV
     max_body: int = 16 << 20  # bytes
     max_tokens: int = 131072  # of a sequence
-    limits: Limits = field(default_factory=Limits)
+    limits: BufferLimits = field(default_factory=BufferLimits)
 
 
-def serve(settings: Settings, started: Callable[[str, Path | None], None]) -> None:
+def serve(settings: BufferSettings, started: Callable[[str, Path | None], None]) -> None:
     """Serve until SIGTERM or SIGINT; ``started`` gets the URL and the token's file when requests are answered.
 
     Raises:
@@ -43,15 +43,17 @@ def serve(settings: Settings, started: Callable[[str, Path | None], None]) -> No
             asyncio.run(_serve(settings, token, listening, lambda url: started(url, path)))
 
 
-async def _serve(settings: Settings, token: str, listening: socket.socket, started: Callable[[str], None]) -> None:
+async def _serve(
+    settings: BufferSettings, token: str, listening: socket.socket, started: Callable[[str], None]
+) -> None:
     from slime_buffer.service.app import make_app
-    from slime_buffer.service.desk import Desk
-    from slime_service.serving import Server
+    from slime_buffer.service.desk import BufferService
+    from slime_service.serving import HttpServer
 
-    desk = Desk(settings.folder, settings.limits)
+    desk = BufferService(settings.folder, settings.limits)
     try:
         app = make_app(desk, token=token, max_body=settings.max_body, max_tokens=settings.max_tokens)
-        server = Server(
+        server = HttpServer(
             app,
             listening,
             started=started,

@@ -10,7 +10,17 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from slime_buffer.service.tables import DROPPED, FINISHED, OPEN, READ, Change, Full, Incoming, Limits, Tables
+from slime_buffer.service.tables import (
+    DROPPED,
+    FINISHED,
+    OPEN,
+    READ,
+    BufferLimits,
+    Change,
+    Incoming,
+    QueueFull,
+    Tables,
+)
 
 RESTARTED = "restarted"
 
@@ -32,7 +42,7 @@ class Known(NamedTuple):
 class Store:
     """What happens to groups, one transaction a method; repeating it changes nothing."""
 
-    def __init__(self, tables: Tables, limits: Limits) -> None:
+    def __init__(self, tables: Tables, limits: BufferLimits) -> None:
         self._tables, self._db, self._rows, self._limits = tables, tables.db, tables.rows, limits
 
     # -- groups come
@@ -62,7 +72,7 @@ class Store:
                 state, reason = self._standing(run, spec["id"], spec["attempt"])
                 change.standing.append((spec["id"], spec["attempt"], state, reason))
             if change.untold and count > self._limits.open:
-                raise Full("groups that are open", count)
+                raise QueueFull("groups that are open", count)
         return change
 
     def push(self, run: str, groups: Sequence[tuple[dict[str, Any], Sequence[Incoming]]]) -> Change:
@@ -244,10 +254,10 @@ class Store:
         if not self._rows("SELECT 1 FROM runs WHERE name = ?", run):
             ((count,),) = self._rows("SELECT count(*) FROM runs")
             if count >= self._limits.runs:
-                raise Full("runs", count)
+                raise QueueFull("runs", count)
             self._db.execute("INSERT INTO runs VALUES (?, '')", (run,))
 
     def _require_room(self, run: str) -> None:
         ((count,),) = self._rows("SELECT count(*) FROM groups WHERE run = ? AND unread = 1", run)
         if count >= self._limits.unread:
-            raise Full("groups that nobody has read", count)
+            raise QueueFull("groups that nobody has read", count)

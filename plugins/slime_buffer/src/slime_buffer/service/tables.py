@@ -65,7 +65,7 @@ GROUP = "serial, run, id, attempt, state, reason, spec, names, outcome"
 
 
 @dataclass(slots=True, frozen=True)
-class Limits:
+class BufferLimits:
     """What one service holds at most."""
 
     unread: int = 4096  # groups of a run that have ended and are not read; beyond it writers wait
@@ -73,7 +73,7 @@ class Limits:
     runs: int = 1024
 
 
-class Full(Exception):
+class QueueFull(Exception):
     """A queue is full; the request changed nothing and may be repeated."""
 
     def __init__(self, what: str, size: int) -> None:

@@ -17,31 +17,31 @@ from slime_core.data.jsonl import JsonlRows
 from slime_core.errors import nearest
 from slime_kernelbench.codec import verdict_to_json
 from slime_kernelbench.dialogue.extract import extract
-from slime_kernelbench.types import Diagnostic, Problem, Verdict
+from slime_kernelbench.types import Diagnostic, KernelProblem, Verdict
 
 MAX_LINE = 16 << 20  # bytes
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Answer:
+class BenchAnswer:
     """One finished answer to a problem; without ``source`` there is no code in it.
 
-    Example: Answer(problem=relu, text="```python\\n...```", source="...")
+    Example: BenchAnswer(problem=relu, text="```python\\n...```", source="...")
     """
 
-    problem: Problem
+    problem: KernelProblem
     text: str
     source: str | None
     why: str = ""  # there is no source
 
     @classmethod
-    def of(cls, problem: Problem, text: str) -> Answer:
+    def of(cls, problem: KernelProblem, text: str) -> BenchAnswer:
         """An answer as it was sampled."""
         extraction = extract(text)
         return cls(problem=problem, text=text, source=extraction.source, why=extraction.why)
 
 
-def read_answers(path: Path, problems: Sequence[Problem]) -> list[Answer]:
+def read_answers(path: Path, problems: Sequence[KernelProblem]) -> list[BenchAnswer]:
     """The answers of a file.
 
     Raises:
@@ -63,7 +63,7 @@ def read_answers(path: Path, problems: Sequence[Problem]) -> list[Answer]:
     return answers
 
 
-def write_answers(path: Path, answers: Sequence[Answer], verdicts: Sequence[Verdict]) -> None:
+def write_answers(path: Path, answers: Sequence[BenchAnswer], verdicts: Sequence[Verdict]) -> None:
     """One line an answer, with its verdict beside it; `read_answers` reads it again, and takes no verdict from it."""
     with path.open("w", encoding="utf-8") as file:
         for answer, verdict in zip(answers, verdicts, strict=True):
@@ -71,13 +71,13 @@ def write_answers(path: Path, answers: Sequence[Answer], verdicts: Sequence[Verd
             file.write(json.dumps(row) + "\n")
 
 
-def no_code(answer: Answer) -> Verdict:
+def no_code(answer: BenchAnswer) -> Verdict:
     """The verdict on an answer without code: its author's fault, and nothing is run."""
     diagnostic = Diagnostic(stage="static", kind="no_code", message=answer.why or "the answer has no code")
     return Verdict(status="rejected", reached="static", diagnostics=(diagnostic,))
 
 
-def _answer(row: Mapping[str, Any], where: str, problems: Mapping[str, Problem]) -> Answer:
+def _answer(row: Mapping[str, Any], where: str, problems: Mapping[str, KernelProblem]) -> BenchAnswer:
     id_ = row.get("problem")
     texts = {key: row[key] for key in ("answer", "source") if key in row}
     if not isinstance(id_, str) or not texts:
@@ -95,5 +95,5 @@ def _answer(row: Mapping[str, Any], where: str, problems: Mapping[str, Problem])
         if not isinstance(value, str):
             raise DataError(f"{key} is {value!r:.60}, not a string", code="DAT24", where=where)
     if "answer" in texts:
-        return Answer.of(problems[id_], texts["answer"])
-    return Answer(problem=problems[id_], text=texts["source"], source=texts["source"])
+        return BenchAnswer.of(problems[id_], texts["answer"])
+    return BenchAnswer(problem=problems[id_], text=texts["source"], source=texts["source"])

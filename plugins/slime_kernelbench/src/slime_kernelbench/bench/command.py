@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_core import ConfigError, SamplingParams
-from slime_kernelbench.bench.answers import Answer, no_code, read_answers, write_answers
+from slime_kernelbench.bench.answers import BenchAnswer, no_code, read_answers, write_answers
 from slime_kernelbench.bench.metrics import figures
 from slime_kernelbench.problems import load
 from slime_kernelbench.types import Judge, Verdict
@@ -69,11 +69,11 @@ async def run_bench(
     return figures(_by_problem(rows, verdicts), ks=ks or (1,), ps=ps or PS)
 
 
-async def judge_answers(answers: Sequence[Answer], judge: Judge, *, at_once: int) -> list[Verdict]:
+async def judge_answers(answers: Sequence[BenchAnswer], judge: Judge, *, at_once: int) -> list[Verdict]:
     """A verdict an answer, in order; one without code is never sent."""
     free = asyncio.Semaphore(at_once)
 
-    async def one(answer: Answer) -> Verdict:
+    async def one(answer: BenchAnswer) -> Verdict:
         if answer.source is None:
             return no_code(answer)
         async with free:
@@ -111,7 +111,7 @@ def _check_k(ks: Sequence[int], samples: int) -> None:
         )
 
 
-def _by_problem(answers: Sequence[Answer], verdicts: Sequence[Verdict]) -> dict[str, list[Verdict]]:
+def _by_problem(answers: Sequence[BenchAnswer], verdicts: Sequence[Verdict]) -> dict[str, list[Verdict]]:
     verdicts_of: dict[str, list[Verdict]] = {}
     for answer, verdict in zip(answers, verdicts, strict=True):
         verdicts_of.setdefault(answer.problem.id, []).append(verdict)

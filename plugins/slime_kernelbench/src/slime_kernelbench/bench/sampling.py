@@ -9,24 +9,24 @@ from typing import Any
 
 from slime_core import ConfigError, EngineError, SamplingParams
 from slime_core.types import GenerateRequest
-from slime_kernelbench.bench.answers import Answer
+from slime_kernelbench.bench.answers import BenchAnswer
 from slime_kernelbench.dialogue.words import Words
-from slime_kernelbench.types import Problem
+from slime_kernelbench.types import KernelProblem
 
 FULL = "ENG72"  # a prompt that leaves no room for an answer
 
 
 async def sample(
     model: Path,
-    problems: Sequence[Problem],
+    problems: Sequence[KernelProblem],
     *,
     samples: int,
     words: Words,
     params: SamplingParams,
     seed: int = 0,
     overrides: Sequence[str] = (),
-    progress: Callable[[Problem], None] = lambda problem: None,
-) -> list[Answer]:
+    progress: Callable[[KernelProblem], None] = lambda problem: None,
+) -> list[BenchAnswer]:
     """``samples`` answers to each problem, in order. The same seed draws the same answers.
 
     Args:
@@ -50,17 +50,19 @@ async def sample(
     async with build_serving(config) as serving:
         chat = bool(getattr(serving.tokenizer, "chat_template", None))
 
-        async def one(problem: Problem, tokens: list[int], number: int) -> Answer:
+        async def one(problem: KernelProblem, tokens: list[int], number: int) -> BenchAnswer:
             name = f"{problem.id}#{number}"
             request = GenerateRequest(id=name, tokens=tokens, params=params, seed=seed_of(seed, "bench", name))
             try:
-                return Answer.of(problem, _text(serving.tokenizer, await serving.engines.generate(request)))
+                return BenchAnswer.of(problem, _text(serving.tokenizer, await serving.engines.generate(request)))
             except EngineError as error:
                 if error.code != FULL:
                     raise
-                return Answer(problem=problem, text="", source=None, why=error.what)  # the model's limit, so a failure
+                return BenchAnswer(
+                    problem=problem, text="", source=None, why=error.what
+                )  # the model's limit, so a failure
 
-        async def several(problem: Problem) -> list[Answer]:
+        async def several(problem: KernelProblem) -> list[BenchAnswer]:
             prompt = words.prompt(problem, chat=chat)
             text = render(prompt, serving.tokenizer, template=chat, where=problem.where)
             tokens = encode(serving.tokenizer, text)

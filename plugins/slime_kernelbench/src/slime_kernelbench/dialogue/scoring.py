@@ -33,7 +33,7 @@ BY_TURN = ("compiled", "correct", "own", "hack", "speedup")
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Scored:
+class ScoredTurn:
     """One turn of a dialogue with everything that was found out about it."""
 
     place: int  # in the group's samples
@@ -45,13 +45,13 @@ class Scored:
     reward: Reward
 
 
-def score_group(group: Group, options: Options, *, evaluation: bool = False) -> list[Scored]:
+def score_group(group: Group, options: Options, *, evaluation: bool = False) -> list[ScoredTurn]:
     """Every turn of a group, in the order of its samples, which all have been judged.
 
     With ``reward_tier = auto``, where the speed of any right answer of the group was measured, one without a time
     could not be judged: it would compete with less than it is worth.
     """
-    scores: list[Scored] = []
+    scores: list[ScoredTurn] = []
     if options.reward_tier == "auto" and any(_timed(sample) for sample in group.samples):
         options = options.model_copy(update={"reward_tier": "speed"})
     for places in group.rollouts.values():
@@ -72,7 +72,7 @@ def _timed(sample: Sample) -> bool:
     return turn is not None and turn["verdict"]["status"] == "correct" and turn["verdict"]["timing"] is not None
 
 
-def _dialogue(samples: Sequence[tuple[int, Sample]], options: Options, evaluation: bool) -> list[Scored]:
+def _dialogue(samples: Sequence[tuple[int, Sample]], options: Options, evaluation: bool) -> list[ScoredTurn]:
     turns = [(place, sample, turn) for place, sample in samples if (turn := turn_of(sample)) is not None]
     turns.sort(key=lambda item: item[2]["turn"])
     verdicts = [verdict_from_json(turn["verdict"]) for _, _, turn in turns]
@@ -89,7 +89,7 @@ def _dialogue(samples: Sequence[tuple[int, Sample]], options: Options, evaluatio
         last = {"solved": float(solved), "turns": float(len(turns))} if turn is turns[-1][2] else {}
         reward = _reward(value, total, verdict, turn, last)
         scored.append(
-            Scored(place=place, sample=sample, turn=turn, verdict=verdict, worth=value, total=total, reward=reward)
+            ScoredTurn(place=place, sample=sample, turn=turn, verdict=verdict, worth=value, total=total, reward=reward)
         )
     return scored
 

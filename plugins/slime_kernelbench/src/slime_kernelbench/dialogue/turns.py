@@ -26,7 +26,7 @@ from slime_kernelbench.dialogue.context import Attempt, fitted, shown
 from slime_kernelbench.dialogue.extract import Extraction, extract
 from slime_kernelbench.dialogue.words import Words
 from slime_kernelbench.reward import worth
-from slime_kernelbench.types import Diagnostic, Judge, Problem, Verdict
+from slime_kernelbench.types import Diagnostic, Judge, KernelProblem, Verdict
 
 if TYPE_CHECKING:
     from slime_kernelbench.options import Options
@@ -102,7 +102,7 @@ async def generate_group(group: Group, room: Room) -> Group:
     return group
 
 
-async def converse(issued: Sample, problem: Problem, room: Room) -> list[Attempt]:
+async def converse(issued: Sample, problem: KernelProblem, room: Room) -> list[Attempt]:
     """One dialogue, turn after turn, until something ends it; its samples are annotated and final."""
     first, attempts, spent, sees = issued.tokens[: issued.prompt_length], list[Attempt](), 0, tuple[int, ...]()
     sample = issued
@@ -170,7 +170,7 @@ def succeeded(verdict: Verdict, options: Options) -> bool:
     return not timed or (verdict.timing is not None and verdict.timing.speedup >= options.stop_speedup)
 
 
-def problem_of(group: Group) -> Problem:
+def problem_of(group: Group) -> KernelProblem:
     """The problem that a prompt names.
 
     Raises:
@@ -178,7 +178,7 @@ def problem_of(group: Group) -> Problem:
     """
     problem = group.prompt.metadata.get("problem")
     if isinstance(problem, dict) and {"id", "name", "source"} <= set(problem):
-        return Problem(**problem)
+        return KernelProblem(**problem)
     raise DataError(
         f"the prompt of group {group.id} names no problem",
         code="DAT18",
@@ -205,7 +205,7 @@ def unanswered(extraction: Extraction) -> Verdict:
     return Verdict(status="rejected", reached="static", diagnostics=(diagnostic,))
 
 
-async def judged(extraction: Extraction, problem: Problem, judge: Judge, retries: int) -> Verdict:
+async def judged(extraction: Extraction, problem: KernelProblem, judge: Judge, retries: int) -> Verdict:
     """The verdict on an answer; asked again where nothing could be judged."""
     if extraction.source is None:
         return unanswered(extraction)
@@ -217,7 +217,7 @@ async def judged(extraction: Extraction, problem: Problem, judge: Judge, retries
     return verdict
 
 
-async def _judge(attempt: Attempt, before: Sequence[Attempt], problem: Problem, room: Room) -> None:
+async def _judge(attempt: Attempt, before: Sequence[Attempt], problem: KernelProblem, room: Room) -> None:
     """Fill in what the judge says of an answer; code that this dialogue has tried before is not judged again."""
     began = time.monotonic()
     if attempt.finish != "abort":
@@ -252,7 +252,7 @@ def _answer(attempt: Attempt, room: Room) -> None:
     attempt.between = room.speech.between(feedback_text, shown(attempt, room.speech, drop=room.drops))
 
 
-def _annotate(attempts: Sequence[Attempt], ended: str, problem: Problem) -> None:
+def _annotate(attempts: Sequence[Attempt], ended: str, problem: KernelProblem) -> None:
     for attempt in attempts:
         sample = attempt.sample
         sample.metadata["problem"] = problem.id  # its source is the label's business, and the data's

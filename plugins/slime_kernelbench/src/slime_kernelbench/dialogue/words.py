@@ -17,7 +17,7 @@ from typing import Any
 from slime_core import ConfigError
 from slime_core.types import Message
 from slime_kernelbench.dialogue.short import short_form
-from slime_kernelbench.types import Problem
+from slime_kernelbench.types import KernelProblem
 
 PLACE = re.compile(r"\{\{([a-z_]+)\}\}")
 OURS = Path(__file__).with_name("words.toml")
@@ -41,7 +41,7 @@ class Words:
     between: str  # {{feedback}}: between answers, where no chat template is applied
     requests: Mapping[str, str]  # what is asked next, by the verdict's status
 
-    def prompt(self, problem: Problem, *, chat: bool) -> str | list[Message]:
+    def prompt(self, problem: KernelProblem, *, chat: bool) -> str | list[Message]:
         """What the model is asked first: messages for a chat template, else a text."""
         values = {"problem": problem.source.strip("\n"), "name": problem.name, "short": short_form(problem.source)}
         user = put(self.user, **values)

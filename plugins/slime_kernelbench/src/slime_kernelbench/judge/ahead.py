@@ -18,14 +18,14 @@ from triton.runtime.jit import JITFunction
 
 from slime_kernelbench.judge.module import imported, told
 from slime_kernelbench.judge.wire import Tree, pack, unpack
-from slime_sandbox import Channel
+from slime_sandbox import CandidateChannel
 
 SHARED_BYTES = {90: 227 << 10, 100: 227 << 10, 80: 163 << 10, 89: 99 << 10}
 """Bytes of shared memory that a block may ask for, by compute capability (CUDA C++ Programming Guide)."""
 triton_key()  # a digest of the compiler's own files, kept for every candidate
 
 
-def main(channel: Channel) -> None:
+def main(channel: CandidateChannel) -> None:
     """Answer one request: ``{"source", "target", "signatures"}``."""
     request = unpack(channel.receive())
     try:

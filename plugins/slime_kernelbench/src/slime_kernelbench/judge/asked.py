@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from slime_kernelbench.judge.wire import Tree, unpack
-from slime_kernelbench.types import Problem
+from slime_kernelbench.types import KernelProblem
 from slime_sandbox import Outcome
 
 K = TypeVar("K")
@@ -21,7 +21,7 @@ class Unjudgeable(Exception):
 
 
 @contextmanager
-def heard(outcome: Outcome, problem: Problem, action: str, where: str = "") -> Iterator[Tree]:
+def heard(outcome: Outcome, problem: KernelProblem, action: str, where: str = "") -> Iterator[Tree]:
     """What the reference's process answered, read in the block; ``action`` cannot be done where it says an error.
 
     Raises:
@@ -38,7 +38,7 @@ def heard(outcome: Outcome, problem: Problem, action: str, where: str = "") -> I
         raise Unjudgeable(f"the reference's process answered with nonsense: {error}") from None
 
 
-class Kept(Generic[K, V]):
+class RecentCache(Generic[K, V]):
     """The last that were asked for, by key, as many as ``most`` allows: their number, or their weights' sum.
 
     Belongs to one event loop. The one that was asked for last is kept, whatever it weighs.

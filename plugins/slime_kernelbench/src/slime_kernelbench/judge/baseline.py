@@ -13,17 +13,17 @@ import torch
 
 from slime_kernelbench.judge import shrink
 from slime_kernelbench.judge.meter import Inputs, Meter, stopwatch
-from slime_kernelbench.judge.reference import Drawn, Unusable
+from slime_kernelbench.judge.reference import DrawnProblem, Unusable
 from slime_kernelbench.judge.tensors import to_wire
 from slime_kernelbench.judge.wire import Tree, pack, unpack
-from slime_sandbox import Channel
+from slime_sandbox import CandidateChannel
 
 LARGEST_BYTES = 96 << 20
 """Of all inputs; larger problems are measured at the largest sizes that stay below."""
 _CAPS = (8192, 4096, 2048, 1024, 512, 256, 128, 64, 32)
 
 
-def main(channel: Channel) -> None:
+def main(channel: CandidateChannel) -> None:
     """Answer ``{"source", "seed", "weights_seed", "seeds", "order", "host_order", "warm", "device", "compile"}``.
 
     Nothing where all is ready and compiled, then, when any message says that the device is free, what was measured.
@@ -85,10 +85,10 @@ class Bench:
             return None
 
 
-def _sized(source: str, seed: int, weights_seed: int, device: str) -> Drawn:
+def _sized(source: str, seed: int, weights_seed: int, device: str) -> DrawnProblem:
     reason = ""
     for mapping in _mappings(source):
-        drawing = Drawn(shrink.resized(source, mapping), seed, weights_seed)
+        drawing = DrawnProblem(shrink.resized(source, mapping), seed, weights_seed)
         if _moved_bytes(drawing.draw(seed)) <= LARGEST_BYTES:
             drawing.model = drawing.model.to(device)
             return drawing

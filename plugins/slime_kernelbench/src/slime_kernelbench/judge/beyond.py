@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from slime_kernelbench.judge.examination import Question
+from slime_kernelbench.judge.examination import ModelCall
 from slime_kernelbench.judge.wire import leaves_of
 
 MOST = 1 << 16
@@ -23,7 +23,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 }
 
 
-def elements(question: Question) -> int:
+def elements(question: ModelCall) -> int:
     """Of its largest input."""
     return max((math.prod(leaf.shape) for leaf in leaves_of(question.inputs)), default=0)
 

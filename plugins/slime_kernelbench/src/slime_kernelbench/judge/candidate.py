@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slime_kernelbench.judge import beyond
-from slime_kernelbench.judge.compare import Comparison, compare
-from slime_kernelbench.judge.examination import Examination, Question, Style
+from slime_kernelbench.judge.compare import OutputComparison, compare
+from slime_kernelbench.judge.examination import Examination, ModelCall, SizeStyle
 from slime_kernelbench.judge.options import JudgeOptions
 from slime_kernelbench.judge.wire import Leaf, Tree, leaves_of, pack, unpack
 from slime_kernelbench.types import Case, Diagnostic, Flag, Stage, Status, Timing, Verdict
-from slime_sandbox import Child, Ended, Limits, Sandbox
+from slime_sandbox import CandidateEnded, CandidateProcess, Limits, Sandbox
 
 RUNNER = "slime_kernelbench.judge.runner:main"
 _COMPILER = (
@@ -33,7 +33,7 @@ _NOT_INTERPRETED = "bfloat16 arithmetic cannot be interpreted"
 
 MOST_ACCESSES = 1500
 """That a call of larger sizes may make to memory, from what the others made: a second in the interpreter."""
-Larger = Callable[[int], Awaitable[list[Style]]]
+Larger = Callable[[int], Awaitable[list[SizeStyle]]]
 
 
 class Decided(Exception):
@@ -81,7 +81,7 @@ class Trial:
                 self._denied((await child.finish()).violations)
         except Decided:
             pass
-        except Ended as ended:
+        except CandidateEnded as ended:
             self.ended(ended)
         self._stage(self.reached, began)
 
@@ -133,9 +133,9 @@ class Trial:
 
     # The conversation.
 
-    async def _examine(self, child: Child, examination: Examination) -> None:
+    async def _examine(self, child: CandidateProcess, examination: Examination) -> None:
         self.order = examination.order
-        first: tuple[Style, Question] | None = None
+        first: tuple[SizeStyle, ModelCall] | None = None
         for style in examination.styles:
             built = await self._build(child, style, examination)
             right = self.wrong is None
@@ -155,12 +155,12 @@ class Trial:
         if self.cheated():
             self.decide("hack")
 
-    async def _build(self, child: Child, style: Style, examination: Examination) -> dict[str, Any]:
+    async def _build(self, child: CandidateProcess, style: SizeStyle, examination: Examination) -> dict[str, Any]:
         request = {"do": "build", "style": style.name, "init": style.init, "state": style.state}
         request |= {"weights_seed": examination.weights_seed, "woken": style.woken}
         return await self.ask(child, request, self.options.call_seconds)
 
-    async def _beyond(self, child: Child, source: str, examination: Examination, larger: Larger) -> None:
+    async def _beyond(self, child: CandidateProcess, source: str, examination: Examination, larger: Larger) -> None:
         """Sizes beyond what the host code compared sizes with; what cannot be asked in time is noted."""
         largest = max(beyond.elements(question) for style in examination.styles for question in style.questions)
         branches = await self._branches(child)
@@ -184,12 +184,12 @@ class Trial:
         if self.cheated():
             self.decide("hack")
 
-    async def _branches(self, child: Child) -> list[tuple[int, int, int]]:
+    async def _branches(self, child: CandidateProcess) -> list[tuple[int, int, int]]:
         reply = await self.ask(child, {"do": "branches"}, self.options.call_seconds)
         return beyond.open_branches(reply.get("open"))
 
     async def ask(
-        self, child: Child, request: dict[str, Tree], seconds: float, bfloat16: bool = False
+        self, child: CandidateProcess, request: dict[str, Tree], seconds: float, bfloat16: bool = False
     ) -> dict[str, Any]:
         await child.send(pack(request))
         try:
@@ -221,9 +221,9 @@ class Trial:
 
     async def _question(
         self,
-        child: Child,
-        style: Style,
-        question: Question,
+        child: CandidateProcess,
+        style: SizeStyle,
+        question: ModelCall,
         *,
         slot: str,
         bfloat16: bool = False,
@@ -252,7 +252,7 @@ class Trial:
         if repeat and self.wrong is not None:
             self.decide("wrong", self.wrong)
 
-    def _evidence(self, reply: dict[str, Any], question: Question) -> None:
+    def _evidence(self, reply: dict[str, Any], question: ModelCall) -> None:
         launches = reply.get("launches")
         launches = launches if isinstance(launches, int) else 0
         self.launches = max(self.launches, launches)
@@ -279,14 +279,14 @@ class Trial:
         if self.launches and elements and (not isinstance(stored, int) or 2 * stored < elements):
             self.flag("decoy_launch", "launch", f"kernels wrote {stored} elements, the answer has {elements}")
 
-    async def _without_kernels(self, child: Child, style: Style) -> None:
+    async def _without_kernels(self, child: CandidateProcess, style: SizeStyle) -> None:
         """The answer must not be right when no kernel does anything."""
         request = {"do": "call", "style": style.name, "slot": "ablation", "inputs": style.spare.inputs, "ablate": True}
         request["order"] = 0
         await child.send(pack(request))
         try:
             reply = unpack(await child.receive(deadline=self.options.call_seconds))
-        except (Ended, ValueError):
+        except (CandidateEnded, ValueError):
             return
         if not isinstance(reply, dict) or "error" in reply:
             return
@@ -305,7 +305,7 @@ class Trial:
         if text[:300] not in self.notes:
             self.notes.append(text[:300])
 
-    def ended(self, ended: Ended) -> None:
+    def ended(self, ended: CandidateEnded) -> None:
         """The verdict on a candidate whose process ended without an answer."""
         outcome = ended.outcome
         self.sandbox, self.layers = outcome.level or self.sandbox, outcome.layers or self.layers
@@ -347,7 +347,7 @@ def _lacking(without: Any) -> str:
     return f"; ModelNew holds no parameter or buffer of the size and first value of the reference's {names}"
 
 
-def _case(question: Question, comparison: Comparison) -> Case:
+def _case(question: ModelCall, comparison: OutputComparison) -> Case:
     return Case(
         shapes=question.shapes,
         regime=question.regime,
@@ -359,5 +359,5 @@ def _case(question: Question, comparison: Comparison) -> Case:
     )
 
 
-def _told(question: Question, comparison: Comparison) -> str:
+def _told(question: ModelCall, comparison: OutputComparison) -> str:
     return f"inputs of shapes {question.shapes}, {question.regime} values: {comparison.problem}"

@@ -24,7 +24,7 @@ class Expected:
 
 
 @dataclass(slots=True, kw_only=True)
-class Comparison:
+class OutputComparison:
     """How one answer compares. ``problem`` is "" where it agrees, else what is wrong, in words without a value of the
     reference."""
 
@@ -46,13 +46,13 @@ def array_of(leaf: Leaf) -> Array:
     return np.frombuffer(leaf.data, dtype=np.dtype(dtype).newbyteorder("<")).reshape(leaf.shape)
 
 
-def compare(answer: Tree, expected: Expected, *, tf32: bool = False, device: str = "cpu") -> Comparison:
+def compare(answer: Tree, expected: Expected, *, tf32: bool = False, device: str = "cpu") -> OutputComparison:
     """Compare a whole answer, output by output; the first that disagrees is told, the largest difference is of all."""
     pairs: list[tuple[str, Tree, Tree, Tree]] = []
     wrong = _pair("output", answer, expected.exact, expected.computed, pairs)
     if wrong:
-        return Comparison(agrees=False, kind="structure", problem=wrong)
-    worst = Comparison(agrees=True)
+        return OutputComparison(agrees=False, kind="structure", problem=wrong)
+    worst = OutputComparison(agrees=True)
     for index, (name, output, exact, computed) in enumerate(pairs):
         own_scale = expected.scales[index] if index < len(expected.scales) else 0.0
         comparison = _compare_one(name, output, exact, computed, own_scale, tf32=tf32, device=device)
@@ -100,13 +100,13 @@ def _described(tree: Tree) -> str:
 
 def _compare_one(
     name: str, output: Tree, exact: Tree, computed: Tree, own_scale: float, *, tf32: bool, device: str
-) -> Comparison:
+) -> OutputComparison:
     if not isinstance(computed, Leaf):
         same = type(output) is type(computed) and (output == computed or (output != output and computed != computed))
-        return Comparison(agrees=same, kind="" if same else "values", problem="" if same else f"{name} differs")
+        return OutputComparison(agrees=same, kind="" if same else "values", problem="" if same else f"{name} differs")
     wrong = _form(name, output, computed, device)
     if wrong:
-        return Comparison(agrees=False, kind=wrong[0], problem=wrong[1])
+        return OutputComparison(agrees=False, kind=wrong[0], problem=wrong[1])
     want = np.asarray(numbers_of(exact))
     allowed = tolerance(want, numbers_of(computed), computed.dtype, own_scale, tf32)
     return _values(name, numbers_of(output), want, allowed)
@@ -136,9 +136,9 @@ def numbers_of(tree: Tree) -> Array:
     return array.astype(np.float64) if array.dtype.kind == "f" else array
 
 
-def _values(name: str, output: Array, want: Array, allowed: Array) -> Comparison:
+def _values(name: str, output: Array, want: Array, allowed: Array) -> OutputComparison:
     if not want.size:
-        return Comparison(agrees=True)
+        return OutputComparison(agrees=True)
     exact_kind = want.dtype.kind in "biu" or output.dtype.kind in "biu"
     if exact_kind:
         different = output != want
@@ -153,7 +153,7 @@ def _values(name: str, output: Array, want: Array, allowed: Array) -> Comparison
     at = int(np.nanargmax(np.where(np.isnan(scaled), np.inf, scaled)))
     where = tuple(int(index) for index in np.unravel_index(at, want.shape))
     flat = difference.reshape(-1)
-    finding = Comparison(
+    finding = OutputComparison(
         agrees=not bad.any(),
         max_abs=_finite(flat[at]),
         max_rel=_finite(scaled.reshape(-1)[at]),
@@ -167,7 +167,7 @@ def _values(name: str, output: Array, want: Array, allowed: Array) -> Comparison
     return finding
 
 
-def _told(name: str, bad: int, size: int, missing: int, finding: Comparison) -> str:
+def _told(name: str, bad: int, size: int, missing: int, finding: OutputComparison) -> str:
     if missing:
         return f"{name}: {missing} of {size} elements are NaN or infinite, or never written; one at {finding.where}"
     return (

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from slime_kernelbench.judge.asked import Kept, heard
+from slime_kernelbench.judge.asked import RecentCache, heard
 from slime_kernelbench.judge.compare import Expected, numbers_of, scales_of
 from slime_kernelbench.judge.opened import OpenedBox
 from slime_kernelbench.judge.tolerance import well_conditioned
 from slime_kernelbench.judge.wire import Leaf, Tree, leaves_of, pack
 from slime_kernelbench.secret import Secret
-from slime_kernelbench.types import Problem
+from slime_kernelbench.types import KernelProblem
 from slime_sandbox import Limits
 
 REFERENCE = "slime_kernelbench.judge.reference:main"
@@ -24,7 +24,7 @@ KEPT = 256  # examinations
 
 
 @dataclass(slots=True, kw_only=True)
-class Question:
+class ModelCall:
     """One call of a candidate's model, and what is expected of it."""
 
     style: str
@@ -35,15 +35,15 @@ class Question:
 
 
 @dataclass(slots=True, kw_only=True)
-class Style:
+class SizeStyle:
     """One set of sizes."""
 
     name: str
     init: Tree
     state: Tree
     woken: dict[str, float]  # weights that have other values than the model is made with, and what they were
-    questions: list[Question]
-    spare: Question  # asked with the kernels taken out
+    questions: list[ModelCall]
+    spare: ModelCall  # asked with the kernels taken out
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Examination:
 
     weights_seed: int
     order: int  # that programs of a kernel run in follows from it, for each call
-    styles: list[Style]
+    styles: list[SizeStyle]
     dtypes: frozenset[str] = field(default_factory=frozenset)
 
 
@@ -65,25 +65,25 @@ class Examiner:
 
     def __init__(self, opened: OpenedBox, secret: Secret, sets: int, seconds: float = 60.0) -> None:
         self._opened, self._secret, self._sets, self._seconds = opened, secret, sets, seconds
-        self._kept = Kept[tuple[str, str], Examination](KEPT)
-        self._larger = Kept[tuple[str, str, int], list[Style]](KEPT // 8)
+        self._kept = RecentCache[tuple[str, str], Examination](KEPT)
+        self._larger = RecentCache[tuple[str, str, int], list[SizeStyle]](KEPT // 8)
 
-    async def examination(self, problem: Problem, source: str = "") -> Examination:
+    async def examination(self, problem: KernelProblem, source: str = "") -> Examination:
         """Questions for the candidate ``source``. Raises `Unjudgeable`."""
         which = problem.occasion or str(self._secret.number("set", problem.source, source) % self._sets)
         return await self._kept.get((problem.source, which), partial(self._draw, problem, which))
 
-    async def larger(self, problem: Problem, source: str, least: int) -> list[Style]:
+    async def larger(self, problem: KernelProblem, source: str, least: int) -> list[SizeStyle]:
         """Questions of at least so many elements for the candidate ``source``, where such can be had. Raises
         `Unjudgeable`."""
         which = problem.occasion or str(self._secret.number("set", problem.source, source) % self._sets)
 
-        async def draw() -> list[Style]:
+        async def draw() -> list[SizeStyle]:
             return (await self._asked(problem, which, {"least": least}))[0]
 
         return await self._larger.get((problem.source, which, least), draw)
 
-    async def _asked(self, problem: Problem, which: str, more: Tree) -> tuple[list[Style], Tree]:
+    async def _asked(self, problem: KernelProblem, which: str, more: Tree) -> tuple[list[SizeStyle], Tree]:
         request = {
             "source": problem.source,
             "seed": self._secret.number("inputs", problem.source, which, bits=48),
@@ -96,24 +96,24 @@ class Examiner:
             styles = [_style(name, style) for name, style in answer["styles"].items()]
         return styles, answer
 
-    async def _draw(self, problem: Problem, which: str) -> Examination:
+    async def _draw(self, problem: KernelProblem, which: str) -> Examination:
         styles, answer = await self._asked(problem, which, {"styles": list(STYLES)})
         weights_seed = self._secret.number("weights", problem.source, which)
         order = self._secret.number("order", problem.source, which, bits=48)
         return Examination(weights_seed=weights_seed, order=order, styles=styles, dtypes=frozenset(_dtypes(answer)))
 
 
-def _style(name: str, answer: Tree) -> Style:
+def _style(name: str, answer: Tree) -> SizeStyle:
     cases = {case["regime"]: case for case in answer["cases"] if _well_conditioned(case["exact"], case["computed"])}
     if not cases:
         raise ValueError("the reference's own rounding is as large as its answers")
     normal = cases.get("normal") or next(iter(cases.values()))
     scales = scales_of(normal["exact"])
 
-    def question(regime: str) -> Question:
+    def question(regime: str) -> ModelCall:
         case = cases[regime]
         expected = Expected(exact=case["exact"], computed=case["computed"], scales=scales)
-        return Question(style=name, regime=regime, shapes=answer["shapes"], inputs=case["inputs"], expected=expected)
+        return ModelCall(style=name, regime=regime, shapes=answer["shapes"], inputs=case["inputs"], expected=expected)
 
     regimes: list[str] = []
     for preferred in PLAN.get(name, ("normal",)):
@@ -124,7 +124,7 @@ def _style(name: str, answer: Tree) -> Style:
     spare = next(
         (regime for regime in ("mixed", "again", *cases) if regime in cases and regime not in regimes), regimes[0]
     )
-    return Style(
+    return SizeStyle(
         name=name,
         init=answer["init"],
         state=answer["state"],

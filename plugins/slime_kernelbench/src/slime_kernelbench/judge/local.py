@@ -17,13 +17,13 @@ from slime_core.errors import SandboxError
 from slime_kernelbench.judge import policy
 from slime_kernelbench.judge.asked import Unjudgeable
 from slime_kernelbench.judge.candidate import Trial
-from slime_kernelbench.judge.examination import Examination, Examiner, Style
+from slime_kernelbench.judge.examination import Examination, Examiner, SizeStyle
 from slime_kernelbench.judge.opened import OpenedBox
 from slime_kernelbench.judge.options import JudgeOptions
 from slime_kernelbench.judge.speed import Speed
 from slime_kernelbench.judge.target import Compiler
 from slime_kernelbench.secret import Secret
-from slime_kernelbench.types import Diagnostic, Problem, Verdict
+from slime_kernelbench.types import Diagnostic, KernelProblem, Verdict
 from slime_sandbox import Sandbox
 
 PRELOAD = (
@@ -77,7 +77,7 @@ class LocalJudge:
             await self._speed.aclose()
         await self._opened.aclose()
 
-    async def judge(self, source: str, problem: Problem) -> Verdict:
+    async def judge(self, source: str, problem: KernelProblem) -> Verdict:
         """The verdict on one candidate; one that this occasion has, or is being judged for it, is not judged again."""
         digest = hashlib.sha256(source.encode(errors="surrogatepass")).hexdigest()
         about = hashlib.sha256(problem.source.encode(errors="surrogatepass")).hexdigest()
@@ -101,7 +101,7 @@ class LocalJudge:
             self._verdicts.popitem(last=False)
         return verdict
 
-    async def reference_check(self, problem: Problem) -> str:
+    async def reference_check(self, problem: KernelProblem) -> str:
         """Why this problem cannot be judged, or "" where it can."""
         try:
             await self._examiner.examination(problem)
@@ -109,7 +109,7 @@ class LocalJudge:
             return str(error)
         return ""
 
-    async def _judged(self, source: str, problem: Problem) -> Verdict:
+    async def _judged(self, source: str, problem: KernelProblem) -> Verdict:
         self.evaluations += 1
         began = time.perf_counter()
         reading = policy.read(source, frozenset(self.options.allow))
@@ -140,7 +140,7 @@ class LocalJudge:
         await self._compiler.check(source, trial)
         trial.seconds["compile"] = time.perf_counter() - began
 
-    async def _tried(self, box: Sandbox, source: str, problem: Problem, examination: Examination) -> Trial:
+    async def _tried(self, box: Sandbox, source: str, problem: KernelProblem, examination: Examination) -> Trial:
         trial = Trial(self.options)
         larger = None if self._speed is not None else partial(self._larger, problem, source)
         await trial.run(box, source, examination, larger)
@@ -150,14 +150,14 @@ class LocalJudge:
             await self._timed(self._speed, source, problem, trial)
         return trial
 
-    async def _larger(self, problem: Problem, source: str, least: int) -> list[Style]:
+    async def _larger(self, problem: KernelProblem, source: str, least: int) -> list[SizeStyle]:
         """None where the problem has no such sizes."""
         try:
             return await self._examiner.larger(problem, source, least)
         except Unjudgeable:
             return []
 
-    async def _timed(self, speed: Speed, source: str, problem: Problem, trial: Trial) -> None:
+    async def _timed(self, speed: Speed, source: str, problem: KernelProblem, trial: Trial) -> None:
         """The last stage: right on the GPU too, at the problem's own sizes, and how fast."""
         before, began = trial.status, time.perf_counter()
         if not trial.measurable():

@@ -22,24 +22,24 @@ from slime_kernelbench.judge.meter import Inputs, Meter, stopwatch
 from slime_kernelbench.judge.module import imported, told
 from slime_kernelbench.judge.samples import Pattern, forms, sampled
 from slime_kernelbench.judge.tensors import of_wire, to_wire
-from slime_kernelbench.judge.watch import Watch, fingerprint, without_dynamo
+from slime_kernelbench.judge.watch import OperatorCounter, fingerprint, without_dynamo
 from slime_kernelbench.judge.weights import give
 from slime_kernelbench.judge.wire import Tree, pack, unpack
-from slime_sandbox import Channel
+from slime_sandbox import CandidateChannel
 
 without_dynamo()
 if not triton.knobs.runtime.interpret:
     prepared.warm()
 
 
-def main(channel: Channel) -> None:
+def main(channel: CandidateChannel) -> None:
     """Answer requests until the judge has no more."""
     torch.set_grad_enabled(False)
-    session: Session | None = None
+    session: MeasuredSession | None = None
     while True:
         request = unpack(channel.receive())
         try:
-            session = session or Session(request["device"])
+            session = session or MeasuredSession(request["device"])
             reply: Tree = getattr(session, "do_" + request["do"])(request)
         except MemoryError:
             raise
@@ -78,7 +78,7 @@ class Launches:
         kernel.run, Autotuner.run = counted, tuned
 
 
-class Session:
+class MeasuredSession:
     """One candidate on one device."""
 
     def __init__(self, device: str) -> None:
@@ -87,7 +87,7 @@ class Session:
             from slime_kernelbench.judge import shim
 
             shim.install()
-        self.launches, self.watch = Launches(), Watch()
+        self.launches, self.watch = Launches(), OperatorCounter()
         self.untouched = fingerprint()
         self.module: ModuleType | None = None
         self.kept: dict[str, Any] = {}

@@ -12,7 +12,7 @@ from pathlib import Path
 import triton
 
 from slime_kernelbench.judge.wire import Leaf, Tree, pack, unpack
-from slime_sandbox import Channel
+from slime_sandbox import CandidateChannel
 
 
 def warm() -> None:
@@ -26,7 +26,7 @@ def warm() -> None:
     triton_key()  # type: ignore[no-untyped-call]
 
 
-def main(channel: Channel) -> None:
+def main(channel: CandidateChannel) -> None:
     """Answer one request with the files; no kernel runs here, and no candidate."""
     channel.receive()
     channel.send(pack(made()))

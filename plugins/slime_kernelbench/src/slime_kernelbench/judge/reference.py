@@ -20,7 +20,7 @@ from slime_kernelbench.judge.bounded import Bounded
 from slime_kernelbench.judge.module import executed
 from slime_kernelbench.judge.tensors import leaf_of, tensors_of, to_wire
 from slime_kernelbench.judge.wire import Tree, leaves_of, pack, unpack
-from slime_sandbox import Channel
+from slime_sandbox import CandidateChannel
 
 BOUNDS = {"even": (1, 2048), "odd": (1, 2048), "long": (2500, 9000)}
 """Elements of the largest input, per style."""
@@ -38,7 +38,7 @@ class Unusable(Exception):
     """These sizes do not do."""
 
 
-def main(channel: Channel) -> None:
+def main(channel: CandidateChannel) -> None:
     """Answer one request, ``{"source", "seed", "weights_seed", "styles"}`` or, for larger sizes, with ``"least"`` in
     the place of styles: with ``{"styles": ...}``, or ``{"error": ...}``."""
     request = unpack(channel.receive())
@@ -79,7 +79,7 @@ def _styled(source: str, style: str, seed: int, weights_seed: int) -> Tree:
         try:
             text = shrink.resized(source, mapping)
             _weigh(text, high)
-            drawing = Drawn(text, seed, weights_seed)
+            drawing = DrawnProblem(text, seed, weights_seed)
             if not low <= drawing.largest <= high:
                 raise Unusable(f"its largest input has {drawing.largest} elements, wanted are {low} to {high}")
             if drawing.parameters > MOST_PARAMETERS:
@@ -110,7 +110,7 @@ def larger(source: str, seed: int, weights_seed: int, least: int) -> Tree:
             try:
                 text = shrink.resized(source, mapping)
                 _weigh(text, MOST_ELEMENTS)
-                drawing = Drawn(text, seed + axis, weights_seed)
+                drawing = DrawnProblem(text, seed + axis, weights_seed)
                 if (not axis and drawing.largest < least) or max(drawing.largest, drawing.parameters) > MOST_ELEMENTS:
                     continue
                 drawing.most = 4 * MOST_ELEMENTS
@@ -147,7 +147,7 @@ def _mappings(source: str, style: str) -> Iterator[dict[int, int]]:
         yield {}
 
 
-class Drawn:
+class DrawnProblem:
     """A problem with its sizes set: a model, and inputs drawn from a secret seed."""
 
     def __init__(self, source: str, seed: int, weights_seed: int) -> None:

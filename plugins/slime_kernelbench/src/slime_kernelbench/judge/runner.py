@@ -22,27 +22,27 @@ from slime_kernelbench.judge.branches import Branches
 from slime_kernelbench.judge.module import imported, told
 from slime_kernelbench.judge.recorder import Recorder
 from slime_kernelbench.judge.tensors import of_wire, to_wire
-from slime_kernelbench.judge.watch import Watch, fingerprint, warm
+from slime_kernelbench.judge.watch import OperatorCounter, fingerprint, warm
 from slime_kernelbench.judge.weights import give
 from slime_kernelbench.judge.wire import Leaf, Tree, leaves_of, pack, unpack
-from slime_sandbox import Channel
+from slime_sandbox import CandidateChannel
 
 
-def main(channel: Channel) -> None:
+def main(channel: CandidateChannel) -> None:
     """Answer requests until the judge has no more."""
     gc.set_threshold(100_000, 50, 1000)
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    session = Session()
+    session = InterpreterSession()
     while True:
         channel.send(pack(session.answer(unpack(channel.receive()))))
 
 
-class Session:
+class InterpreterSession:
     """One candidate on the CPU, in triton's interpreter."""
 
     def __init__(self) -> None:
-        self.watch = Watch(Recorder())
+        self.watch = OperatorCounter(Recorder())
         shim.install()
         self.watch.install()
         self.untouched = fingerprint()
@@ -147,4 +147,4 @@ def first(x, y, BLOCK: tl.constexpr):
 """
 _warm_up()
 
-__all__ = ["Leaf", "Session", "main"]
+__all__ = ["InterpreterSession", "Leaf", "main"]

@@ -19,16 +19,16 @@ from typing import Any, Literal
 
 from slime_core.errors import SandboxError
 from slime_kernelbench.judge import prepared, timing
-from slime_kernelbench.judge.asked import Kept, Unjudgeable, heard
+from slime_kernelbench.judge.asked import RecentCache, Unjudgeable, heard
 from slime_kernelbench.judge.candidate import Decided, Trial
-from slime_kernelbench.judge.compare import Comparison, Expected, compare
+from slime_kernelbench.judge.compare import Expected, OutputComparison, compare
 from slime_kernelbench.judge.opened import OpenedBox
 from slime_kernelbench.judge.options import JudgeOptions
 from slime_kernelbench.judge.samples import Pattern, forms, sampled
 from slime_kernelbench.judge.timing import Samples
 from slime_kernelbench.judge.wire import Leaf, Tree, pack
-from slime_kernelbench.types import Diagnostic, Flag, Problem
-from slime_sandbox import Child, Ended, Limits, Outcome, Sandbox, compute_on
+from slime_kernelbench.types import Diagnostic, Flag, KernelProblem
+from slime_sandbox import CandidateEnded, CandidateProcess, Limits, Outcome, Sandbox, compute_on
 
 REFERENCE = "slime_kernelbench.judge.baseline:main"
 CANDIDATE = "slime_kernelbench.judge.measured:main"
@@ -66,8 +66,8 @@ class Measured:
     """What one of the candidate's processes told, and how what it made compares."""
 
     samples: Samples
-    comparisons: list[Comparison]
-    without: Comparison  # the answer that was made without kernels
+    comparisons: list[OutputComparison]
+    without: OutputComparison  # the answer that was made without kernels
     told: dict[str, Any]
     seconds: dict[str, float]  # of its parts
 
@@ -79,8 +79,8 @@ class Speed:
         self._options, self._device = options, device
         self._gpus = itertools.cycle(options.gpus)
         self._alone = {gpu: asyncio.Lock() for gpu in options.gpus}
-        self._baselines = Kept[tuple[str, str], Baseline](HELD_BYTES, lambda entry: entry.size)
-        self._usable = Kept[str, dict[str, Leaf]](len(options.gpus) or 1)
+        self._baselines = RecentCache[tuple[str, str], Baseline](HELD_BYTES, lambda entry: entry.size)
+        self._usable = RecentCache[str, dict[str, Leaf]](len(options.gpus) or 1)
         gpu = device == "cuda"
         environment = FEW_CHANNELS | {"TORCHINDUCTOR_COMPILE_THREADS": "1"} if gpu else {"TRITON_INTERPRET": "1"}
         self._opened = OpenedBox(options, PRELOAD, gpu=gpu, environment=environment)
@@ -89,7 +89,7 @@ class Speed:
         """End its processes."""
         await self._opened.aclose()
 
-    async def check(self, source: str, problem: Problem, trial: Trial) -> None:
+    async def check(self, source: str, problem: KernelProblem, trial: Trial) -> None:
         """Add a timing to ``trial``, or what was wrong on the GPU. Raises `SandboxError` where that cannot be used."""
         gpu = next(self._gpus)
         box = await self._opened.box()
@@ -108,7 +108,7 @@ class Speed:
             self._judge(trial, baseline, first, again)
         except Decided:
             pass
-        except Ended as ended:
+        except CandidateEnded as ended:
             trial.ended(ended)
 
     async def _twice(
@@ -146,13 +146,13 @@ class Speed:
 
     # What the reference says.
 
-    async def _baseline(self, box: Sandbox, problem: Problem, gpu: str) -> Baseline:
+    async def _baseline(self, box: Sandbox, problem: KernelProblem, gpu: str) -> Baseline:
         make = partial(self._drawn, box, problem, gpu)
         baseline = await self._baselines.get((problem.source, gpu), make, worn=lambda entry: entry.uses >= USES)
         baseline.uses += 1
         return baseline
 
-    async def _drawn(self, box: Sandbox, problem: Problem, gpu: str) -> Baseline:
+    async def _drawn(self, box: Sandbox, problem: KernelProblem, gpu: str) -> Baseline:
         seeds = _seeds(SETS)
         weights_seed = secrets.randbits(32)
         request = {
@@ -188,7 +188,7 @@ class Speed:
             size=len(outcome.result),
         )
 
-    async def _of_reference(self, child: Child, request: bytes, gpu: str) -> Outcome:
+    async def _of_reference(self, child: CandidateProcess, request: bytes, gpu: str) -> Outcome:
         """Its answer: compiled beside whatever else goes on, measured on a GPU of its own."""
         try:
             await child.send(request)
@@ -198,7 +198,7 @@ class Speed:
                     await child.send(b"measure")
                     answer = await child.receive()
             return replace(await child.finish(), result=answer)
-        except Ended as ended:
+        except CandidateEnded as ended:
             return ended.outcome
 
     # What a candidate says.
@@ -250,20 +250,22 @@ class Speed:
             trial.decide("runtime_error", Diagnostic(stage="speed", kind="protocol", message=str(error)[:200]))
         return samples
 
-    async def _ask(self, child: Child, request: dict[str, Tree], trial: Trial) -> dict[str, Any]:
+    async def _ask(self, child: CandidateProcess, request: dict[str, Tree], trial: Trial) -> dict[str, Any]:
         return await trial.ask(child, request, self._options.seconds)
 
-    async def _look(self, child: Child, call: str, baseline: Baseline, number: int, trial: Trial) -> Comparison:
+    async def _look(
+        self, child: CandidateProcess, call: str, baseline: Baseline, number: int, trial: Trial
+    ) -> OutputComparison:
         pattern = Pattern(offset=secrets.randbits(40), step=secrets.randbits(40) | 1)
         request = {"do": "fetch", "call": call, "offset": pattern.offset, "step": pattern.step, "device": self._device}
         reply = await self._ask(child, request, trial)
         expected = baseline.told["expected"][number]
         return await asyncio.to_thread(self._compare, reply, expected, pattern)
 
-    def _compare(self, reply: dict[str, Any], expected: dict[str, Tree], pattern: Pattern) -> Comparison:
+    def _compare(self, reply: dict[str, Any], expected: dict[str, Tree], pattern: Pattern) -> OutputComparison:
         forms_expected = forms(expected["computed"])
         if reply.get("forms") != forms_expected:
-            return Comparison(
+            return OutputComparison(
                 agrees=False, kind="shape", problem=f"output is {reply.get('forms')}, not {forms_expected}"[:300]
             )
         subset = Expected(exact=sampled(expected["exact"], pattern), computed=sampled(expected["computed"], pattern))

@@ -50,7 +50,7 @@ class OutOfBounds(Exception):
     """A kernel touched memory that is none of its arguments'."""
 
 
-class Watch(TorchDispatchMode):
+class OperatorCounter(TorchDispatchMode):
     """Counts operators of torch while the answer is made, and fills memory that is handed out unwritten."""
 
     def __init__(self, recorder: Recorder | None = None) -> None:
@@ -173,7 +173,7 @@ class Watch(TorchDispatchMode):
 class _Guarded:
     """The interpreter's access to memory, with bounds."""
 
-    def __init__(self, real: Any, watch: Watch) -> None:
+    def __init__(self, real: Any, watch: OperatorCounter) -> None:
         self._real, self._watch = real, watch
 
     def __getattr__(self, name: str) -> Any:
@@ -245,7 +245,7 @@ def warm() -> None:
 
 def without_dynamo() -> None:
     """Tell torch that two functions need not load its compiler, which takes a second, to be left out of it."""
-    for function in (Watch.__torch_dispatch__, torch.manual_seed):
+    for function in (OperatorCounter.__torch_dispatch__, torch.manual_seed):
         plain = getattr(function, "__wrapped__", None)
         if plain is not None:
             setattr(plain, "__dynamo_disable", plain)

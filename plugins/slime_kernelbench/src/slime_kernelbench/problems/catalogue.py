@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from slime_kernelbench.problems.rows import of_file
-from slime_kernelbench.types import Problem
+from slime_kernelbench.types import KernelProblem
 
 HERE = Path(__file__).parent
 PREFIX = "slime"
 
 
-def shipped() -> list[Problem]:
+def shipped() -> list[KernelProblem]:
     """Every problem of ours, by level and name: element-wise, reductions, row-wise, small products, fusions.
 
     Example: [problem.id for problem in shipped()][:2] == ["slime/1/add", "slime/1/argmax_rows"]

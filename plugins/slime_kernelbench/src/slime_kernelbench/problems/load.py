@@ -20,14 +20,14 @@ from slime_core.data.parquet import ParquetRows
 from slime_core.errors import nearest
 from slime_kernelbench.problems.catalogue import shipped
 from slime_kernelbench.problems.rows import of_file, of_row
-from slime_kernelbench.types import Problem
+from slime_kernelbench.types import KernelProblem
 
 SPLITS = ("level_1", "level_2", "level_3", "level_4")
 MAX_LINE = 8 << 20  # bytes
 COLUMNS = ("code", "level", "name", "problem_id", "id", "label", "extra_info")
 
 
-def load(where: str | Path, *, levels: Sequence[int] = ()) -> list[Problem]:
+def load(where: str | Path, *, levels: Sequence[int] = ()) -> list[KernelProblem]:
     """The problems of a place, in its order; of some ``levels`` where any are named.
 
     Example: load("shipped", levels=(1,)), load("ScalingIntelligence/KernelBench:level_1"), load("mine.jsonl")
@@ -50,7 +50,7 @@ def load(where: str | Path, *, levels: Sequence[int] = ()) -> list[Problem]:
     return chosen
 
 
-def _read(where: str) -> Iterable[Problem]:
+def _read(where: str) -> Iterable[KernelProblem]:
     path = Path(where)
     if where == "shipped":
         return shipped()
@@ -69,7 +69,7 @@ def _read(where: str) -> Iterable[Problem]:
     )
 
 
-def _folder(folder: Path) -> Iterator[Problem]:
+def _folder(folder: Path) -> Iterator[KernelProblem]:
     tables = sorted(folder.rglob("*.parquet"))
     for path in tables:
         yield from _rows(ParquetRows(path, columns=COLUMNS), path.stem)
@@ -85,7 +85,7 @@ def _natural(path: Path) -> tuple[str, int, str]:
     return str(path.parent), int(number) if number.isdecimal() else 0, path.name
 
 
-def _file(path: Path) -> Iterable[Problem]:
+def _file(path: Path) -> Iterable[KernelProblem]:
     if path.suffix == ".py":
         return [of_file(path)]
     if path.suffix == ".parquet":
@@ -93,7 +93,7 @@ def _file(path: Path) -> Iterable[Problem]:
     return _rows(JsonlRows(path, max_line_bytes=MAX_LINE), path.stem)
 
 
-def _hub(spec: str) -> Iterator[Problem]:
+def _hub(spec: str) -> Iterator[KernelProblem]:
     if ":" in spec:
         yield from _rows(HubRows(spec), spec)
         return
@@ -113,7 +113,7 @@ def _hub(spec: str) -> Iterator[Problem]:
         raise absent
 
 
-def _rows(rows: Any, stem: str) -> Iterator[Problem]:
+def _rows(rows: Any, stem: str) -> Iterator[KernelProblem]:
     name = stem.rpartition("/")[2].partition(":")[0]
     try:
         for number in range(len(rows)):
@@ -122,8 +122,8 @@ def _rows(rows: Any, stem: str) -> Iterator[Problem]:
         rows.close()
 
 
-def _check_ids(problems: Sequence[Problem]) -> None:
-    first: dict[str, Problem] = {}
+def _check_ids(problems: Sequence[KernelProblem]) -> None:
+    first: dict[str, KernelProblem] = {}
     twice = [(problem, first.setdefault(problem.id, problem)) for problem in problems]
     clashes = [(one, other) for one, other in twice if one is not other]
     if clashes:

@@ -14,10 +14,10 @@ from typing import Any
 from slime_core import ConfigError, DataError, Prompt
 from slime_kernelbench.problems.load import load
 from slime_kernelbench.problems.split import Split, split
-from slime_kernelbench.types import Problem
+from slime_kernelbench.types import KernelProblem
 
 TASK = re.compile(r"kernelbench(_all|(_level(?P<level>\d+))?(?P<heldout>_heldout)?)")
-Render = Callable[[Problem], Any]  # a text, or messages
+Render = Callable[[KernelProblem], Any]  # a text, or messages
 
 
 class ProblemRows:
@@ -28,7 +28,7 @@ class ProblemRows:
         problem_of(rows.at(0))      # Problem(id="slime/1/add", ...)
     """
 
-    def __init__(self, problems: Sequence[Problem], *, render: Render) -> None:
+    def __init__(self, problems: Sequence[KernelProblem], *, render: Render) -> None:
         self.problems = list(problems)
         self._render = render
 
@@ -53,9 +53,9 @@ class ProblemRows:
         return {"rows": len(self), "sha256": digest.hexdigest()}
 
 
-def problem_of(prompt: Prompt) -> Problem:
+def problem_of(prompt: Prompt) -> KernelProblem:
     """The problem that a prompt of :class:`ProblemRows` asks."""
-    return Problem(**prompt.metadata["problem"])
+    return KernelProblem(**prompt.metadata["problem"])
 
 
 def rows_of(task: str, where: str, *, heldout: float, seed: int, render: Render) -> ProblemRows:

@@ -1,4 +1,4 @@
-"""One row of a data set, or one file, in; a checked `Problem` out, or an error that says where and why.
+"""One row of a data set, or one file, in; a checked `KernelProblem` out, or an error that says where and why.
 
     row                                              id
     {code, level, name, problem_id}                  kernelbench/LEVEL/PROBLEM_ID   as on the hub
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_core import DataError
-from slime_kernelbench.types import Problem
+from slime_kernelbench.types import KernelProblem
 
 MAX_SOURCE = 256 << 10  # bytes of a reference
 ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}(/[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}){0,5}")
@@ -29,7 +29,7 @@ LEVELS = 100
 ONE_OF = "a row has `code` (KernelBench's), or `label` with `extra_info` (TritonForge's)"
 
 
-def of_row(row: Mapping[str, Any], where: str, *, otherwise: str) -> Problem:
+def of_row(row: Mapping[str, Any], where: str, *, otherwise: str) -> KernelProblem:
     """The problem of a row; ``otherwise`` is the id of a row that has none.
 
     Raises:
@@ -56,10 +56,10 @@ def of_row(row: Mapping[str, Any], where: str, *, otherwise: str) -> Problem:
     name = row.get("name", info.get("problem_name", str(id_).rpartition("/")[2]))
     if not isinstance(name, str):
         raise _wrong("name", name, "a string", where)
-    return checked(Problem(id=id_, name=name, source=source, level=level, where=where))
+    return checked(KernelProblem(id=id_, name=name, source=source, level=level, where=where))
 
 
-def of_file(path: Path, *, id: str = "") -> Problem:
+def of_file(path: Path, *, id: str = "") -> KernelProblem:
     """The problem of a file in KernelBench's format: ``level1/19_ReLU.py`` is kernelbench/1/19, else the file's name.
 
     Raises:
@@ -84,11 +84,13 @@ def of_file(path: Path, *, id: str = "") -> Problem:
     default_id = f"kernelbench/{level[1]}/{numbered[1]}" if level and numbered else stem
     name = numbered[2] if numbered else stem
     return checked(
-        Problem(id=id or default_id, name=name, source=source, level=int(level[1]) if level else 1, where=f"{path}:1")
+        KernelProblem(
+            id=id or default_id, name=name, source=source, level=int(level[1]) if level else 1, where=f"{path}:1"
+        )
     )
 
 
-def checked(problem: Problem) -> Problem:
+def checked(problem: KernelProblem) -> KernelProblem:
     """The same problem, when its id is one and its source defines Model, get_inputs and get_init_inputs.
 
     Raises:
@@ -125,7 +127,7 @@ def checked(problem: Problem) -> Problem:
     return problem
 
 
-def _parsed(problem: Problem) -> ast.Module:
+def _parsed(problem: KernelProblem) -> ast.Module:
     try:
         return ast.parse(problem.source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

@@ -25,7 +25,7 @@ import numpy as np
 
 from slime_kernelbench.judge.compare import Expected, array_of, compare, scales_of
 from slime_kernelbench.judge.wire import Leaf, Tree, leaves_of, pack, unpack
-from slime_kernelbench.types import Problem
+from slime_kernelbench.types import KernelProblem
 
 if TYPE_CHECKING:
     from slime_kernelbench.options import Options
@@ -48,7 +48,7 @@ class Screened:
     Example: Screened(problem=problem, reasons=("zeros pass for it",), cases=14).verdict == "unsound"
     """
 
-    problem: Problem
+    problem: KernelProblem
     reasons: tuple[str, ...] = ()  # it is not sound
     unknown: str = ""  # nothing is known about it, and why
     cases: int = 0  # that were compared
@@ -69,7 +69,7 @@ class Screened:
         return [self.problem.id, self.problem.name, self.verdict, ("; ".join(self.reasons) or self.unknown)[:200]]
 
 
-async def screen_all(problems: Sequence[Problem], options: Options, *, at_once: int) -> list[Screened]:
+async def screen_all(problems: Sequence[KernelProblem], options: Options, *, at_once: int) -> list[Screened]:
     """A row a problem, in order.
 
     Raises:
@@ -80,7 +80,7 @@ async def screen_all(problems: Sequence[Problem], options: Options, *, at_once: 
     policy = Policy(level=options.sandbox, i_trust_this_code=options.i_trust_this_code)
     free = asyncio.Semaphore(at_once)
 
-    async def one(box: Sandbox, problem: Problem) -> Screened:
+    async def one(box: Sandbox, problem: KernelProblem) -> Screened:
         async with free:
             return await screen(problem, box)
 
@@ -88,7 +88,7 @@ async def screen_all(problems: Sequence[Problem], options: Options, *, at_once: 
         return list(await asyncio.gather(*(one(box, problem) for problem in problems)))
 
 
-async def screen(problem: Problem, box: Sandbox) -> Screened:
+async def screen(problem: KernelProblem, box: Sandbox) -> Screened:
     """Look at one problem; ``box`` has :data:`PRELOAD` loaded."""
     first = await _run(problem, box)
     again = await _run(problem, box) if isinstance(first, list) else first
@@ -176,7 +176,7 @@ def _outputs(cases: Sequence[Sized]) -> list[bytes]:
     return [bytes(leaf.data) for _, case in cases for leaf in leaves_of(case["computed"])]
 
 
-async def _run(problem: Problem, box: Sandbox) -> list[Sized] | Screened:
+async def _run(problem: KernelProblem, box: Sandbox) -> list[Sized] | Screened:
     """What the reference makes, as (size, case); or what is to be said where it makes nothing."""
     from slime_sandbox import Limits
 

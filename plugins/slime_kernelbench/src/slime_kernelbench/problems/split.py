@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
-from slime_kernelbench.types import Problem
+from slime_kernelbench.types import KernelProblem
 
 SHINGLE = 4  # tokens in a row
 ALIKE = 0.9  # Jaccard index of two problems' shingles from which they are near duplicates
@@ -24,12 +24,12 @@ class Split:
     Example: Split(train=[relu], heldout=[gelu], left_out=[(relu_again, gelu)])
     """
 
-    train: list[Problem]
-    heldout: list[Problem]
-    left_out: list[tuple[Problem, Problem]]  # (not trained on, its near duplicate that is held out)
+    train: list[KernelProblem]
+    heldout: list[KernelProblem]
+    left_out: list[tuple[KernelProblem, KernelProblem]]  # (not trained on, its near duplicate that is held out)
 
 
-def split(problems: Sequence[Problem], *, heldout: float = 0.2, seed: int = 0) -> Split:
+def split(problems: Sequence[KernelProblem], *, heldout: float = 0.2, seed: int = 0) -> Split:
     """Part problems by their ids; ``heldout`` is a share, and another ``seed`` another split.
 
     Example: {p.id for p in split(shipped()).train} & {p.id for p in split(shipped()).heldout} == set()
@@ -48,10 +48,10 @@ def is_held_out(id: str, share: float, seed: int) -> bool:
     return number < share * 2.0**64
 
 
-def near_duplicates(problems: Iterable[Problem], others: Sequence[Problem]) -> dict[str, Problem]:
+def near_duplicates(problems: Iterable[KernelProblem], others: Sequence[KernelProblem]) -> dict[str, KernelProblem]:
     """By id, those of ``problems`` that one of ``others`` is a near duplicate of, and that one."""
     sources = [(other, shingles(other.source)) for other in others]
-    duplicates: dict[str, Problem] = {}
+    duplicates: dict[str, KernelProblem] = {}
     for problem in problems:
         words = shingles(problem.source)
         twin = next((other for other, other_words in sources if likeness(words, other_words) >= ALIKE), None)

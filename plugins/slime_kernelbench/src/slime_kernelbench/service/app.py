@@ -1,8 +1,8 @@
 """The routes: a desk in, a guarded ASGI application out. Everything stands behind the token.
 
-    POST /v1/judge   an `Ask` -> {"verdict": {...}}      GET /health   the queue and the devices
+    POST /v1/judge   an `JudgeRequest` -> {"verdict": {...}}      GET /health   the queue and the devices
 
-Refused: no token (401), a body that is too large (413), too slow (408) or not an `Ask` (422), a key with something
+Refused: no token (401), a body that is too large (413) or slow (408) or no `JudgeRequest` (422), a key with something
 else to judge (409), a full queue (429), a service that ends (503): {"error": {code, what, where, why, fix}}.
 """
 
@@ -19,9 +19,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from slime_kernelbench.codec import verdict_to_json
-from slime_kernelbench.service.desk import Clash, Desk
-from slime_kernelbench.service.models import Ask
-from slime_kernelbench.service.pool import Full, Stopped
+from slime_kernelbench.service.desk import Clash, JudgeService
+from slime_kernelbench.service.models import JudgeRequest
+from slime_kernelbench.service.pool import PoolFull, Stopped
 from slime_kernelbench.types import Verdict
 from slime_service.guard import Guard, Refused, invalid, refused
 
@@ -35,14 +35,14 @@ class Gate:
         self.draining = False
 
 
-def make_app(desk: Desk, *, token: str, gate: Gate) -> Guard:
+def make_app(desk: JudgeService, *, token: str, gate: Gate) -> Guard:
     """The application; who runs it starts and ends the desk's pool."""
 
     async def judge(request: Request) -> Response:
         if gate.draining:
             raise refused(503, "draining", "the service ends; it takes no more work", fix="ask another, or later")
         try:
-            ask = Ask.model_validate_json(await request.body())
+            ask = JudgeRequest.model_validate_json(await request.body())
         except ValidationError as error:
             errors = error.errors(include_url=False, include_input=False)
             raise invalid(errors, fix="send key, source and problem {id, name, source, level}; nothing else") from None
@@ -68,10 +68,10 @@ def _refusal(request: Request, error: Exception) -> Response:
     return Response(error.body, error.status, error.headers, "application/json")
 
 
-async def _judged(desk: Desk, ask: Ask) -> Verdict:
+async def _judged(desk: JudgeService, ask: JudgeRequest) -> Verdict:
     try:
         return await desk.judge(ask)
-    except Full:
+    except PoolFull:
         reason = f"{desk.pool.limits.waiting} candidates wait"
         fix = "send the same again after Retry-After seconds"
         raise refused(429, "full", "the queue is full", why=reason, fix=fix) from None

@@ -19,7 +19,7 @@ import httpx
 from slime_core import ConfigError
 from slime_kernelbench.service.models import MAX_CANDIDATE
 from slime_kernelbench.service.verdicts import hash_of, infra, read
-from slime_kernelbench.types import Diagnostic, Problem, Verdict
+from slime_kernelbench.types import Diagnostic, KernelProblem, Verdict
 
 if TYPE_CHECKING:
     from slime_kernelbench.options import Options
@@ -65,7 +65,7 @@ class RemoteJudge:
         self._deadline, self._tries, self._pause = deadline, tries, pause
         self._http: httpx.AsyncClient | None = None
 
-    async def judge(self, source: str, problem: Problem) -> Verdict:
+    async def judge(self, source: str, problem: KernelProblem) -> Verdict:
         """The verdict on one candidate; trouble with the service is `infra`, never an exception."""
         if (refused := _unsendable(source)) is not None:
             return refused
@@ -177,7 +177,7 @@ def _refusal(answer: httpx.Response, raw: bytes) -> _Trouble:
     return _Trouble(kind, f"HTTP {status}: {reason}", again=status in AGAIN, after=after)
 
 
-def _asked(problem: Problem) -> dict[str, Any]:
+def _asked(problem: KernelProblem) -> dict[str, Any]:
     return {**asdict(problem), "where": problem.where[:4096]}
 
 

@@ -7,8 +7,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from hashlib import sha256
 
-from slime_kernelbench.service.models import Ask
-from slime_kernelbench.service.pool import Full, Pool, Stopped
+from slime_kernelbench.service.models import JudgeRequest
+from slime_kernelbench.service.pool import Pool, PoolFull, Stopped
 from slime_kernelbench.types import Verdict
 
 KEPT = 4096  # judgements that have ended
@@ -25,7 +25,7 @@ class _Entry:
     waiting: int = 0  # requests
 
 
-class Desk:
+class JudgeService:
     """Answers requests from a pool.
 
     Example:
@@ -37,7 +37,7 @@ class Desk:
         self._kept = capacity
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
 
-    async def judge(self, ask: Ask) -> Verdict:
+    async def judge(self, ask: JudgeRequest) -> Verdict:
         """The verdict; where all who asked have gone before it began, it is not judged at all.
 
         Raises:
@@ -49,7 +49,7 @@ class Desk:
         entry.waiting += 1
         try:
             verdict = await asyncio.shield(entry.task)
-        except (Full, Stopped):
+        except (PoolFull, Stopped):
             self._entries.pop(ask.key, None)
             raise
         finally:
@@ -61,7 +61,7 @@ class Desk:
             self._entries.pop(ask.key, None)
         return verdict
 
-    def _entry(self, ask: Ask) -> _Entry:
+    def _entry(self, ask: JudgeRequest) -> _Entry:
         digest = sha256(ask.model_dump_json(exclude={"key"}).encode()).digest()
         entry = self._entries.get(ask.key)
         if entry is None:

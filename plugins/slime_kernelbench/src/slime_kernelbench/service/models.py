@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from slime_kernelbench.problems.rows import ID, MAX_SOURCE
-from slime_kernelbench.types import Problem
+from slime_kernelbench.types import KernelProblem
 
 MAX_CANDIDATE = 1 << 20  # characters
 SHOWN = 3  # mistakes that an answer names
@@ -27,12 +27,12 @@ class ProblemAsked(BaseModel):
     where: str = Field("", max_length=4096)
     occasion: str = Field("", max_length=64)
 
-    def problem(self) -> Problem:
+    def problem(self) -> KernelProblem:
         """As the judge takes it."""
-        return Problem(**self.model_dump())
+        return KernelProblem(**self.model_dump())
 
 
-class Ask(BaseModel):
+class JudgeRequest(BaseModel):
     """The body of ``POST /v1/judge``.
 
     ``key`` names the judgement: the same key asks for the same answer again, whatever became of the first request.

@@ -25,18 +25,18 @@ from typing import Any
 
 from slime_kernelbench.problems import answer, shipped
 from slime_kernelbench.service.devices import Device
-from slime_kernelbench.service.process import Lost, Worker
+from slime_kernelbench.service.process import JudgeWorker, Lost
 from slime_kernelbench.service.verdicts import infra, read
-from slime_kernelbench.types import Problem, Verdict
+from slime_kernelbench.types import KernelProblem, Verdict
 
 TRIES = 2
 ENDED = frozenset({"died", "memory", "too_much_output"})  # kinds of diagnostics: how a sandboxed process ended
 UNJUDGEABLE = "Unjudgeable"  # the kind of a diagnostic: `judge.examination.Unjudgeable`
 log = logging.getLogger("slime.kernelbench")
-Start = Callable[[Device], Awaitable[Worker]]
+Start = Callable[[Device], Awaitable[JudgeWorker]]
 
 
-class Full(Exception):
+class PoolFull(Exception):
     """As many candidates wait as may."""
 
 
@@ -45,7 +45,7 @@ class Stopped(Exception):
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Limits:
+class PoolLimits:
     """Numbers that bound the service. Times in seconds."""
 
     waiting: int = 256  # candidates in the queue
@@ -58,18 +58,18 @@ class Limits:
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class JudgeJob:
     """A candidate under way."""
 
     source: str
-    problem: Problem
+    problem: KernelProblem
     until: float  # monotonic
     done: asyncio.Future[Verdict]
     tries: int = 0
 
 
 @dataclass(slots=True)
-class Place:
+class PoolDevice:
     """A device as the pool sees it."""
 
     device: Device
@@ -92,17 +92,17 @@ class Pool:
 
     devices: Sequence[Device]
     start: Start
-    limits: Limits = field(default_factory=Limits)
-    places: list[Place] = field(init=False)
+    limits: PoolLimits = field(default_factory=PoolLimits)
+    places: list[PoolDevice] = field(init=False)
     counts: Counter[str] = field(init=False, default_factory=Counter)
-    _queue: deque[Job] = field(init=False, default_factory=deque)
-    _busy: set[Job] = field(init=False, default_factory=set)  # in a worker
-    _open: set[Job] = field(init=False, default_factory=set)  # somebody waits for its verdict
+    _queue: deque[JudgeJob] = field(init=False, default_factory=deque)
+    _busy: set[JudgeJob] = field(init=False, default_factory=set)  # in a worker
+    _open: set[JudgeJob] = field(init=False, default_factory=set)  # somebody waits for its verdict
     _changed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _keepers: list[asyncio.Task[None]] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        self.places = [Place(device) for device in self.devices]
+        self.places = [PoolDevice(device) for device in self.devices]
 
     async def __aenter__(self) -> Pool:
         self._keepers = [asyncio.create_task(self._keep(place)) for place in self.places]
@@ -121,7 +121,7 @@ class Pool:
             if not job.done.done():
                 job.done.set_exception(Stopped())
 
-    async def submit(self, source: str, problem: Problem) -> Verdict:
+    async def submit(self, source: str, problem: KernelProblem) -> Verdict:
         """The verdict on one candidate. A caller that is cancelled takes its candidate out of the queue.
 
         Raises:
@@ -129,9 +129,9 @@ class Pool:
             Stopped: the pool was closed.
         """
         if len(self._queue) >= self.limits.waiting:
-            raise Full
+            raise PoolFull
         loop = asyncio.get_running_loop()
-        job = Job(source, problem, time.monotonic() + self.limits.deadline, loop.create_future())
+        job = JudgeJob(source, problem, time.monotonic() + self.limits.deadline, loop.create_future())
         self._open.add(job)
         self._put(job)
         try:
@@ -151,11 +151,11 @@ class Pool:
         waiting = {"waiting": len(self._queue), "judging": len(self._busy), "limit": self.limits.waiting}
         return {"queue": waiting, "devices": places, "verdicts": dict(self.counts)}
 
-    def _put(self, job: Job, *, first: bool = False) -> None:
+    def _put(self, job: JudgeJob, *, first: bool = False) -> None:
         (self._queue.appendleft if first else self._queue.append)(job)
         self._changed.set()
 
-    async def _take(self, place: Place) -> Job:
+    async def _take(self, place: PoolDevice) -> JudgeJob:
         """The next candidate for a device that is not in doubt."""
         await self._until(lambda: bool(self._queue) and place.state != "quarantined")
         job = self._queue.popleft()
@@ -164,14 +164,14 @@ class Pool:
         place.state = "busy"
         return job
 
-    def _put_down(self, job: Job, place: Place) -> None:
+    def _put_down(self, job: JudgeJob, place: PoolDevice) -> None:
         self._busy.discard(job)
         place.active -= 1
         if place.state == "busy" and not place.active:
             place.state = "ready"
         self._changed.set()
 
-    def _forget(self, job: Job) -> None:
+    def _forget(self, job: JudgeJob) -> None:
         self._open.discard(job)
         with suppress(ValueError):
             self._queue.remove(job)
@@ -191,7 +191,7 @@ class Pool:
                 reason = f"no device was free for {self.limits.deadline:g} s"
                 _answer(job, infra("Deadline", reason, source=job.source))
 
-    async def _keep(self, place: Place) -> None:
+    async def _keep(self, place: PoolDevice) -> None:
         """Keep one device at work for as long as the service lives."""
         rest = self.limits.first_rest
         while True:
@@ -215,7 +215,7 @@ class Pool:
                 await asyncio.sleep(rest)
                 rest = min(2 * rest, self.limits.longest_rest)
 
-    async def _canary(self, worker: Worker) -> None:
+    async def _canary(self, worker: JudgeWorker) -> None:
         """A kernel that is known to be right must be found right.
 
         Raises:
@@ -228,7 +228,7 @@ class Pool:
             raise Lost(f"the canary kernel was found {verdict.status}: {_told(verdict)}")
         worker.passed = True
 
-    async def _work(self, worker: Worker, place: Place) -> None:
+    async def _work(self, worker: JudgeWorker, place: PoolDevice) -> None:
         """Judge candidates for as long as the worker lives and passes its canary.
 
         Raises:
@@ -243,7 +243,7 @@ class Pool:
                 lane.cancel()
             await asyncio.gather(*lanes, return_exceptions=True)
 
-    async def _lane(self, worker: Worker, place: Place) -> None:
+    async def _lane(self, worker: JudgeWorker, place: PoolDevice) -> None:
         while True:
             job = await self._take(place)
             try:
@@ -258,12 +258,12 @@ class Pool:
                 place.state, place.why = "ready", ""
                 self._changed.set()
 
-    def _quarantine(self, place: Place, reason: str) -> None:
+    def _quarantine(self, place: PoolDevice, reason: str) -> None:
         place.quarantines += place.state != "quarantined"
         place.state, place.why = "quarantined", reason
         log.warning("device %s is in quarantine: %s", place.device.name, reason)
 
-    async def _judge(self, worker: Worker, job: Job) -> str:
+    async def _judge(self, worker: JudgeWorker, job: JudgeJob) -> str:
         """Why the device may not be sound after a candidate; empty where it is.
 
         Raises:
@@ -287,14 +287,14 @@ class Pool:
         _answer(job, verdict)
         return f"a candidate ended with {verdict.status}" if worker.device.gpu and _abnormal(verdict) else ""
 
-    async def _ask(self, worker: Worker, source: str, problem: Problem, seconds: float) -> Verdict:
+    async def _ask(self, worker: JudgeWorker, source: str, problem: KernelProblem, seconds: float) -> Verdict:
         answer = await worker.judge(source, problem, seconds)
         try:
             return read(answer, source)
         except ValueError as error:
             raise Lost(str(error)) from error
 
-    def _again(self, job: Job, reason: str) -> None:
+    def _again(self, job: JudgeJob, reason: str) -> None:
         """Queue a candidate once more, before all others; answer `infra` where that has been done."""
         if job.tries < TRIES and time.monotonic() < job.until:
             self._put(job, first=True)
@@ -317,6 +317,6 @@ def _told(verdict: Verdict) -> str:
     return "; ".join(item.message for item in verdict.diagnostics[:1])
 
 
-def _answer(job: Job, verdict: Verdict) -> None:
+def _answer(job: JudgeJob, verdict: Verdict) -> None:
     if not job.done.done():
         job.done.set_result(verdict)

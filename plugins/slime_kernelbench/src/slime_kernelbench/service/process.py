@@ -14,7 +14,7 @@ from typing import Any
 from slime_core.clusters.channel import end_of
 from slime_kernelbench.service.devices import Device
 from slime_kernelbench.service.frames import MAX_LINE, receive, send
-from slime_kernelbench.types import Problem
+from slime_kernelbench.types import KernelProblem
 
 COMMAND = (sys.executable, "-m", "slime_kernelbench.service.worker")
 
@@ -23,7 +23,7 @@ class Lost(Exception):
     """A worker that answers no more, or whose device is in doubt."""
 
 
-class Worker:
+class JudgeWorker:
     """The server's end of a worker.
 
     Example:
@@ -45,7 +45,7 @@ class Worker:
     @classmethod
     async def start(
         cls, device: Device, *, options: Mapping[str, Any], secret: str = "", command: Sequence[str] = COMMAND
-    ) -> Worker:
+    ) -> JudgeWorker:
         """A process of ``command`` with one end of a socket as its last argument; ``secret`` is `Secret.text`.
 
         Raises:
@@ -77,7 +77,7 @@ class Worker:
         worker._hearing = asyncio.create_task(worker._hear())
         return worker
 
-    async def judge(self, source: str, problem: Problem, seconds: float) -> Any:
+    async def judge(self, source: str, problem: KernelProblem, seconds: float) -> Any:
         """What the worker says of a candidate; several may be asked at once.
 
         Raises:

@@ -17,8 +17,8 @@ from typing import Any
 
 from slime_kernelbench.secret import Secret
 from slime_kernelbench.service.devices import Device, devices
-from slime_kernelbench.service.pool import Limits, Pool
-from slime_kernelbench.service.process import COMMAND, Worker
+from slime_kernelbench.service.pool import Pool, PoolLimits
+from slime_kernelbench.service.process import COMMAND, JudgeWorker
 from slime_service.address import Address, bind, find_token, locked
 
 TOKEN_ENV = "SLIME_KERNELBENCH_TOKEN"
@@ -27,22 +27,22 @@ IDLE_SECONDS = 20  # of a connection between two requests: longer than clients k
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Settings(Address):
+class JudgeSettings(Address):
     """How one service runs.
 
-    Example: Settings(folder=Path("judge"), workers=2)
+    Example: JudgeSettings(folder=Path("judge"), workers=2)
     """
 
     token_env: str = TOKEN_ENV
     workers: int = 1  # where no GPU is named
     gpus: tuple[str, ...] = ()  # UUIDs, or nvidia-smi's numbers
     grace: float = 30.0  # seconds to finish what was taken, after SIGTERM
-    limits: Limits = field(default_factory=Limits)
+    limits: PoolLimits = field(default_factory=PoolLimits)
     options: Mapping[str, Any] = field(default_factory=dict)  # [plugin.kernelbench], for the judge
     command: tuple[str, ...] = COMMAND  # of a worker
 
 
-def serve(settings: Settings, started: Callable[[str, Path | None], None]) -> None:
+def serve(settings: JudgeSettings, started: Callable[[str, Path | None], None]) -> None:
     """Serve until SIGTERM or SIGINT; ``started`` gets the URL and the token's file when requests are answered.
 
     Raises:
@@ -57,11 +57,11 @@ def serve(settings: Settings, started: Callable[[str, Path | None], None]) -> No
 
 
 async def _serve(
-    settings: Settings, token: str, secret: Secret, listening: socket.socket, started: Callable[[str], None]
+    settings: JudgeSettings, token: str, secret: Secret, listening: socket.socket, started: Callable[[str], None]
 ) -> None:
     from slime_kernelbench.service.app import Gate, make_app
-    from slime_kernelbench.service.desk import Desk
-    from slime_service.serving import Server
+    from slime_kernelbench.service.desk import JudgeService
+    from slime_service.serving import HttpServer
 
     gate, stop = Gate(), asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -69,8 +69,8 @@ async def _serve(
         loop.add_signal_handler(number, stop.set)
     places = devices(settings.gpus, settings.workers)
     async with Pool(places, start=partial(_start, settings, secret), limits=settings.limits) as pool:
-        app = make_app(Desk(pool), token=token, gate=gate)
-        server = Server(
+        app = make_app(JudgeService(pool), token=token, gate=gate)
+        server = HttpServer(
             app,
             listening,
             started=started,
@@ -90,8 +90,8 @@ async def _serve(
             await serving
 
 
-async def _start(settings: Settings, secret: Secret, device: Device) -> Worker:
-    return await Worker.start(device, options=settings.options, secret=secret.text, command=settings.command)
+async def _start(settings: JudgeSettings, secret: Secret, device: Device) -> JudgeWorker:
+    return await JudgeWorker.start(device, options=settings.options, secret=secret.text, command=settings.command)
 
 
 async def _drain(pool: Pool, grace: float) -> None:

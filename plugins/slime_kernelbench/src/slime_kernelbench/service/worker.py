@@ -19,7 +19,7 @@ from slime_core.clusters.channel import die_with
 from slime_kernelbench.codec import verdict_to_json
 from slime_kernelbench.service.frames import MAX_LINE, receive, send
 from slime_kernelbench.service.verdicts import infra
-from slime_kernelbench.types import Judge, Problem
+from slime_kernelbench.types import Judge, KernelProblem
 
 
 async def serve(judge: Judge, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -29,7 +29,7 @@ async def serve(judge: Judge, reader: asyncio.StreamReader, writer: asyncio.Stre
     async def answer(ask: dict[str, Any]) -> None:
         source = ask["source"]
         try:
-            verdict = await judge.judge(source, Problem(**ask["problem"]))
+            verdict = await judge.judge(source, KernelProblem(**ask["problem"]))
         except Exception as error:  # of the judge itself: said, and the server looks at the device
             verdict = infra("JudgeError", f"{type(error).__name__}: {error}", source=source)
         async with one_at_a_time:

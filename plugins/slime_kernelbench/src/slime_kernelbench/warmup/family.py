@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_kernelbench.types import Problem
+from slime_kernelbench.types import KernelProblem
 
 STEPS: dict[str, tuple[str, str]] = {
     "relu": ("torch.relu(x)", "tl.maximum(v, 0.0)"),
@@ -190,12 +190,12 @@ class Operator:
         places = {"load": True, "store": not finish.row, "fill": finish.has("FILL"), "divide": finish.has("DIVIDE")}
         return tuple(name for name, places_of in places.items() if places_of)
 
-    def problem(self, rows: int, cols: int) -> Problem:
+    def problem(self, rows: int, cols: int) -> KernelProblem:
         """The operator as a problem on inputs of [rows, cols]."""
         lines = [f"x = {STEPS[step][0]}" for step in self.steps] + [f"return {FINISHES[self.finish].torch}"]
         body = "\n".join(" " * 8 + line for line in lines)
         source = PROBLEM.format(rows=rows, cols=cols, body=body)
-        return Problem(id=f"family/{self.name}/{rows}x{cols}", name=self.name, source=source)
+        return KernelProblem(id=f"family/{self.name}/{rows}x{cols}", name=self.name, source=source)
 
     def kernel(self, slips: Slips = NONE) -> str:
         """A complete source of ModelNew: right without slips, wrong with any of :attr:`slips`."""

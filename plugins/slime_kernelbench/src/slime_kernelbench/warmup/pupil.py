@@ -16,7 +16,7 @@ from typing import Any
 
 from slime_core import Prompt
 from slime_core.types import Message
-from slime_kernelbench.types import Case, Diagnostic, Problem, Verdict
+from slime_kernelbench.types import Case, Diagnostic, KernelProblem, Verdict
 from slime_kernelbench.warmup.family import Operator, Slips
 from slime_kernelbench.warmup.rows import sizes
 
@@ -37,13 +37,13 @@ class Habits:
 class Voice:
     """How a run words and encodes dialogues: the same functions that real ones go through."""
 
-    ask: Callable[[Problem], str | list[Message]]  # the prompt of the first turn
+    ask: Callable[[KernelProblem], str | list[Message]]  # the prompt of the first turn
     encode: Callable[[str | list[Message]], list[int]]  # ids of a prompt
     answer: Callable[[str], list[int]]  # ids of an answer, its end included
     between: Callable[[Verdict, Sequence[int]], list[int]]  # ids after an answer, up to where the next begins
 
 
-class Demonstrations:
+class TurnDemonstrations:
     """Rows of a supervised stage: each a turn of the pupil's, with what he wrote as its label.
 
     Example:
@@ -92,7 +92,7 @@ def fenced(source: str) -> str:
     return f"```python\n{source}```"
 
 
-def verdict(problem: Problem, rng: Random) -> Verdict:
+def verdict(problem: KernelProblem, rng: Random) -> Verdict:
     """What a judge may say of a wrong kernel; where and by how much are numbers without a meaning."""
     rows, cols = (int(size) for size in problem.id.rsplit("/", 1)[-1].split("x"))
     unwritten = rng.random() < 0.3

@@ -12,7 +12,7 @@ from itertools import pairwise, product
 from random import Random
 from typing import Literal
 
-from slime_kernelbench.types import Problem
+from slime_kernelbench.types import KernelProblem
 from slime_kernelbench.warmup.family import FINISHES, STEPS, Operator
 
 Side = Literal["train", "heldout"]
@@ -38,7 +38,7 @@ class Family:
         operators = (Operator(steps, finish) for steps in chains for finish in FINISHES)
         return [operator for operator in operators if operator.tells]
 
-    def problems(self, side: Side, count: int) -> list[Problem]:
+    def problems(self, side: Side, count: int) -> list[KernelProblem]:
         """``count`` different operators of a side (all of them where it has fewer), each with one size."""
         operators = sorted(self.operators(side), key=lambda operator: uniform(f"{operator.name}/{self.seed}"))
         rng = Random(f"{side}/{self.seed}")

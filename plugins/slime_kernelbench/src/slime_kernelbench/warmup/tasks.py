@@ -15,8 +15,8 @@ from slime_core.data import chat
 from slime_core.data.turns import Speech
 from slime_core.types import Message
 from slime_kernelbench.problems.prompts import ProblemRows
-from slime_kernelbench.types import Problem, Verdict
-from slime_kernelbench.warmup.pupil import Demonstrations, Habits, Voice
+from slime_kernelbench.types import KernelProblem, Verdict
+from slime_kernelbench.warmup.pupil import Habits, TurnDemonstrations, Voice
 from slime_kernelbench.warmup.rows import Family
 
 if TYPE_CHECKING:
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 TRAIN, PUPIL, HELDOUT = "kernelbench_family", "kernelbench_family_pupil", "kernelbench_family_heldout"
 TASKS = (TRAIN, PUPIL, HELDOUT)
-Render = Callable[[Problem], str | list[Message]]
+Render = Callable[[KernelProblem], str | list[Message]]
 Tell = Callable[[Verdict], str]
 
 
 def family_rows(
     task: str, ctx: Context, *, render: Render, speech: Speech, tell: Tell
-) -> ProblemRows | Demonstrations:
+) -> ProblemRows | TurnDemonstrations:
     """The rows of one of ``TASKS``.
 
     Args:
@@ -52,7 +52,7 @@ def family_rows(
         raise ConfigError(f"kernelbench has no task '{task}'", code="CFG05", where="data.tasks", fix=fix)
     habits = Habits(slips=options.pupil_slips, mends=options.pupil_mends, later=options.pupil_later)
     voice = voice_of(ctx, render=render, speech=speech, tell=tell)
-    return Demonstrations(family.operators("train"), habits, voice, seed=options.split_seed)
+    return TurnDemonstrations(family.operators("train"), habits, voice, seed=options.split_seed)
 
 
 def voice_of(ctx: Context, *, render: Render, speech: Speech, tell: Tell) -> Voice:

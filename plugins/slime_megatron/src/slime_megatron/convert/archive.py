@@ -22,7 +22,7 @@ import torch
 
 from slime_convert.rows import read_at
 from slime_core.errors import DataError
-from slime_megatron.convert.unpickle import STORAGES, Record, read_record
+from slime_megatron.convert.unpickle import STORAGES, StorageRecord, read_record
 
 ALIGNED = 64
 LARGEST = (1 << 32) - (1 << 20)  # a zip without its 64-bit form holds less than 4 GiB
@@ -84,7 +84,7 @@ def _entry(name: str, crc: int, size: int, place: int) -> bytes:
 
 
 @dataclass(slots=True, frozen=True)
-class Frame:
+class ArchiveFrame:
     """The bytes around a tensor's elements."""
 
     head: bytes
@@ -107,7 +107,7 @@ class Frame:
 
 
 @lru_cache(maxsize=1024)
-def frame(shape: tuple[int, ...], dtype: torch.dtype) -> Frame:
+def frame(shape: tuple[int, ...], dtype: torch.dtype) -> ArchiveFrame:
     """The frame of a tensor.
 
     Raises:
@@ -121,7 +121,7 @@ def frame(shape: tuple[int, ...], dtype: torch.dtype) -> Frame:
         crc = zlib.crc32(content)
         records.append((f"archive/{name}", crc, len(content), len(head)))
         head += _local(f"archive/{name}") + content + _after(crc, len(content))
-    return Frame(head + _local(DATA, len(head)), size, len(head), tuple(records))
+    return ArchiveFrame(head + _local(DATA, len(head)), size, len(head), tuple(records))
 
 
 def archive(shape: tuple[int, ...], dtype: torch.dtype, elements: Iterable[memoryview]) -> Iterator[Piece]:
@@ -160,7 +160,7 @@ class _Slice(RawIOBase):
         return count
 
 
-def locate(file: Path, begin: int, length: int, what: str) -> tuple[int, Record]:
+def locate(file: Path, begin: int, length: int, what: str) -> tuple[int, StorageRecord]:
     """Where in ``file`` the elements of the archive at ``begin`` lie, and what it says of them.
 
     Raises:

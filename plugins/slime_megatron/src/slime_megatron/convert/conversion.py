@@ -16,14 +16,14 @@ import torch
 from slime_convert.bridge import Bridge, Entry, Sizes, check_tensors, whole_shape
 from slime_convert.folder_writing import Done, How, check_apart, to_hf, write_folder
 from slime_convert.job import Job
-from slime_convert.rows import Move, Moved, Rows, Stored, cast, first_difference, joined, parted, read_whole
+from slime_convert.rows import Move, Moved, StoredRows, TensorRows, cast, first_difference, joined, parted, read_whole
 from slime_core.errors import DataError, PluginError
 from slime_core.weights.build import Fit, misfit
 from slime_core.weights.folder import read_config
 from slime_core.weights.shards import Shards
 from slime_megatron.convert.dist import METADATA, DistFolder, Whole
-from slime_megatron.convert.dist_keys import BESIDE, OPTIMIZER, Place, apart, forms, places
-from slime_megatron.convert.dist_writing import RELEASE, DistWriting, Target
+from slime_megatron.convert.dist_keys import BESIDE, OPTIMIZER, DistPlace, apart, forms, places
+from slime_megatron.convert.dist_writing import RELEASE, DistWriting, WriteTarget
 
 FindBridge = Callable[[Any], Bridge]
 
@@ -43,14 +43,14 @@ def hf_to_dist(source: Path, target: Path, find: FindBridge, how: How, *, divisi
     check_apart(target, used | {source / "config.json"})
     sizes, entries = bridge.sizes(config, divisible_by), _entries(bridge, config)
     check_tensors(entries, sizes, {name: info.shape for name, info in shards.infos.items()}, source)
-    tensors = {name: cast(Stored(info), how.torch_dtype) for name, info in shards.infos.items()}
+    tensors = {name: cast(StoredRows(info), how.torch_dtype) for name, info in shards.infos.items()}
     _check_tied(entries, tensors, sizes, source)
     layers_apart = apart(bridge.megatron(config))
     writing = DistWriting(
         [_target(entry, tensors, sizes, bridge, layers_apart) for entry in entries], layers_apart=layers_apart
     )
 
-    def pairs(job: Job) -> list[tuple[Rows, Rows]]:
+    def pairs(job: Job) -> list[tuple[TensorRows, TensorRows]]:
         folder = DistFolder.open(job.aside / RELEASE)
         return [(rows, tensors[rows.name]) for rows in _hf_rows(entries, folder, sizes, bridge)]
 
@@ -85,7 +85,7 @@ class DistTensors(Mapping[str, torch.Tensor]):
         tensors["model.norm.weight"]
     """
 
-    def __init__(self, rows: Sequence[Rows]) -> None:
+    def __init__(self, rows: Sequence[TensorRows]) -> None:
         self._rows = {one.name: one for one in rows}
 
     @classmethod
@@ -123,7 +123,9 @@ def _entries(bridge: Bridge, config: Any) -> list[Entry]:
     return entries
 
 
-def _target(entry: Entry, tensors: Mapping[str, Rows], sizes: Sizes, bridge: Bridge, layers_apart: bool) -> Target:
+def _target(
+    entry: Entry, tensors: Mapping[str, TensorRows], sizes: Sizes, bridge: Bridge, layers_apart: bool
+) -> WriteTarget:
     sources = [tensors[name] for name in entry.hf]
     if len({rows.dtype for rows in sources}) > 1:
         kinds = ", ".join(f"{rows.name} is {rows.dtype}" for rows in sources)
@@ -133,10 +135,10 @@ def _target(entry: Entry, tensors: Mapping[str, Rows], sizes: Sizes, bridge: Bri
             fix="--dtype bfloat16 or --dtype float32" if all(rows.dtype.is_floating_point for rows in sources)
             else "save the model unquantised: model.to(torch.bfloat16).save_pretrained(FOLDER)",
         )  # fmt: skip
-    return Target(places(entry, sizes, bridge.attention, layers_apart), joined(entry, sources, sizes))
+    return WriteTarget(places(entry, sizes, bridge.attention, layers_apart), joined(entry, sources, sizes))
 
 
-def _check_tied(entries: Sequence[Entry], tensors: Mapping[str, Rows], sizes: Sizes, folder: Path) -> None:
+def _check_tied(entries: Sequence[Entry], tensors: Mapping[str, TensorRows], sizes: Sizes, folder: Path) -> None:
     """A copy of a tied output matrix is left out, where it is a copy."""
     copy = tensors.get("lm_head.weight")
     embedding = next(entry for entry in entries if entry.kind == "vocabulary").hf[0]
@@ -152,13 +154,13 @@ def _check_tied(entries: Sequence[Entry], tensors: Mapping[str, Rows], sizes: Si
 
 def _hf_rows(
     entries: Sequence[Entry], folder: DistFolder, sizes: Sizes, bridge: Bridge, against: str = ""
-) -> list[Rows]:
+) -> list[TensorRows]:
     """Every Hugging Face tensor of a torch_dist folder, after all names and shapes were compared.
 
     Raises:
         DataError: TOK46.
     """
-    met, used, hf_rows = Fit(), set[str](), list[Rows]()
+    met, used, hf_rows = Fit(), set[str](), list[TensorRows]()
     for entry in entries:
         places = [form for form in forms(entry, sizes, bridge.attention) if _is_there(form, folder)]
         if not places:
@@ -180,7 +182,7 @@ def _hf_rows(
     return hf_rows
 
 
-def _is_there(form: Sequence[Place], folder: DistFolder) -> bool:
+def _is_there(form: Sequence[DistPlace], folder: DistFolder) -> bool:
     tensors = folder.tensors
     return all(p.key in tensors and tensors[p.key].shape[: len(p.lead)] == p.of for p in form)
 
@@ -196,7 +198,7 @@ def _note_missing(met: Fit, entry: Entry, folder: DistFolder, sizes: Sizes, brid
     met.missing.append(entry.megatron)
 
 
-def _above(name: str, parts: Sequence[Rows]) -> Rows:
+def _above(name: str, parts: Sequence[TensorRows]) -> TensorRows:
     if len(parts) == 1:
         return parts[0]
     moves, place = [], 0

@@ -41,7 +41,7 @@ megatron-core loads a folder that has both names with either."""
 
 
 @dataclass(slots=True, frozen=True)
-class Place:
+class DistPlace:
     """A part of the tensor ``key``: index and number of each axis that was put in front."""
 
     key: str
@@ -64,12 +64,12 @@ def apart(fields: Mapping[str, Any]) -> bool:
     return isinstance(freq, list) or freq > 1
 
 
-def places(entry: Entry, sizes: Sizes, attention: Attention, layers_apart: bool) -> list[Place]:
+def places(entry: Entry, sizes: Sizes, attention: Attention, layers_apart: bool) -> list[DistPlace]:
     """Where a tensor is written, first under its own name, then under the other names that it is looked for."""
     return [_place(entry, rest, sizes, layers_apart, False) for rest in _names(entry, attention)]
 
 
-def extra_states(place: Place) -> str:
+def extra_states(place: DistPlace) -> str:
     """The key of the empty state that megatron-core's linear layers and norms look for; empty where there is none."""
     module, _, last = place.key.rpartition(".")
     name = module.removeprefix(LAYERS).lstrip("0123456789.") + "."
@@ -79,7 +79,7 @@ def extra_states(place: Place) -> str:
     return f"{module}._extra_state/shard_{'.'.join(map(str, index))}_{'.'.join(map(str, of))}"
 
 
-def forms(entry: Entry, sizes: Sizes, attention: Attention) -> Iterator[tuple[Place, ...]]:
+def forms(entry: Entry, sizes: Sizes, attention: Attention) -> Iterator[tuple[DistPlace, ...]]:
     """Every way that a folder may hold a tensor; the rows of the places of one way, in order, are its rows."""
     for rest in _names(entry, attention):
         for layers_apart in (False, True):
@@ -87,7 +87,7 @@ def forms(entry: Entry, sizes: Sizes, attention: Attention) -> Iterator[tuple[Pl
                 place = _place(entry, rest, sizes, layers_apart, experts_apart)
                 yield (place,)
                 if entry.kind == "gate_up":
-                    yield tuple(Place(f"{place.key}_{half}", place.lead) for half in "wv")
+                    yield tuple(DistPlace(f"{place.key}_{half}", place.lead) for half in "wv")
 
 
 def _names(entry: Entry, attention: Attention) -> list[str]:
@@ -99,12 +99,12 @@ def _names(entry: Entry, attention: Attention) -> list[str]:
     return [name, *(name.replace(plain, fused) for plain, fused in renamed if name.startswith(plain))]
 
 
-def _place(entry: Entry, rest: str, sizes: Sizes, layers_apart: bool, experts_apart: bool) -> Place:
+def _place(entry: Entry, rest: str, sizes: Sizes, layers_apart: bool, experts_apart: bool) -> DistPlace:
     if entry.layer < 0:
-        return Place(rest)
+        return DistPlace(rest)
     lead = [] if layers_apart else [(entry.layer, sizes.layers)]
     if entry.expert >= 0:
         experts = f"mlp.experts.experts.{entry.expert}." if experts_apart else "mlp.experts.experts."
         rest = LOCAL_EXPERTS.sub(experts, rest)
         lead += [] if experts_apart else [(entry.expert, sizes.experts)]
-    return Place(f"{LAYERS}{entry.layer}.{rest}" if layers_apart else LAYERS + rest, tuple(lead))
+    return DistPlace(f"{LAYERS}{entry.layer}.{rest}" if layers_apart else LAYERS + rest, tuple(lead))

@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from slime_convert.job import File, Mark
-from slime_convert.rows import Rows, blocks, nbytes, row_bytes
+from slime_convert.job import Mark, PlannedFile
+from slime_convert.rows import TensorRows, blocks, nbytes, row_bytes
 from slime_core import durable
 from slime_core.errors import DataError
 from slime_megatron.convert.archive import archive, frame
 from slime_megatron.convert.dist import BACKEND, MANIFEST, METADATA, TRACKER
-from slime_megatron.convert.dist_keys import Place, extra_states
-from slime_megatron.dist_files import Written, common, empty_state, metadata
+from slime_megatron.convert.dist_keys import DistPlace, extra_states
+from slime_megatron.dist_files import WrittenChunk, common, empty_state, metadata
 
 CHUNK, FILE, LEAST = 512 << 20, 1 << 30, 64 << 20  # bytes of a chunk, and of a file: at most and at least, about
 SEVERAL = 8  # files that a small folder has too, so that they are made at once
@@ -31,11 +31,11 @@ RELEASE = "release"
 
 
 @dataclass(slots=True, frozen=True)
-class Target:
+class WriteTarget:
     """A tensor, and the places it is found at: bytes are written once."""
 
-    places: Sequence[Place]
-    rows: Rows
+    places: Sequence[DistPlace]
+    rows: TensorRows
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class _Plan:
     limit: int  # bytes of a file
     files: list[list[tuple[int, bytes | partial[Iterator[bytes | memoryview]]]]] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    chunks: list[Written] = field(default_factory=list)
+    chunks: list[WrittenChunk] = field(default_factory=list)
     states: list[str] = field(default_factory=list)  # keys of empty states
 
     def add(self, size: int, content: bytes | partial[Iterator[bytes | memoryview]]) -> tuple[str, int]:
@@ -68,7 +68,7 @@ class DistWriting:
             job.publish()
     """
 
-    def __init__(self, targets: Sequence[Target], *, layers_apart: bool, folder: str = RELEASE) -> None:
+    def __init__(self, targets: Sequence[WriteTarget], *, layers_apart: bool, folder: str = RELEASE) -> None:
         self._folder, self._apart = folder, layers_apart
         total = sum(nbytes(target.rows) for target in targets)
         self._known: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -79,11 +79,11 @@ class DistWriting:
             self._add(target)
             plan.states += filter(None, map(extra_states, target.places))
         self.files = [
-            File(name=f"{folder}/__0_{n}.distcp", size=size, parts=partial(_parts, items))
+            PlannedFile(name=f"{folder}/__0_{n}.distcp", size=size, parts=partial(_parts, items))
             for n, (items, size) in enumerate(zip(plan.files, plan.sizes))
         ]
 
-    def _add(self, target: Target) -> None:
+    def _add(self, target: WriteTarget) -> None:
         rows, first_place = target.rows, target.places[0]
         shape, keys = (*first_place.of, *rows.shape), tuple(place.key for place in target.places)
         for key in keys:
@@ -103,7 +103,7 @@ class DistWriting:
             offsets = (*first_place.index, first, *(0 for _ in rows.shape[1:]))
             length = frame(sizes, rows.dtype).total
             file, begin = self._planned.add(length, partial(_archive, rows, first, count, sizes))
-            self._planned.chunks.append(Written(keys, shape, rows.dtype, offsets, sizes, file, begin, length))
+            self._planned.chunks.append(WrittenChunk(keys, shape, rows.dtype, offsets, sizes, file, begin, length))
 
     def finish(self, path: Path, marks: Mapping[str, Mark]) -> None:
         """Write metadata, tracker and manifest into a folder that has all files; the tracker comes last.
@@ -128,7 +128,7 @@ class DistWriting:
         durable.replace_file(path / TRACKER, self._folder.encode())
 
 
-def _archive(rows: Rows, first: int, count: int, sizes: tuple[int, ...]) -> Iterator[bytes | memoryview]:
+def _archive(rows: TensorRows, first: int, count: int, sizes: tuple[int, ...]) -> Iterator[bytes | memoryview]:
     return archive(sizes, rows.dtype, blocks(rows, first, count))
 
 

@@ -46,7 +46,7 @@ class Inert:
         pass
 
 
-class Record(NamedTuple):
+class StorageRecord(NamedTuple):
     """What `torch.save` says of one tensor: which storage, where in it and how; counted in elements."""
 
     storage: str
@@ -100,7 +100,7 @@ def read_metadata(data: bytes, where: str) -> metadata.Metadata:
     return contents
 
 
-def read_record(data: bytes, where: str) -> Record:
+def read_record(data: bytes, where: str) -> StorageRecord:
     """What `torch.save` says of the one tensor in an archive.
 
     Raises:
@@ -112,7 +112,7 @@ def read_record(data: bytes, where: str) -> Record:
         **{("torch", name): dtype for name, dtype in STORAGES.items()},
     }
     record = _load(data, allowed, where)
-    if not isinstance(record, Record):
+    if not isinstance(record, StorageRecord):
         raise _damaged(where, "it holds no tensor")
     return record
 
@@ -132,8 +132,8 @@ def _load(data: bytes, allowed: Mapping[tuple[str, str], Any], where: str) -> An
         raise _damaged(where, f"its pickle cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _record(storage: tuple[str, torch.dtype], offset: int, shape: Any, stride: Any, *_: Any) -> Record:
-    return Record(storage[0], storage[1], int(offset), tuple(map(int, shape)), tuple(map(int, stride)))
+def _record(storage: tuple[str, torch.dtype], offset: int, shape: Any, stride: Any, *_: Any) -> StorageRecord:
+    return StorageRecord(storage[0], storage[1], int(offset), tuple(map(int, shape)), tuple(map(int, stride)))
 
 
 def _layout(name: str) -> torch.layout:

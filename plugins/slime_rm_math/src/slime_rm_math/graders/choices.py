@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slime_rm_math.graders.answers import after_thought, label_text
-from slime_rm_math.graders.verdict import RIGHT, WRONG, Verdict, unjudged, unparsable
+from slime_rm_math.graders.verdict import RIGHT, WRONG, GradingVerdict, unjudged, unparsable
 
 LETTERS = tuple(string.ascii_uppercase[:10])
 GAP = r"[\s:*]{0,6}"
@@ -52,7 +52,7 @@ ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 DECISIONS = frozenset(("yes", "no", "noanswer"))
 
 
-def choice(response: str, label: Any, metadata: Mapping[str, Any]) -> Verdict:
+def choice(response: str, label: Any, metadata: Mapping[str, Any]) -> GradingVerdict:
     """GPQA: whether the letter that a response chooses is the label's.
 
     As THUDM/slime's scorer of GPQA (Rein et al. 2023, arXiv 2311.12022): after the chain of thought, a letter said to

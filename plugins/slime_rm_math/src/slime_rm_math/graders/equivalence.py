@@ -11,8 +11,8 @@ from collections import OrderedDict
 from slime_rm_math.graders import forms, hostile, plain
 from slime_rm_math.graders.answers import canonical
 from slime_rm_math.graders.notation import latex
-from slime_rm_math.graders.pool import Pool
-from slime_rm_math.graders.verdict import RIGHT, WRONG, Verdict, unjudged, unparsable
+from slime_rm_math.graders.pool import GraderPool
+from slime_rm_math.graders.verdict import RIGHT, WRONG, GradingVerdict, unjudged, unparsable
 
 EMPTY = ("\\varnothing", "\\emptyset")  # the first of which math-verify does not read
 FORMS = 4096  # answers whose form is kept
@@ -28,11 +28,11 @@ class Equivalence:
     def __init__(self, *, workers: int, seconds: float, memory_mb: int) -> None:
         self._workers = workers or min(os.cpu_count() or 1, 8)
         self._seconds, self._memory = seconds, memory_mb
-        self._held: tuple[int, Pool] | None = None
+        self._held: tuple[int, GraderPool] | None = None
         self._lock = threading.Lock()
         self._forms: OrderedDict[str, str] = OrderedDict()
 
-    async def verdict(self, answer: str, label: str, *, within: float = math.inf) -> Verdict:
+    async def verdict(self, answer: str, label: str, *, within: float = math.inf) -> GradingVerdict:
         """Right, wrong, unparsable, or infra_error where no worker could tell.
 
         Args:
@@ -80,7 +80,7 @@ class Equivalence:
             return ""
 
     @staticmethod
-    def at_once(answer: str, label: str) -> Verdict | None:
+    def at_once(answer: str, label: str) -> GradingVerdict | None:
         """The verdict where no worker is needed, else None."""
         if (equal := plain.compare(answer, label)) is not None:
             return RIGHT if equal else WRONG
@@ -92,11 +92,11 @@ class Equivalence:
             return unjudged(f"the label is refused: {reason}")
         return unparsable(reason) if (reason := hostile.refusal(answer)) else None
 
-    def pool(self) -> Pool:
+    def pool(self) -> GraderPool:
         """The workers of this process; a fork gets its own."""
         with self._lock:
             if self._held is None or self._held[0] != os.getpid():
-                pool = Pool(workers=self._workers, seconds=self._seconds, memory_mb=self._memory)
+                pool = GraderPool(workers=self._workers, seconds=self._seconds, memory_mb=self._memory)
                 self._held = (os.getpid(), pool)
             return self._held[1]
 

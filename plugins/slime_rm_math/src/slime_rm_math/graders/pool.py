@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_rm_math.graders.verdict import Verdict, unjudged, unparsable
+from slime_rm_math.graders.verdict import GradingVerdict, unjudged, unparsable
 from slime_rm_math.graders.worker import PACKET
 
 START_SECONDS = 60.0  # to import math-verify, on a busy machine
@@ -43,7 +43,7 @@ class NoWorkers(Exception):
 
 
 @dataclass(slots=True)
-class Seat:
+class GraderSeat:
     """Where a worker sits: a number, its end of a socket, its process, and how many answers it has given."""
 
     number: int
@@ -52,7 +52,7 @@ class Seat:
     answers: int = 0
 
 
-class Pool:
+class GraderPool:
     """A number of workers behind one parent process that has math-verify loaded.
 
     Example:
@@ -68,7 +68,7 @@ class Pool:
     def __init__(self, *, workers: int, seconds: float, memory_mb: int) -> None:
         self.seconds = seconds
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="slime-grader")
-        self._seats: queue.LifoQueue[Seat] = queue.LifoQueue()
+        self._seats: queue.LifoQueue[GraderSeat] = queue.LifoQueue()
         self._order = threading.Lock()
         parent_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with child_end:
@@ -89,13 +89,13 @@ class Pool:
                 start_new_session=True,
             )
         self._control = parent_end
-        seats = [Seat(number) for number in range(workers)]
+        seats = [GraderSeat(number) for number in range(workers)]
         for seat in seats:
             self._seats.put(seat)
         self._ready = threading.Event()
         self._close = weakref.finalize(self, _close, parent_end, self._parent, self._threads, seats, os.getpid())
 
-    def __enter__(self) -> Pool:
+    def __enter__(self) -> GraderPool:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -124,7 +124,7 @@ class Pool:
         with self._seats.mutex:
             return [seat.process for seat in self._seats.queue if seat.process]
 
-    def ask(self, gold: str, answer: str) -> Future[Verdict]:
+    def ask(self, gold: str, answer: str) -> Future[GradingVerdict]:
         """Whether ``answer`` is ``gold``; the future never raises."""
         return self._threads.submit(self._verdict, json.dumps({"gold": gold, "answer": answer}).encode())
 
@@ -132,16 +132,16 @@ class Pool:
         """One text for all answers that equal ``text``, "" where no worker could tell; the future never raises."""
         return self._threads.submit(self._form, json.dumps({"text": text}).encode())
 
-    def _verdict(self, question: bytes) -> Verdict:
+    def _verdict(self, question: bytes) -> GradingVerdict:
         verdict = self._ask(question)
-        assert isinstance(verdict, Verdict)
+        assert isinstance(verdict, GradingVerdict)
         return verdict
 
     def _form(self, question: bytes) -> str:
         form = self._ask(question)
         return form if isinstance(form, str) else ""
 
-    def _ask(self, question: bytes) -> Verdict | str:
+    def _ask(self, question: bytes) -> GradingVerdict | str:
         seat = self._seats.get()
         try:
             self._sit(seat)
@@ -160,7 +160,7 @@ class Pool:
         finally:
             self._seats.put(seat)
 
-    def _exchange(self, seat: Seat, question: bytes, until: float) -> Verdict | str:
+    def _exchange(self, seat: GraderSeat, question: bytes, until: float) -> GradingVerdict | str:
         link, label_read = seat.link, False
         assert link is not None
         started = processor_seconds(seat.process)
@@ -176,7 +176,7 @@ class Pool:
                 if "form" in reply:
                     return str(reply["form"])
                 if "outcome" in reply:
-                    return Verdict(outcome=reply["outcome"], why=reply["why"])
+                    return GradingVerdict(outcome=reply["outcome"], why=reply["why"])
                 label_read = True
         except TimeoutError:
             used = processor_seconds(seat.process) - started
@@ -185,14 +185,14 @@ class Pool:
         except (BrokenPipeError, ConnectionError):
             raise Dead from None
 
-    def _late(self, used: float, label_read: bool) -> Verdict:
+    def _late(self, used: float, label_read: bool) -> GradingVerdict:
         if used < STARVED * self.seconds:
             return unjudged(f"no verdict in {self.seconds:g} s, of which the worker had a processor for {used:.2f} s")
         if not label_read:
             return unjudged(f"the label alone took {self.seconds:g} s")
         return unparsable(f"no verdict in {self.seconds:g} s")
 
-    def _sit(self, seat: Seat) -> None:
+    def _sit(self, seat: GraderSeat) -> None:
         """Have a worker in the seat.
 
         Raises:
@@ -210,7 +210,7 @@ class Pool:
                 raise
         seat.link, seat.answers = parent_end, 0
 
-    def _stand(self, seat: Seat, *, order: bool = True) -> None:
+    def _stand(self, seat: GraderSeat, *, order: bool = True) -> None:
         """End the seat's worker; without ``order`` only forget it, since another is about to take the seat."""
         if seat.link is not None:
             seat.link.close()
@@ -244,7 +244,7 @@ def _close(
     control: socket.socket,
     parent: subprocess.Popen[bytes],
     threads: ThreadPoolExecutor,
-    seats: Sequence[Seat],
+    seats: Sequence[GraderSeat],
     owner: int,
 ) -> None:
     if os.getpid() != owner:  # a fork of the process that started them

@@ -24,7 +24,7 @@ from slime_rm_math.graders import BOXED, choices, dapo, deepscaler, groups, inst
 from slime_rm_math.graders.answers import after_thought, canonical, label_text, last_boxed, tail
 from slime_rm_math.graders.equivalence import Equivalence
 from slime_rm_math.graders.mixture import mixed
-from slime_rm_math.graders.verdict import RIGHT, WRONG, Verdict, failed, infra, reward_of, unparsable
+from slime_rm_math.graders.verdict import RIGHT, WRONG, GradingVerdict, failed, infra, reward_of, unparsable
 from slime_rm_math.grading import exact_match
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Grade = Callable[[Sample, str, bool, Context], Awaitable[Reward]]
 """``grade(sample, text, boxed, ctx)``: ``text`` is the response, or with ``boxed`` the content of its last box."""
-Rule = Callable[[str, str, Context], Awaitable[Verdict]]
+Rule = Callable[[str, str, Context], Awaitable[GradingVerdict]]
 """``rule(answer, label, ctx)``."""
 NO_BOX = "no \\boxed{} in it"
 NO_LABEL = "the row has no label"
@@ -150,7 +150,7 @@ class Graders:
             _note(sample, form_of_answer, ctx)
         return reward_of(verdict)
 
-    async def _verdict(self, answer: str, label: str, ctx: Context) -> Verdict:
+    async def _verdict(self, answer: str, label: str, ctx: Context) -> GradingVerdict:
         return await self.equivalence(ctx).verdict(answer, label, within=_seconds(math.inf, ctx))
 
     async def _exact_match(self, sample: Sample, text: str, boxed: bool, ctx: Context) -> Reward:
@@ -184,7 +184,7 @@ class Graders:
         answer = solution if boxed else last_boxed(solution)
         return await self._judged(answer, label, sample, ctx, self._strictly)
 
-    async def _strictly(self, answer: str, label: str, ctx: Context) -> Verdict:
+    async def _strictly(self, answer: str, label: str, ctx: Context) -> GradingVerdict:
         if len(answer) > deepscaler.LONGEST:
             return unparsable(f"longer than {deepscaler.LONGEST} characters")
         pairs = deepscaler.pairs(answer, label)

@@ -11,30 +11,30 @@ Outcome = Literal["right", "wrong", "unparsable", "infra_error"]
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Verdict:
+class GradingVerdict:
     """``unparsable`` is the answer's fault, ``infra_error`` the row's or the machine's: nothing was judged.
 
-    Example: Verdict(outcome="unparsable", why="no \\boxed{}")
+    Example: GradingVerdict(outcome="unparsable", why="no \\boxed{}")
     """
 
     outcome: Outcome
     why: str = ""
 
 
-RIGHT, WRONG = Verdict(outcome="right"), Verdict(outcome="wrong")
+RIGHT, WRONG = GradingVerdict(outcome="right"), GradingVerdict(outcome="wrong")
 
 
-def unparsable(reason: str) -> Verdict:
+def unparsable(reason: str) -> GradingVerdict:
     """The answer cannot be read, and why."""
-    return Verdict(outcome="unparsable", why=reason)
+    return GradingVerdict(outcome="unparsable", why=reason)
 
 
-def unjudged(reason: str) -> Verdict:
+def unjudged(reason: str) -> GradingVerdict:
     """Nothing could be judged, and why; such a sample never trains."""
-    return Verdict(outcome="infra_error", why=reason)
+    return GradingVerdict(outcome="infra_error", why=reason)
 
 
-def reward_of(verdict: Verdict, *, right: float = 1.0, wrong: float = 0.0) -> Reward:
+def reward_of(verdict: GradingVerdict, *, right: float = 1.0, wrong: float = 0.0) -> Reward:
     """A verdict as a Reward.
 
     Example:

@@ -29,7 +29,7 @@ from slime_core.weights.transports.buckets import Bucket, Staging, Stream, Tally
 
 if TYPE_CHECKING:
     from slime_core.types import WeightRoute
-    from slime_core.weights.transports.buckets import Part
+    from slime_core.weights.transports.buckets import TensorPart
 
 POLL = 0.02  # seconds between looks at the store while a transfer runs
 SPIN = 0.0002  # seconds between looks at a broadcast
@@ -82,7 +82,7 @@ def tell(store: Store, key: str, why: str) -> None:
 
 
 @dataclass(slots=True)
-class Group:
+class TransferGroup:
     """A group as rank 0 holds it."""
 
     name: str
@@ -99,7 +99,7 @@ class Group:
 class Transfer:
     """One update under way: ``done`` is set when every rank has every bucket, or when it failed."""
 
-    group: Group
+    group: TransferGroup
     number: int
     deadline: float  # of time.monotonic()
     done: threading.Event = field(default_factory=threading.Event)
@@ -116,12 +116,12 @@ class BroadcastSender:
     def __init__(self, device: torch.device) -> None:
         self._device = indexed(device)
         self._staging: Staging | None = None
-        self._group: Group | None = None
+        self._group: TransferGroup | None = None
         self._transfer: Transfer | None = None
         self._stores: list[Store] = []  # of groups before: servers' ranks look there as long as they live
 
     def send(
-        self, parts: list[Part], tensors: Stream, version: int, route: WeightRoute, tally: Tally
+        self, parts: list[TensorPart], tensors: Stream, version: int, route: WeightRoute, tally: Tally
     ) -> dict[str, Any]:
         """``{"buckets", "group", "address", "world", "backend", "number", "join"}``.
 
@@ -175,13 +175,13 @@ class BroadcastSender:
             return lambda count: torch.empty(count, dtype=torch.uint8, device=self._device)
         return lambda count: torch.empty(count, dtype=torch.uint8, pin_memory=True)
 
-    def _joined(self, route: WeightRoute) -> Group:
+    def _joined(self, route: WeightRoute) -> TransferGroup:
         group = self._group
         if group is None or (group.name, group.world) != (route.group, route.world):
             if group is not None:
                 self._stores.append(group.store)
                 threading.Thread(target=_destroy, args=(group,), name="weights", daemon=True).start()
-            self._group = group = Group(route.group, route.world, *_listen(route))
+            self._group = group = TransferGroup(route.group, route.world, *_listen(route))
         elif group.failed:
             raise TrainerError(
                 f"the process group {group.name} is broken",
@@ -273,7 +273,7 @@ def _gathered(transfer: Transfer) -> bool:
     return True
 
 
-def connect(group: Group, kind: str, seconds: float, rank: int = 0) -> Any:
+def connect(group: TransferGroup, kind: str, seconds: float, rank: int = 0) -> Any:
     """A backend that is not known to the rest of this process; gloo's waits for all ranks."""
     names: Any = dist
     store = _prefixed(group.store, group.name, kind)
@@ -285,7 +285,7 @@ def connect(group: Group, kind: str, seconds: float, rank: int = 0) -> Any:
     return names.ProcessGroupGloo(store, rank, group.world, timedelta(seconds=max(0.001, min(seconds, JOIN))))
 
 
-def _destroy(group: Group) -> None:
+def _destroy(group: TransferGroup) -> None:
     """Give a group's memory and connections back, on a thread of its own: a group may wait for peers that are gone."""
     ended, group.process_group = group.process_group, None
     if ended is not None:

@@ -28,7 +28,7 @@ from slime_core.weights.transports.buckets import Bucket, Staging, Stream, Tally
 
 if TYPE_CHECKING:
     from slime_core.types import WeightRoute
-    from slime_core.weights.transports.buckets import Part
+    from slime_core.weights.transports.buckets import TensorPart
 
 REDUCTIONS = "torch.multiprocessing.reductions"
 METADATA = "sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata"
@@ -54,7 +54,7 @@ class TensorSender:
         self._everyone: list[Any] = []  # what each rank has told, while the buffers stay
 
     def send(
-        self, parts: list[Part], tensors: Stream, version: int, route: WeightRoute, tally: Tally
+        self, parts: list[TensorPart], tensors: Stream, version: int, route: WeightRoute, tally: Tally
     ) -> dict[str, Any]:
         """``{"buckets": [{"names", "dtypes", "shapes", "handle"}]}``.
 
@@ -67,7 +67,7 @@ class TensorSender:
         tally.add_all(staging.views)
         return {"buckets": list(self._told)}
 
-    def spread(self, parts: list[Part], route: WeightRoute, rank: int) -> dict[str, list[dict[str, Any]]]:
+    def spread(self, parts: list[TensorPart], route: WeightRoute, rank: int) -> dict[str, list[dict[str, Any]]]:
         """Copy rank 0's buffer to the ranks of ``route.copies``; their buckets by rank. A collective of all ranks.
 
         Raises:
@@ -93,7 +93,7 @@ class TensorSender:
             dist.all_gather_object(self._everyone, self._told)
         return {str(number): self._everyone[number] for number in route.copies}
 
-    def _lay(self, parts: list[Part], route: WeightRoute) -> Staging:
+    def _lay(self, parts: list[TensorPart], route: WeightRoute) -> Staging:
         """The buffer of these parts; laying it out is a few milliseconds that a next update need not wait."""
         laid = _laid(parts, route)
         if self._staging is None or self._laid != laid:
@@ -138,7 +138,7 @@ class TensorSender:
             ) from error
 
 
-def _laid(parts: Sequence[Part], route: WeightRoute) -> tuple[object, ...]:
+def _laid(parts: Sequence[TensorPart], route: WeightRoute) -> tuple[object, ...]:
     """What a buffer is of: as long as it stays the same, so does the buffer."""
     return (route.dtype, *((part.name, part.shape) for part in parts))
 

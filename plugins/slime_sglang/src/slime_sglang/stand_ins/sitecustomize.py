@@ -43,7 +43,7 @@ class Hollow(ModuleType):
         return absent(f"{self.__name__}.{name}", name)
 
 
-class Finder(MetaPathFinder, Loader):
+class StandInFinder(MetaPathFinder, Loader):
     """Answers for the packages and for everything below them."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
@@ -57,4 +57,4 @@ class Finder(MetaPathFinder, Loader):
         """Nothing to run."""
 
 
-sys.meta_path.append(Finder())  # behind what is installed
+sys.meta_path.append(StandInFinder())  # behind what is installed
