@@ -38,12 +38,13 @@ demo: $(VENV)/.demo  ## install, then train the default recipe of rm_math on thi
 dev: $(VENV)/.dev  ## install everything a developer needs, and the commit hook
 	@if [ -d .git ]; then $(BIN)/pre-commit install; fi
 
-check: $(VENV)/.dev  ## formatting, lint, types, layers
+check: $(VENV)/.dev  ## formatting, lint, types, layers, names
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/mypy $(wildcard plugins/*/src/*)
 	$(BIN)/pytest -q tests/test_layers.py
+	$(BIN)/python tools/check_names.py
 
 test: $(VENV)/.dev sglang  ## install, then the whole suite that needs no GPU; PACKAGE=sglang: that of plugins/slime_sglang
 	$(PYTEST) -m "not gpu and not nightly" $(TESTS)

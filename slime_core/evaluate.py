@@ -1,4 +1,4 @@
-"""Evaluation: named sets of prompts in, metrics a set out. Nothing here trains, and nothing enters the ledger.
+"""Evaluation: metrics of named sets of prompts. Nothing here trains, and nothing enters the ledger.
 
 In place, training waits for it. Beside training (``eval.eval_async``) one of several engines is held: it keeps the
 weights of the version, takes no update and no rollouts, so every token is that version's, as in place.

@@ -1,4 +1,4 @@
-"""Names in, 64-bit seeds out: every draw of a run is keyed by what it is for, never by when it happens.
+"""64-bit seeds by name: every draw of a run is keyed by what it is for, never by when it happens.
 
 What else draws, a plugin or a library, does so from the process's global generators; these come and go as JSON.
 """

@@ -1,4 +1,4 @@
-"""`slime attach [RUN]`: a run directory, or the name of a detached run, in; what it says, until it ends, out."""
+"""`slime attach [RUN]`: what a run says, until it ends, by run directory or name of a detached run."""
 
 from __future__ import annotations
 

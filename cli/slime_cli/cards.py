@@ -1,4 +1,4 @@
-"""One page of facts an algorithm: a name in; formula, source, how others differ, keys with their settled values out.
+"""One page of facts an algorithm: formula, source, how others differ, keys with their settled values.
 
 card("gspo")              what `docs/algorithms/gspo.md` and `slime config show --card` are made of
 option_rows(card, train)  (key, value, whether the algorithm set it, meaning), in the card's order

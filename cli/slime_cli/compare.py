@@ -1,4 +1,4 @@
-"""`slime compare A B`: two evaluations of the same questions in; per set the difference and a paired test out."""
+"""`slime compare A B`: per set the difference of two evaluations of the same questions, and a paired test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`slime config show | keys | check`: recipes and flags in; the resolved config, the list of keys or a verdict out."""
+"""`slime config show | keys | check`: the resolved config, the list of keys or a verdict."""
 
 from __future__ import annotations
 

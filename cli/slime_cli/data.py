@@ -1,4 +1,4 @@
-"""`slime data check FILE`: a data file or set in; what it holds, and every row that a run could not use, out."""
+"""`slime data check FILE`: what a data file or set holds, and every row that a run could not use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`slime diff RUN RUN`: two run directories in; where they first part, step by step and tensor by tensor, out."""
+"""`slime diff RUN RUN`: where two runs first part, step by step and tensor by tensor."""
 
 from __future__ import annotations
 

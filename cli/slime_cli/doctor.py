@@ -1,4 +1,4 @@
-"""`slime doctor`: this machine and installation in; named checks out, each ok, warn or fail with its fix."""
+"""`slime doctor`: named checks of this machine and installation, each ok, warn or fail with its fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process of a detached run's driver: the letter of `slime run --detach` in; `slime run`, now and again, out.
+"""The process of a detached run's driver: `slime run`, now and again, by the letter of `--detach`.
 
     python -m slime_cli.driver_process KEEPER
 

@@ -1,4 +1,4 @@
-"""`slime eval MODEL [CONFIG]`: a model folder or a run in; the figures of each evaluation set, with intervals, out."""
+"""`slime eval MODEL [CONFIG]`: figures of each evaluation set of a model folder or a run, with intervals."""
 
 from __future__ import annotations
 

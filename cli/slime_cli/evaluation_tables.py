@@ -1,4 +1,4 @@
-"""Figures of sets, or differences between two evaluations, in; tables of text, and the same as Markdown, out."""
+"""Figures of sets, or differences between two evaluations, as tables of text and as Markdown."""
 
 from __future__ import annotations
 

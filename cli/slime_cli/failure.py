@@ -1,4 +1,4 @@
-"""How a command ends badly: an exception in, a message on stderr and an exit code out. No bare traceback."""
+"""How a command fails: a message on stderr and an exit code. No bare traceback."""
 
 from __future__ import annotations
 

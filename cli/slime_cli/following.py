@@ -1,4 +1,4 @@
-"""A run directory or the name of a detached run in; what it says, as it says it, and how it ended, out.
+"""Following of a run, by directory or detached name: what it says, as it says it, and how it ended.
 
 detached          its driver's output, log/driver.log; its actor is asked whether it lives
 in a process      log/run.log and metrics.jsonl, as the lines that it prints; its lock tells whether it lives

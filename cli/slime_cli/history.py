@@ -1,4 +1,4 @@
-"""A run directory in; its metrics, drops, times, evaluations and samples out, for people and for `--json`."""
+"""A run's metrics, drops, times, evaluations and samples, for people and for `--json`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `slime` command: words in, an exit code out. Sub-commands are modules that are imported when they are called.
+"""The `slime` command. Sub-commands are modules that are imported when they are called.
 
     0 ok   1 failed   2 config or usage   3 data   4 plugin   5 engine   6 trainer   7 storage   8 sandbox
     9 hung   75 stopped in order, can be resumed   130 interrupted   143 terminated

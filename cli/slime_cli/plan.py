@@ -1,4 +1,4 @@
-"""`slime run --dry-run`: a config and its plugins in; data, model and routing checked, and the plan out."""
+"""`slime run --dry-run`: check data, model and routing, and show the plan."""
 
 from __future__ import annotations
 

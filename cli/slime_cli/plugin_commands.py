@@ -1,4 +1,4 @@
-"""`slime NAME ...`: a name in, the click group of that plugin out; no other plugin is imported."""
+"""`slime NAME ...`: the click group of that plugin; no other plugin is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plugin looked at in a process of its own: a name in; its hooks, options and recipes, or its load error, out.
+"""A plugin looked at in a process of its own: its hooks, options and recipes, or its load error.
 
 python -m slime_cli.plugin_probe NAME FILE       what the parent reads is in FILE; the plugin may print as it likes
 """

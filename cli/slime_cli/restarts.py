@@ -1,4 +1,4 @@
-"""A run that lost a process, server or machine goes on by itself: an error in; `slime run --resume`, or why not, out.
+"""Restarts of a run that lost a process, server or machine: `slime run --resume`, or why not.
 
     lost, or hung -> how often? -> said -> a pause -> this process becomes `slime run --resume RUN_DIR`
                         `- too often, or nothing done since the last time: the first cause, and the last beside it

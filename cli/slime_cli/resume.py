@@ -1,4 +1,4 @@
-"""`slime run --resume`: a run directory and flags in; the checkpoint to go on from, or why not, out.
+"""`slime run --resume`: the checkpoint to go on from, or why not.
 
 which run -> its config under the flags -> finished? -> lock, epoch -> newest whole checkpoint
   -> changed keys, plugins, machine -> figures trimmed -> the ordinary loop

@@ -1,4 +1,4 @@
-"""Two configs in, the one that a run was saved with and the present one; a table of changed keys with verdicts out.
+"""Resume compatibility: a table of changed keys with verdicts, from the saved and the present config.
 
     safe      the same weights come out                     goes on
     notice    the same mathematics, perhaps other bits      goes on, and says so

@@ -1,4 +1,4 @@
-"""`slime run`: a recipe and flags in; a trained model in a run directory out."""
+"""`slime run`: train a recipe's model into a run directory."""
 
 from __future__ import annotations
 

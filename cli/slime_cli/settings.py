@@ -1,4 +1,4 @@
-"""Words after a command in; the recipe found, the config loaded and its plugins ready out."""
+"""Settings of a command: the recipe, the loaded config and its plugins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`slime show RUN`: a run directory in; what was run, how it went and what it made out."""
+"""`slime show RUN`: what was run, how it went and what it made."""
 
 from __future__ import annotations
 

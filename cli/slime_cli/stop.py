@@ -1,4 +1,4 @@
-"""`slime stop RUN`: a run directory, or the name of a detached run, in; its end, in order or at once, out."""
+"""`slime stop RUN`: end a run, in order or at once, by run directory or name of a detached run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--stop-after 40m`: steps that were seen in; a run that is asked to stop while a checkpoint still fits out.
+"""`--stop-after 40m`: ask a run to stop while a checkpoint still fits, by the steps seen.
 
 |-- steps --|-- one more does not fit --|-- what cannot be interrupted --|-- checkpoint --|-- margin --| limit
             ^ asked after a step                  ^ asked in the middle of a step that takes longer

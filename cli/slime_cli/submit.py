@@ -1,4 +1,4 @@
-"""`slime run --detach`: settings in; a driver on the Ray cluster, and how to follow it, out.
+"""`slime run --detach`: start a driver on the Ray cluster, and say how to follow it.
 
     a cluster that stays? -> joined -> room? -> the run directory -> its record -> the actor -> its first answer
 

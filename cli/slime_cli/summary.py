@@ -1,4 +1,4 @@
-"""The steps of a run in; what is said when it has ended out."""
+"""Summary of a run's steps when it has ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One data file or set in, read whole, a row at a time; what it holds and what is wrong with it out.
+"""Survey of one data file or set, read whole, a row at a time: what it holds and what is wrong with it.
 
 Memory: 8 bytes a row for duplicates (of the first :data:`MAX_HASHED` rows), a counter of lengths, nothing else.
 """

@@ -1,4 +1,4 @@
-"""Rows in, aligned text on stdout out. Wide cells are cut to the terminal; pipes and files get all of it."""
+"""Tables as aligned text on stdout. Wide cells are cut to the terminal; pipes and files get all of it."""
 
 from __future__ import annotations
 

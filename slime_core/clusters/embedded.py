@@ -1,4 +1,4 @@
-"""A config in, the embedded engine that it asks for out, for whichever process it is to live in."""
+"""The embedded engine that a config asks for, for whichever process it is to live in."""
 
 from __future__ import annotations
 

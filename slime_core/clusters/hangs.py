@@ -1,4 +1,4 @@
-"""The parts of a run in; one page and the end of the run out, when one of them makes no progress any more.
+"""Detection of hangs: one page and the end of the run, when a part of it makes no progress any more.
 
     trainer calls, engines with requests, phases of the driver -> older than hang_timeout?
         -> look at every process -> log/hang-N.txt, the terminal -> Hung, with the first cause

@@ -1,4 +1,4 @@
-"""slime's ``args``: a config in; its keys flat, under THUDM/slime's names and with its meanings, read-only, out."""
+"""slime's ``args`` of a config: flat keys under THUDM/slime's names and with its meanings, read-only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions given by path, as answers to hooks: config keys in, Answers out. Nothing is loaded for an empty key."""
+"""Functions given by path, as answers to hooks. Nothing is loaded for an empty key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a user's function wants to be called: its signature in, one of the documented shapes out."""
+"""How a user's function wants to be called: one of the documented shapes, by its signature."""
 
 from __future__ import annotations
 

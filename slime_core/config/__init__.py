@@ -1,1 +1,1 @@
-"""Recipes and flags in, one frozen Config out; every error names file, line and key."""
+"""Config of a run from recipes and flags; every error names file, line and key."""

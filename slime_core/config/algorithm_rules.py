@@ -1,4 +1,4 @@
-"""Rules about the keys of algorithms: a resolved stage in; conflicts, and sentences about what is seldom meant, out.
+"""Rules about the keys of algorithms: conflicts, and sentences about what is seldom meant.
 
 A key that nothing would read is an error here and not a surprise in a curve. Stages that do not learn by an estimator
 are left alone.

@@ -1,4 +1,4 @@
-"""Words of the command line in; a recipe and overrides out, then overrides with the full key that each one means.
+"""Parsing of the command line: a recipe and overrides, each with the full key that it means.
 
     slime run recipe.toml --lr 1e-6 --no-colocate --rollout-stop "a" "b" train.clip_grad=0.5 --plugin rm_math
 

@@ -1,4 +1,4 @@
-"""A Config in; TOML out that loads to the same Config, a redacted copy, or a fingerprint."""
+"""A Config as TOML that loads to the same Config, as a redacted copy, or as a fingerprint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""slime's file of evaluation sets in (`eval.eval_config`: YAML, JSON or TOML); tables of `eval.eval_tasks` out.
+"""slime's file of evaluation sets (`eval.eval_config`: YAML, JSON or TOML), as tables of `eval.eval_tasks`.
 
     eval:
       defaults: {n_samples_per_eval_prompt: 4, temperature: 0.6}

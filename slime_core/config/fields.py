@@ -1,4 +1,4 @@
-"""The schema, seen as a flat table: key name in; section, type, bounds, default and text out."""
+"""The schema, seen as a flat table: section, type, bounds, default and text of each key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recipe and flags in; one frozen Config out. Flag > recipe > plugin default > core default.
+"""Loading of one frozen Config. Flag > recipe > plugin default > core default.
 
     recipe.toml -> tables, lines -> ${NAME} -> absolute paths ---.
     command line -> words -> full keys, typed -> absolute paths -+-> schema -> options -> stages -> rules -> Config

@@ -1,4 +1,4 @@
-"""Relative paths in, absolute paths out: a recipe's against its folder, the command line's against the cwd.
+"""Absolute paths: a recipe's against its folder, the command line's against the cwd.
 
 A name that is no local path stays what it is: `org/name` on the hub, a plugin's own data, `package.module:function`.
 """

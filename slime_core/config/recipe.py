@@ -1,4 +1,4 @@
-"""A recipe file in; its tables out, with the line of every key. What is wrong with the text itself ends here.
+"""Tables of a recipe file, with the line of every key. What is wrong with the text itself ends here.
 
 Byte order marks and CRLF are accepted. ``${NAME}`` in a string is the environment's NAME; ``$${NAME}`` stays text.
 """

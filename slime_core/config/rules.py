@@ -1,4 +1,4 @@
-"""Rules between keys: a resolved stage in, every conflict out. A rule names its keys, the loader their lines."""
+"""Rules between keys of a resolved stage. A rule names its keys, the loader their lines."""
 
 from __future__ import annotations
 

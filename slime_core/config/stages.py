@@ -1,4 +1,4 @@
-"""A config with `[[stage]]` tables in; one resolved config a stage out."""
+"""One resolved config a stage, of a config with `[[stage]]` tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables in, a model or all its problems out: pydantic's findings in the words and codes of our errors."""
+"""Validation of tables: pydantic's findings in the words and codes of our errors."""
 
 from __future__ import annotations
 

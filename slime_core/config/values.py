@@ -1,4 +1,4 @@
-"""Words of the command line in; typed values out, by the type that the schema has for the key."""
+"""Typed values of words of the command line, by the type that the schema has for the key."""
 
 from __future__ import annotations
 

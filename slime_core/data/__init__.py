@@ -1,1 +1,1 @@
-"""Rows in by index, Prompts out in the run's order."""
+"""Prompts from rows, in the run's order."""

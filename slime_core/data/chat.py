@@ -1,4 +1,4 @@
-"""Messages or text in, token ids out, and ids back to text. The only place that encodes text.
+"""Encoding of messages and text to token ids, and back. The only place that encodes text.
 
 Templates are rendered by transformers in Jinja's immutable sandbox. Responses never pass here: they are token ids from
 the engine, and nothing encodes them again.

@@ -1,4 +1,4 @@
-"""A data set of the Hugging Face hub, or one saved on disk by `datasets`, in; rows by number out.
+"""Rows of a data set of the Hugging Face hub, or of one saved on disk by `datasets`, by number.
 
     OWNER/NAME   OWNER/NAME#CONFIG   OWNER/NAME:SPLIT   OWNER/NAME#CONFIG:SPLIT        and FOLDER likewise
 

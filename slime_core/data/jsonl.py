@@ -1,4 +1,4 @@
-"""A JSONL file in, rows by number out, in memory that does not grow with the file.
+"""Rows of a JSONL file by number, in memory that does not grow with the file.
 
 One pass finds the lines and hashes the bytes; blank lines are no rows. Offsets of line starts are kept in an array of
 at most :data:`MAX_STARTS` entries: beyond it only every 2nd, 4th, 8th ... start is kept and the rest is found again by

@@ -1,4 +1,4 @@
-"""A Parquet file in, rows by number out: one row group is decoded at a time, and a few are kept.
+"""Rows of a Parquet file by number: one row group is decoded at a time, and a few are kept.
 
 The whole file is hashed when it is opened: a footer's figures may be equal for other values.
 """

@@ -1,4 +1,4 @@
-"""A row in, a Prompt out: keys found, types checked, the chat template applied, tokens counted.
+"""A prompt from a row: keys, types, the chat template and the count of tokens.
 
 A row's identity is its own id (`data.id_key`) or its place, ``FILE:LINE``; it is kept in ``metadata["row_id"]``.
 """

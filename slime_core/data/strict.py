@@ -1,4 +1,4 @@
-"""The bytes of one JSON line in, its object out, or an error that knows file, line, column and byte.
+"""Strict parsing of one JSON line; an error knows file, line, column and byte.
 
 Stricter than the standard library: NaN, Infinity and numbers beyond float64 are refused, as are duplicate keys, NUL
 bytes and anything nested deeper than :data:`MAX_DEPTH`.

@@ -1,4 +1,4 @@
-"""What stands between two answers, as token ids: feedback in, the ids that follow an answer's own ids out.
+"""Token ids between two answers: the feedback that follows an answer's own ids.
 
     <|im_start|>assistant  [the engine's ids]  <|im_end|> <|im_start|>user FEEDBACK<|im_end|> <|im_start|>assistant
                                                `--------------------------- between ------------------------------'

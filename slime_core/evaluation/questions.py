@@ -1,4 +1,4 @@
-"""Groups of an evaluated set in; a record a question out: its category, what each sample scored and answered.
+"""Records of an evaluated set, one a question: its category, what each sample scored and answered.
 
 The answer of a sample, for majority votes, is the first of
     metadata["extracted_answer"]   set by the reward function or by generation; "" says that there is none

@@ -1,4 +1,4 @@
-"""Payloads in, places out: append-only files whose every record is framed and checksummed.
+"""Segments of payloads: append-only files whose every record is framed and checksummed.
 
     file    "slimeSG1" | record | record | ...
     record  "SLMR" | crc32 of the body, u32 | length of the body, u64 | body            all little endian

@@ -1,4 +1,4 @@
-"""The plugin system: names of plugins in, typed methods out.
+"""The plugin system: plugins by name, as typed methods.
 
     discover (metadata) -> load (import, check) -> router (who answers what) -> facade (call, await, check)
                                                                                   `- boundary: PluginError with where

@@ -1,4 +1,4 @@
-"""A config in, its Plugins out: what it names is loaded, core and functions by path are added, all is routed."""
+"""Plugins of a config: what it names is loaded, core and functions by path are added, all is routed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of plugins in, registered plugins out: each is imported, checked and asked for its options on its own."""
+"""Loading of plugins by name: each is imported, checked and asked for its options on its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A function by path in, the function out: ``pkg.mod:fn``, ``pkg.mod.fn`` or ``file.py:fn``."""
+"""A function by path: ``pkg.mod:fn``, ``pkg.mod.fn`` or ``file.py:fn``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of finished steps in; a sentence out, for people, where a step went another way than they would think.
+"""Sentences for people where a finished step went another way than they would think.
 
 Steps in a row that change no weight, losses that are not finite, importance ratios that overflow: each is a defined
 outcome and counted, and here it is explained.

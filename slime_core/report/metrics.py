@@ -1,4 +1,4 @@
-"""Pure functions: groups of a step, or its batch, in; a flat dict of floats out.
+"""Metrics of a step's groups or batch. Pure functions.
 
 Sums are exact (`math.fsum`), so figures do not depend on the order of samples. A statistic over nothing is left out.
 """

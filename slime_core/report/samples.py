@@ -1,4 +1,4 @@
-"""The best and the worst samples of each step: groups in, lines of ``samples.jsonl`` out."""
+"""The best and the worst samples of each step, as lines of ``samples.jsonl``."""
 
 from __future__ import annotations
 

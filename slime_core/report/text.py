@@ -1,4 +1,4 @@
-"""Text of a model, a data set or a stranger in; text that a terminal shows and does not obey out."""
+"""Text of a model, a data set or a stranger that a terminal shows and does not obey."""
 
 from __future__ import annotations
 

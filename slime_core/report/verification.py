@@ -1,4 +1,4 @@
-"""What a verified step found, written down: errors in, ``verify.json``, a sentence and metrics out."""
+"""Record of a verified step: ``verify.json``, a sentence and metrics."""
 
 from __future__ import annotations
 

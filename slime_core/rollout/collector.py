@@ -1,4 +1,4 @@
-"""Prompts in, finished groups out: the only rollout loop, for on-policy and for asynchronous runs.
+"""Collector of finished groups: the only rollout loop, for on-policy and for asynchronous runs.
 
     source.next -> issue (ledger) -> generate -> check -> score -> finish (ledger) -> kept -> take
                                         |                   |                           `- surplus: next step, or drop

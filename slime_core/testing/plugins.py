@@ -1,4 +1,4 @@
-"""The contract suite of plugins: a name in, one finding a promise out. Nothing but CPU and fakes is needed.
+"""The contract suite of plugins: one finding a promise. Nothing but CPU and fakes is needed.
 
     from slime_core.testing.plugins import check_plugin
 

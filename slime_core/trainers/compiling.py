@@ -1,4 +1,4 @@
-"""Functions in, the same compiled by torch.compile out, where that pays; a compiler that fails is told once, and left.
+"""Compiling by torch.compile where that pays; a compiler that fails is reported once, and left.
 
 On a GPU a layer's norms, rotations, activations and residuals are some fifty small kernels that wait for memory; fused
 they are a handful. Results differ by rounding: what is fused is not rounded to bfloat16 in between.

@@ -1,4 +1,4 @@
-"""Spans of packed rows in, attention within each out: one varlen flash call of torch's, on a GPU in half precision."""
+"""Attention within spans of packed rows: one varlen flash call of torch's, on a GPU in half precision."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Weights: model folders in, modules and tensors by Hugging Face name out."""
+"""Weights: model folders as modules and as tensors by Hugging Face name."""

@@ -1,4 +1,4 @@
-"""A model config in, a module with weights out: loaded by name from safetensors, or drawn from a seed.
+"""A module by a model config, its weights loaded by name from safetensors or drawn from a seed.
 
 A drawn parameter depends on (seed, its name) only, in float32 on the CPU, and is then cast: the same values on every
 device, for every dtype, whatever else the model holds.

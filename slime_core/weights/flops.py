@@ -1,4 +1,4 @@
-"""A model's config in, floating-point operations of a training step out: what balances ranks and what MFU divides by.
+"""Floating-point operations of a training step: what balances ranks and what MFU divides by.
 
     6 * N * tokens + 3 * layers * heads * (score width + value width) * length^2
 

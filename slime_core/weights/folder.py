@@ -1,4 +1,4 @@
-"""A Hugging Face model folder (or hub name) in; config, tokenizer, tensors and a built model out.
+"""A Hugging Face model folder (or hub name): its config, tokenizer, tensors and a built model.
 
 Everything that can be wrong with a folder is found when it is opened, before any engine starts:
 

@@ -1,4 +1,4 @@
-"""Safetensors files in, tensors by name out: headers are validated before a byte of any tensor is read.
+"""Tensors of safetensors files by name: headers are validated before a byte of any tensor is read.
 
     8 bytes n, little endian | n bytes JSON {name: {dtype, shape, data_offsets: [begin, end]}} | tensor bytes, no gaps
 

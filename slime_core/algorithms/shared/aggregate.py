@@ -1,4 +1,4 @@
-"""Masks of one optimizer step in, each response token's weight in its loss out.
+"""Weights of response tokens in the loss of one optimizer step.
 
 The denominators are those of the whole optimizer step, so that no split into micro-batches, packs or ranks changes
 the loss or its gradient: the loss is the plain sum of weight times value over all tokens, wherever they lie.

@@ -1,4 +1,4 @@
-"""The gap between engine and trainer in, weights and rejections of tokens out.
+"""Correction of the gap between engine and trainer: weights and rejections of tokens.
 
 Tokens are drawn by an engine whose log-probs differ a little from the trainer's for the same weights. With
 gap = log trainer - log engine of a token, a ratio is

@@ -1,4 +1,4 @@
-"""Where rewards lie and what they are credited to: masks and rewards in, turns, token rewards and credit out.
+"""Credit assignment: where rewards lie, and which turns and tokens they are credited to.
 
 A **turn** is a maximal run of trainable tokens of one sample: what the policy said before somebody else spoke. All
 arrays over tokens are flat over the step; ``sample_of_token`` ascends.

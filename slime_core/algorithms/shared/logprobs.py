@@ -1,4 +1,4 @@
-"""Hidden states and the output matrix in, log-prob and entropy of each target token out, a block of rows at a time.
+"""Log-prob and entropy of target tokens from hidden states, a block of rows at a time.
 
 With a loss of them in, the loss out: its gradient is taken block by block inside the forward pass, so logits are made
 once and not twice. That is exact where a token's loss depends on its own log-prob and entropy alone.

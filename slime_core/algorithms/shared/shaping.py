@@ -1,4 +1,4 @@
-"""Rewards of one group in, rewards that train out: weighed terms, and a punishment of overlong responses.
+"""Reward shaping in one group: weighed terms, and a punishment of overlong responses.
 
 Pure numpy, float64; no config, no samples. Samples of one rollout (fan-out siblings) share a rollout id.
 """

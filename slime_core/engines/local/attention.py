@@ -1,4 +1,4 @@
-"""Queries of packed rows and the KV cache in, attention outputs out; a row's bits depend on its own sequence only.
+"""Attention of packed rows over the KV cache; a row's bits depend on its own sequence only.
 
 A row is one token of one sequence. Row i writes its key and value at (slot, position) and attends to positions
 0..position of its slot. On CPU every row, of a prompt or of a decode step, goes through products of the same shape:

@@ -1,4 +1,4 @@
-"""The embedded engine: requests in over asyncio, completions out; all torch work in short hops on the torch thread.
+"""The embedded engine over asyncio; all torch work runs in short hops on the torch thread.
 
 generate -> inbox -> [hop: a few decode steps of the Scheduler] -> futures          one task, alive while there is work
 abort pause load release score                                   between two hops

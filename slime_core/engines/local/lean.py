@@ -1,4 +1,4 @@
-"""Packed rows in, logits out, for Llama, Mistral, Qwen2 and Qwen3: the family's arithmetic with little Python a layer.
+"""Logits of packed rows for Llama, Mistral, Qwen2 and Qwen3, with little Python a layer.
 
     x -> norm -> [q k v] -> (head norms) -> rotate -> write, attend -> + x -> norm -> [gate up] -> silu * -> + x
 

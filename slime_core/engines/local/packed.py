@@ -1,4 +1,4 @@
-"""Packed rows in, logits out, through the own code of any transformers model whose attention can be replaced.
+"""Logits of packed rows by the own code of any transformers model whose attention can be replaced.
 
 The model runs on [1, N] tokens of many sequences. Everything but attention treats a row by itself; attention is ours
 and finds each row's slot and position in the pass's Rows. What a model passes to attention beyond what is known here

@@ -1,4 +1,4 @@
-"""Logits of many rows in, one drawn token a row out, with its log-prob under the drawn and the plain distribution.
+"""Sampling of one token a row, with its log-prob under the drawn and the plain distribution.
 
     logits -> / temperature -> top-k -> top-p -> softmax -> running sum -> first id above u * total
 

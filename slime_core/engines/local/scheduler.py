@@ -1,4 +1,4 @@
-"""Jobs in, finished jobs out: slots are refilled at the next step, prompts run packed, every step draws for all slots.
+"""Scheduler of jobs: slots are refilled at the next step, prompts run packed, every step draws for all slots.
 
     queue -> seat (copy what another cache shares) -> packed prefill of all but the last token -> [decode] -> out
                                                                                                ^______|

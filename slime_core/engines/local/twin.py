@@ -1,4 +1,4 @@
-"""A Hugging Face config and weight updates in, a module of our own out whose parameters are the served tensors.
+"""A module of our own by a Hugging Face config; its parameters are the served tensors.
 
 transport    float32 compute, same device      else
 shared       parameters ARE the tensors given   a cast copy, refreshed at every load

@@ -1,4 +1,4 @@
-"""A twin module in, the fastest plan out whose logits are the module's own, and whether its rows are independent.
+"""Choice of the fastest plan whose logits are the module's own, and whether its rows are independent.
 
 Two short sequences are run as the engine will run them: packed prefill, then one decode step side by side. Their last
 logits must be those of the module run on each sequence alone; and for batch invariance the bits must be the same when

@@ -1,4 +1,4 @@
-"""Packed queries, keys and values in, attention within each sequence out: no padding between layers, no [T, T] mask.
+"""Attention within each sequence of a pack: no padding between layers, no [T, T] mask.
 
 Sequences of about the same length, which packs keep side by side, are one batched call. Inside such a call a shorter
 one is filled up to the longest; causality hides the filling, so no mask is needed for it either. A prompt that several

@@ -1,4 +1,4 @@
-"""A trainer's tensors in, flat buckets of bytes in the engine's dtype out, and the checksums of exactly those bytes.
+"""Flat buckets of a trainer's tensors in the engine's dtype, and the checksums of exactly those bytes.
 
     Source (gathers one tensor) -> Parts (names that SGLang loads) -> Slots of Buckets -> Staging (kept for the next)
 

@@ -1,5 +1,4 @@
-"""The transports of one trainer: a route in, its sender out, which keeps from one update to the next what it can use
-again (buffers, handles, process groups)."""
+"""Transports of one trainer, by route; a sender keeps buffers, handles and process groups between updates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rollout buffer service from outside: typed bodies in, typed bodies out, tried again where the service is away.
+"""Client of a rollout buffer service: typed bodies, tried again where the service is away.
 
 Every request has ids of its own, so a repeated one changes nothing: what is safe to repeat is everything. A refusal
 (4xx) is not tried again, except 429, which says when. Proxy settings of the environment are ignored.

@@ -1,4 +1,4 @@
-"""One run and one rollout buffer: groups that are asked for in, what became of them out, acknowledged in time.
+"""One run and one rollout buffer: groups that are asked for, and their ends, acknowledged in time.
 
     ask -> POST /v1/rollouts (groups asked for together share one)
     claim, while somebody waits -> handed over, or kept until it is asked for

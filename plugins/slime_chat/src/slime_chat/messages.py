@@ -1,4 +1,4 @@
-"""Messages as clients send them in; messages as templates read them out, and the keys by which they are compared.
+"""Messages of clients as templates read them, and the keys by which they are compared.
 
 An assistant's message is known again by what a client may not lose: its text (without reasoning, outer white space
 aside) and its tool calls (names and arguments as JSON values). Reasoning, ids of calls, ``null`` against ``""`` and

@@ -1,4 +1,4 @@
-"""An answer's text in; its visible content and tool calls out, by the format that a model was trained on.
+"""Visible content and tool calls of an answer, by the format that a model was trained on.
 
     hermes     <tool_call>{"name": ..., "arguments": {...}}</tool_call>                     Hermes, Qwen2.5, Qwen3
     qwen_xml   <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>       Qwen3-Coder

@@ -1,4 +1,4 @@
-"""The body of `POST /v1/chat/completions` in, an :class:`ChatRequest` out, or a refusal in OpenAI's words.
+"""Parsing of `POST /v1/chat/completions` to a :class:`ChatRequest`, or a refusal in OpenAI's words.
 
 Three kinds of parameters: those that are served, those that change nothing (``user``, ``store``), and all others,
 which are refused unless they have the value that changes nothing. So nothing that a client asks for is silently left

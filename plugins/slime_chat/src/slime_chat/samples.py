@@ -1,4 +1,4 @@
-"""Dialogues of a session in, training samples out: every token that the engine made trains in exactly one of them.
+"""Training samples of a session's dialogues: every token of the engine's trains in exactly one of them.
 
     A -- B -- C          leaves C and D     sample 0: A B C   trains A, B, C
       `- D                                  sample 1: A D     trains D; A is prompt there

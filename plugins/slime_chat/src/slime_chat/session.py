@@ -1,4 +1,4 @@
-"""One sample's session: requests of its agent in, answers of the engine out, and training samples at the end.
+"""One sample's session: its agent's requests, the engine's answers, and training samples at the end.
 
     Ask -> tree.find -> [ids of the answers so far] + [ids of the new messages] -> engine -> Completion -> tree.add
                                                                                                 `-> said: the message
@@ -189,11 +189,11 @@ class Session:
 
     async def _generate(self, tokens: list[int], params: SamplingParams, seed: int) -> Completion:
         name = self._free_name()
-        asked = GenerateRequest(id=name, tokens=tokens, params=params, seed=seed, session_id=self.sample.session_id)
+        request = GenerateRequest(id=name, tokens=tokens, params=params, seed=seed, session_id=self.sample.session_id)
         engine = self._ctx.engine
         assert engine is not None
         task = self._running[name] = asyncio.get_running_loop().create_task(
-            _awaited(engine.generate(asked)), context=self._context
+            _awaited(engine.generate(request)), context=self._context
         )
         try:
             done = await task

@@ -1,4 +1,4 @@
-"""A session's dialogues as a tree of answers: histories in, the deepest answer that they hold out.
+"""A session's dialogues as a tree of answers, and the deepest answer that a history holds.
 
     top -- [system, user] answer 0 -- [tool] answer 1 -- [tool] answer 3        the agent goes on
                  |            `------ [tool] answer 2                           the same request again: a fork

@@ -1,4 +1,4 @@
-"""SGLang's words and ours: its `/generate` payload in, requests out; completions in, its answer out."""
+"""Translation of SGLang's `/generate` payloads to requests, and of completions to its answers."""
 
 from __future__ import annotations
 

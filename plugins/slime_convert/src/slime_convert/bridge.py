@@ -1,4 +1,4 @@
-"""A table of tensor names in; Hugging Face tensors to Megatron's and back, whole or one tensor-parallel rank's, out.
+"""Hugging Face tensors to Megatron's and back, whole or one tensor-parallel rank's, by a table of names.
 
     q, k, v of Hugging Face --join--> linear_qkv, whole --shard--> a rank's rows        --load it--> the model
                             <--part--                   <--unshard--

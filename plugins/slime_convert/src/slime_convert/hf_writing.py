@@ -1,4 +1,4 @@
-"""Tensors by rows in, the files of a model folder out: safetensors in shards, their index, config and tokenizer."""
+"""Writing of a model folder: safetensors in shards, their index, config and tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files known beforehand in, one folder out: made in parallel, kept when interrupted, published by one rename.
+"""One folder of files known beforehand: made in parallel, kept when interrupted, published by one rename.
 
     claim .tmp-NAME  ->  keep what the journal lists  ->  room?  ->  write the rest  ->  [look]  ->  rename to NAME
                      .tmp-NAME.journal: the plan, then a line with size and hash for each file that is durable

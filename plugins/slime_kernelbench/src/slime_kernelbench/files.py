@@ -1,4 +1,4 @@
-"""Files of kernels in, a verdict a file out: each candidate beside the problem that it answers.
+"""Verdicts of files of kernels: each candidate beside the problem that it answers.
 
 x.py has Model and ModelNew       its own Model is the problem, and the candidate is what is left of the file
 x.py beside x.problem.py          that file is the problem

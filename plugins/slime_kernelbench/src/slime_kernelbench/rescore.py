@@ -1,4 +1,4 @@
-"""The kernels that a run wrote in, each judged again, out: what a judge of today says of them."""
+"""Rescoring: the kernels that a run wrote, each judged again by a judge of today."""
 
 from __future__ import annotations
 

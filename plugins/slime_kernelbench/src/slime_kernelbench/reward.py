@@ -1,4 +1,4 @@
-"""A verdict in, what a turn is worth out: terms with weights, monotone, inside a range that is known beforehand.
+"""The reward of a verdict: terms with weights, monotone, inside a range that is known beforehand.
 
     term        value                                                 weight (default)
     compiled    1 where it was imported (and compiled, where asked)   compiled_weight 0.1

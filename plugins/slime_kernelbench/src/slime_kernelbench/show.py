@@ -1,4 +1,4 @@
-"""The turns of a run in, what a person wants to see out: a table by turn, and dialogues with code and verdicts.
+"""The turns of a run for a person: a table by turn, and dialogues with code and verdicts.
 
     slime kernelbench show runs/kernels-1                      the table, and the best dialogue
     slime kernelbench show runs/kernels-1 --dialogue main/17-3

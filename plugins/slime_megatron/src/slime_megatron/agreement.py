@@ -1,4 +1,4 @@
-"""Flags that describe a model, and what its folder's config.json says of it, in; where they disagree out."""
+"""Where flags that describe a model and its folder's config.json disagree."""
 
 from __future__ import annotations
 

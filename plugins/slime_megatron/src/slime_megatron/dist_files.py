@@ -1,4 +1,4 @@
-"""Boxes of whole tensors in, a rank's .distcp file and the folder's .metadata out, and boxes of any shape read back.
+"""A rank's .distcp file and the folder's .metadata, and boxes of any shape read back.
 
 The format is that of torch.distributed.checkpoint, as megatron-core's `torch_dist` has it. The bytes are written by
 `offload`, not by torch's own writer: that forks processes, or copies and writes in one go, syncs no folder and tells

@@ -1,4 +1,4 @@
-"""A worker's parameters in, the checksum of `trainers.fingerprint` out: the same at every layout, in float32 FSDP's.
+"""Checksum of a worker's parameters: the same at every layout, in float32 FSDP's.
 
 Nothing is gathered. Each rank knows where its rows, or its columns of them, lie in the tensors of the model folder,
 and sums the float32 masters that it alone has, or its share of copies. Experts that transformers keeps as one stack

@@ -1,4 +1,4 @@
-"""Names and values of [megatron] in; what they set in megatron-core's configs, and every problem with them, out.
+"""Flags of [megatron]: what they set in megatron-core's configs, and every problem with them.
 
 Names are Megatron-LM's own, as in slime's scripts (`--swiglu` is `swiglu`). Each has one row in one of the tables:
 

@@ -1,4 +1,4 @@
-"""Parallel sizes and a number of ranks in; who has which coordinates and layers out, or why the model does not fit.
+"""Parallel layout: who has which coordinates and layers, or why the model does not fit.
 
     rank = tp + TP * (cp + CP * (dp + DP * pp))           dense layers, megatron-core's order tp-cp-ep-dp-pp
     rank = etp + ETP * (ep + EP * (edp + EDP * pp))       experts

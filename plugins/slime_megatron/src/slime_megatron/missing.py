@@ -1,4 +1,4 @@
-"""Flags of a run in; a problem for each whose library, device or other flag is not there, out. Imports no megatron."""
+"""Problems of flags whose library, device or other flag is not there. Imports no megatron."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A MicroBatch in; one context-parallel rank's rows of it, and which keys each of them may see, out.
+"""One context-parallel rank's rows of a MicroBatch, and which keys each of them may see.
 
 The pack is filled up to a length that the ranks divide, cut into 2 * cp chunks, and a rank has chunks r and
 2 * cp - 1 - r: causal work is even, and no sequence has to be padded by itself.

@@ -1,4 +1,4 @@
-"""Rules of training with Megatron: a resolved stage in; what cannot hold, and what has no effect, out.
+"""Rules of training with Megatron: what cannot hold, and what has no effect.
 
 Names and values of [megatron] itself are judged where its table lives, `slime_megatron.flags`.
 """

@@ -1,4 +1,4 @@
-"""A bridge, the config of a model folder, [megatron] and [train] in; what megatron-core's configs are made of out.
+"""What megatron-core's configs are made of: a bridge, the model's config, [megatron] and [train].
 
     config.json --bridge--> the model  --- flags that describe it must agree
     [megatron]  --flags---> the run        defaults here, then flags, then what slime fixes

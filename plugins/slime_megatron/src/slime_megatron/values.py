@@ -1,4 +1,4 @@
-"""A model folder in, this rank's stage of a value model out: the same layers, and a scalar head behind the last.
+"""This rank's stage of a value model: the policy's layers, and a scalar head behind the last.
 
     pack -> layers -> hidden state of the position that predicts a response token -> score -> its value
 

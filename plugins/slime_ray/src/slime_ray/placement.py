@@ -1,4 +1,4 @@
-"""What a run asks of a Ray cluster: a config in; bundles, and who lives in which, out.
+"""What a run asks of a Ray cluster: bundles, and who lives in which.
 
     GPUs, colocate       a bundle a training machine: its ranks, and the engines that share their GPUs
     GPUs, disaggregated  the same, and a bundle an engine

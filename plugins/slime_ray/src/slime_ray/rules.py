@@ -1,4 +1,4 @@
-"""Rules of where a run lives: a resolved stage in; what cannot hold there, and what has no effect, out."""
+"""Rules of where a run lives: what cannot hold there, and what has no effect."""
 
 from __future__ import annotations
 

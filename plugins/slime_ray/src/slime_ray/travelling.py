@@ -1,4 +1,4 @@
-"""What goes with a run to machines that lack it: wheels, packages and variables in; Ray's runtime environment out.
+"""Ray's runtime environment: wheels, packages and variables for machines that lack them.
 
     slime_mine-1.0-py3-none-any.whl --unpacked here--> slime_mine/, slime_mine-1.0.dist-info/ --Ray--> a folder on
     every machine, first on the path of hosts and of all that they start

@@ -1,4 +1,4 @@
-"""Exact match: a response and its label in, one or zero out.
+"""Exact match of a response with its label.
 
 The rule, in full: blanks and newlines around the response are ignored; what is left must equal the label character for
 character, so ``042``, ``+42`` and ``42.`` are wrong for ``42``; and the response must have ended by itself, an answer

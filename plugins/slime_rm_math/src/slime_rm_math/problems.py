@@ -1,4 +1,4 @@
-"""Arithmetic problems by number: options in, rows of the training and of the held-out side out.
+"""Arithmetic problems by number: rows of the training and of the held-out side.
 
 Every problem ``a op b`` lies on one side for ever, decided by a hash of the unordered pair, so that its mirror
 ``b op a``, which would give the answer away, is not trained on when ``a op b`` is held out.

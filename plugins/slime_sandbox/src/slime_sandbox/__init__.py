@@ -1,4 +1,4 @@
-"""Runs untrusted code for any plugin: bytes in, bytes out, in processes that can reach nothing else and always end.
+"""Runs untrusted code for any plugin, in processes that can reach nothing else and always end.
 
     async with await Sandbox.open(Policy(), preload=("torch", "my_plugin.runner")) as box:
         outcome = await box.run("my_plugin.runner:main", payload, Limits(wall_seconds=10))

@@ -1,4 +1,4 @@
-"""A GenerateRequest in, what is posted to SGLang's /generate out; checked: a wrong token id would end the server."""
+"""Bodies for SGLang's /generate, checked: a wrong token id would end the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One SGLang server over HTTP: token ids in, token ids and log-probs out; checked before sending and when they return.
+"""One SGLang server over HTTP: token ids and log-probs, checked before sending and when they return.
 
     request -> bodies.check -> a seat of `concurrency` -> [POST /generate as a new rid] -> wire.completion
                                                             ^--- abort the old rid --- a fault after which it is safe

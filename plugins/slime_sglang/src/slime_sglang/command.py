@@ -1,4 +1,4 @@
-"""A run's config, an installation and a place in; how that server is started out: SGLang's arguments and variables.
+"""How a server of a run is started: SGLang's arguments and variables.
 
 slime's own options, then [sglang], then a group's options; what a person writes wins where both may.
 """

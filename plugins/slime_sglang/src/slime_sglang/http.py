@@ -1,4 +1,4 @@
-"""HTTP over aiohttp: one try in, a whole answer or a named fault out; and when asking again is safe.
+"""HTTP over aiohttp: one try has a whole answer or a named fault, which says when asking again is safe.
 
     Transport.ask (one try, deadline, size cap) -> Reply -> checked (status) -> decoded (JSON)
 

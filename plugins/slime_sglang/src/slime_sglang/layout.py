@@ -1,4 +1,4 @@
-"""Names of an engine's tensors and a model's config in; what each holds of which Hugging Face tensors out.
+"""What each of an engine's tensors holds of which Hugging Face tensors.
 
     SGLang:  qkv_proj = q, k, v    gate_up_proj = gate, up    w13_weight = gate, up of expert 0, of expert 1, ...
 

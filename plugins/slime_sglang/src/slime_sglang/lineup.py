@@ -1,4 +1,4 @@
-"""Which SGLang servers a run has: a config and sites in, servers by model out; nothing is started here.
+"""Which SGLang servers a run has, by model; nothing is started here.
 
 rollout_external_engine_addrs -> `attached`: servers that others run
 [sglang], topology, site      -> `launched`: servers of ours, each with its command, log and place

@@ -1,4 +1,4 @@
-"""Options of an SGLang server: what its own parser declares, in; words of its command line out, checked here.
+"""Options of an SGLang server as words of its command line, checked against its own parser's.
 
 Nothing about SGLang's options is written down here but those that slime sets itself; the rest is read (`probe.py`).
 """

@@ -1,4 +1,4 @@
-"""The chunks of a streamed answer in, the answer so far out."""
+"""The answer so far, from the chunks of a streamed one."""
 
 from __future__ import annotations
 

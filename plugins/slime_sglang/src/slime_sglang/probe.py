@@ -1,4 +1,4 @@
-"""Run by the Python of SGLang's own environment, never imported by slime: that installation in, JSON out.
+"""Facts of an installation as JSON; run by the Python of SGLang's environment, never imported by slime.
 
     python probe.py facts      version, folder, features; SGLang is looked at and not imported: fast
     python probe.py options    every option of its server and of its router, from their own argument parsers: imports

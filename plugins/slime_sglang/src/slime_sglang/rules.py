@@ -1,4 +1,4 @@
-"""Rules of the keys of rollout servers: a resolved stage in; what cannot hold, and what has no effect, out."""
+"""Rules of the keys of rollout servers: what cannot hold, and what has no effect."""
 
 from __future__ import annotations
 

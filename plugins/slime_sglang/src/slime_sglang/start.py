@@ -1,4 +1,4 @@
-"""A config in, running SGLang servers out: the policy's behind one Engine, frozen models by role.
+"""Start of the SGLang servers of a config: the policy's behind one Engine, frozen models by role.
 
     [sglang] -> installation -> topology -> a command a server -> all started at once -> engine, watch -> Served
     rollout_external_engine_addrs -> servers that others run ------------------------------^

@@ -1,4 +1,4 @@
-"""Who spreads requests over a model's servers: a config and servers that are ready in, SGLang's router or none out.
+"""Who spreads requests over a model's servers: SGLang's router or none.
 
 rollout_router = builtin                                    -> slime's own
 sglang, or a model of prefill and decode servers            -> SGLang's, or an error where it is not installed

@@ -1,4 +1,4 @@
-"""A completion of SGLang's in, the same out, ended where the embedded engine would have ended it.
+"""A completion of SGLang's, ended where the embedded engine would have ended it.
 
 SGLang's stop strings see new tokens alone, and its ``ignore_eos`` turns stop token ids off. What was drawn after the
 end is dropped: a rule that looks at earlier tokens alone may be applied late. Where the last token that was allowed is

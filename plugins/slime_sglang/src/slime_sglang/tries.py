@@ -1,4 +1,4 @@
-"""How often something is asked again, and when: a fault in, the pause before the next try or the fault itself out."""
+"""Retries: how often something is asked again, and the pause before it."""
 
 from __future__ import annotations
 

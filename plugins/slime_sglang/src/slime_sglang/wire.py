@@ -1,4 +1,4 @@
-"""SGLang's answer to a request in, a checked Completion out.
+"""A checked Completion from SGLang's answer to a request.
 
     bodies.check -> bodies.body -> [HTTP] -> completion: ids, log-probs, finish, the version of every token
 

@@ -1,4 +1,4 @@
-"""The routes: a desk in, an ASGI application out, with its OpenAPI page. Everything stands behind the token."""
+"""Routes of the buffer as an ASGI application, with its OpenAPI page. Everything stands behind the token."""
 
 from __future__ import annotations
 

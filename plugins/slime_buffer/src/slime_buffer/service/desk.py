@@ -1,4 +1,4 @@
-"""The store and the ledger as one: checked bodies in, bodies out, nothing answered before it is durable.
+"""The store and the ledger as one: nothing is answered before it is durable.
 
     store: what a group is and who has it      ledger: every sample in exactly one state, and its payload
 

@@ -1,4 +1,4 @@
-"""What travels over the buffer's HTTP: every body, in and out. Strict; a key that is not named here is an error.
+"""Bodies of the buffer's HTTP requests and answers. Strict; a key that is not named here is an error.
 
 Ask -> Asked          ClaimWork -> Works         Write -> Written       Push -> Asked
 Lease -> Held         ClaimBatch -> Claimed      Settle -> Settled      DropGroups -> Asked

@@ -1,4 +1,4 @@
-"""What happens to groups: asked for, pushed, written, finished, dropped. Requests in, changes on disk out.
+"""What happens to groups on disk: asked for, pushed, written, finished, dropped.
 
 Every method is durable when it returns. Where the ledger has to be told of a group's state, ``told`` is 0 until it
 was: `Desk` then does so again after a crash.

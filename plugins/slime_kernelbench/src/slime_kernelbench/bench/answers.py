@@ -1,4 +1,4 @@
-"""A JSONL of finished answers in, what is to be judged out; and the file that a bench leaves, which is one again.
+"""Finished answers as JSONL: what is to be judged, and the file that a bench leaves.
 
 {"problem": "slime/1/relu", "answer": "Here it is:\\n```python\\n..."}     the code is taken from the fences
 {"problem": "slime/1/relu", "source": "import triton ..."}               the code itself

@@ -1,4 +1,4 @@
-"""Verdicts by problem in, figures with their intervals out. Pure functions; nothing here samples or judges.
+"""Figures of verdicts by problem, with their intervals. Pure functions; nothing here samples or judges.
 
 A candidate that could not be judged (`infra`) is no sample: it is counted apart. Intervals take a problem for one
 draw, however many samples it has, since samples of one problem are not independent.

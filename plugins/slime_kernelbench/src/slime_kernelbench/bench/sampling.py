@@ -1,4 +1,4 @@
-"""A model folder and problems in, sampled answers out, by the engine that `slime eval` would serve it with."""
+"""Sampling of answers from a model folder, by the engine that `slime eval` would serve it with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Returns of a step's turns in, advantages out, each turn compared with the same turn of its group's other dialogues.
+"""Advantages of turns, each compared with the same turn of its group's other dialogues.
 
 ``turn_grpo``   (R - mean) / (std + 1e-6) over the rollouts of one (group, turn); without the division under
                 `disable_grpo_std_normalization`. GRPO (Shao et al. 2024) a turn at a time.

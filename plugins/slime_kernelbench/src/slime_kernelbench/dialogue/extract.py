@@ -1,4 +1,4 @@
-"""An answer's text in, the code of its fence out, character for character; nothing completes or repairs it.
+"""The code of an answer's fence, character for character; nothing completes or repairs it.
 
     reasoning is left out     everything before the last </think>; all of it where <think> never closes
     fences by CommonMark      a line of three or more backticks or tildes opens, one at least as long closes

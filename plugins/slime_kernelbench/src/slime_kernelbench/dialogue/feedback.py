@@ -1,4 +1,4 @@
-"""A verdict in, what the model is told of it out: outcome, error, source lines, traceback, differences, speed.
+"""Feedback to the model: outcome, error, source lines, traceback, differences, speed.
 
     Attempt 1 of 3 does not compile.
     CompilationError (line 12): at 4:11: tl.arange needs a power of two

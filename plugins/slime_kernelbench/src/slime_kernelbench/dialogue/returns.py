@@ -1,4 +1,4 @@
-"""Rewards of a dialogue's turns in, what each turn is trained on out. Numbers only.
+"""Returns of a dialogue's turns from their rewards. Numbers only.
 
     mode              R_t, with r_i the reward of turn i and T turns            (0, 0, 2.3), gamma 0.4
     discounted        sum over i >= t of gamma^(i - t) r_i                      0.368  0.92  2.3

@@ -1,4 +1,4 @@
-"""A group's judged dialogues in, one Reward a turn out: terms, the turn's own reward, and its return, which trains.
+"""Rewards of a group's judged dialogues: terms, the turn's own reward, and its return, which trains.
 
 Judging is over when this is called: verdicts lie in the samples. A sample that another function generated has none;
 its answer is judged here, once, as a dialogue of one turn.

@@ -1,4 +1,4 @@
-"""A problem's source in, its sizes and its forward pass in a few lines out: what a small model is asked.
+"""Short form of a problem for a small model: its sizes and its forward pass in a few lines.
 
     short_form(softmax_problem.source)
         ROWS = 24

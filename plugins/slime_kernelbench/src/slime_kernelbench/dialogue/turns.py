@@ -1,4 +1,4 @@
-"""A group of pending samples in, its dialogues out: a turn a sample, siblings of one rollout.
+"""Dialogues of a group of pending samples: a turn a sample, siblings of one rollout.
 
     sample -> ctx.generate -> extract -> judge -> worth -> ended? -> feedback -> ids between -> next prompt -> sample
                                 |   (a source once)          |

@@ -1,4 +1,4 @@
-"""The words around problems and verdicts: a TOML file in, prompts and requests out.
+"""Prompts and requests around problems and verdicts, from a TOML file.
 
 Device neutral, in the manner of KernelBench: a sentence for the system, one worked example, the problem. A file of a
 run's own (`prompt_template`) may set any of the keys; the others keep their words. ``{{NAME}}`` is put in once, in one

@@ -1,4 +1,4 @@
-"""Judges candidates: a source and a problem in, a `Verdict` out.
+"""The judge of candidates: a `Verdict` on a source that answers a problem.
 
     static policy -> sandboxed import -> (compile for the target) -> correctness -> speed, where there is a GPU
 

@@ -1,4 +1,4 @@
-"""The static policy: a candidate's source in, what it refuses and which kernels its answer is made of out.
+"""The static policy: what it refuses in a candidate's source, and which kernels its answer is made of.
 
 It reads the text as a tree and follows it from `ModelNew.forward`; nothing is matched by pattern, nothing is run.
 It is a filter before the sandbox and the run-time checks, never a boundary of its own.

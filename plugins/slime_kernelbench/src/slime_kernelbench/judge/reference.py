@@ -1,4 +1,4 @@
-"""The reference's process: a problem's source and a secret seed in, inputs and what the reference makes of them out.
+"""The reference's process: inputs from a secret seed, and what the reference makes of them.
 
 Runs in a sandbox of its own, since the source comes from a data set, and never beside a candidate. For each style of
 sizes (`shrink`) it finds sizes that the reference runs with, draws inputs, changes them into regimes, and computes

@@ -1,4 +1,4 @@
-"""Functions that nobody read cannot run: a source and where they stand in, the same source with those closed out.
+"""Functions that nobody read cannot run: the same source with those closed.
 
 What the policy follows is what it vouches for. However a function that it did not follow is reached at run time, it
 raises there; everything else stays in its line.

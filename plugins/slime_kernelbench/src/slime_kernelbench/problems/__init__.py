@@ -1,4 +1,4 @@
-"""Problems: a place in (our own, a hub data set, JSONL, Parquet, files of Python), checked `Problem`s out."""
+"""Problems, checked: our own, a hub data set's, or those of JSONL, Parquet and Python files."""
 
 from slime_kernelbench.problems.catalogue import answer, shipped
 from slime_kernelbench.problems.load import load

@@ -1,4 +1,4 @@
-"""A place in, its problems out; a bad row is an error that names file and line, an id is found once.
+"""Loading of problems; a bad row is an error that names file and line, an id is found once.
 
 shipped                        those that come with the plugin
 OWNER/NAME[:level_2]           a hub data set, KernelBench's columns and splits

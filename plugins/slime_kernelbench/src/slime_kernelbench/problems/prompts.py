@@ -1,4 +1,4 @@
-"""A task's name in, its rows out: the problems of a level and of a side of the split, as prompts.
+"""Rows of a task: the problems of a level and of a side of the split, as prompts.
 
 kernelbench   kernelbench_heldout   kernelbench_level2   kernelbench_level2_heldout   kernelbench_all
 """

@@ -1,4 +1,4 @@
-"""One row of a data set, or one file, in; a checked `KernelProblem` out, or an error that says where and why.
+"""A checked `KernelProblem` of a row or a file, or an error that says where and why.
 
     row                                              id
     {code, level, name, problem_id}                  kernelbench/LEVEL/PROBLEM_ID   as on the hub

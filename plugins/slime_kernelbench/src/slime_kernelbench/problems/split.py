@@ -1,4 +1,4 @@
-"""Problems in, a side to train on and one that is held out, and what was taken away because it gives the other away.
+"""Split of problems into a side to train on and one that is held out, without near duplicates.
 
 A problem's side is a hash of its id, so it does not move when others come or go. Problems that differ in sizes, names
 and comments alone are near duplicates: of such a pair on both sides, the one to train on is left out, by name.

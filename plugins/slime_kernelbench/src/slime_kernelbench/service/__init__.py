@@ -1,1 +1,1 @@
-"""The judge as a service: candidates over HTTP in, verdicts out; workers by device, a bounded queue, a client."""
+"""The judge as a service over HTTP: workers by device, a bounded queue, a client."""

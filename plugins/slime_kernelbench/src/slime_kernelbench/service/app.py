@@ -1,4 +1,4 @@
-"""The routes: a desk in, a guarded ASGI application out. Everything stands behind the token.
+"""Routes of the judge as a guarded ASGI application. Everything stands behind the token.
 
     POST /v1/judge   an `JudgeRequest` -> {"verdict": {...}}      GET /health   the queue and the devices
 

@@ -1,4 +1,4 @@
-"""A judge that asks a service: a candidate in, its verdict out, within a deadline and a number of tries.
+"""A judge that asks a service, within a deadline and a number of tries.
 
 Whatever keeps a verdict from coming is a verdict too, `infra`: the sample is masked, and nothing is scored.
 """

@@ -1,4 +1,4 @@
-"""Candidates in, verdicts out, over workers: a bounded queue, so many candidates a device, devices that rest.
+"""Pool of workers: a bounded queue, so many candidates a device, devices that rest.
 
     submit -> queue -> keeper of a free device -> worker (a process) -> verdict
                             |  the worker died, was out of time or judged nothing; a GPU's candidate ended abnormally

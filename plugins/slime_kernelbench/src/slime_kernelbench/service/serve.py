@@ -1,4 +1,4 @@
-"""A folder in, a running service out: lock, token, socket, signals. `slime kernelbench serve` is a door to this.
+"""The running service of a folder: lock, token, socket, signals. `slime kernelbench serve` starts it.
 
 FOLDER/   token, secret (mode 0600)   lock
 """

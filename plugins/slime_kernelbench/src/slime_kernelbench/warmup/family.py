@@ -1,4 +1,4 @@
-"""Operators by composition: steps and a finish in, a problem in KernelBench's format and a right kernel for it out.
+"""Operators by composition: a problem in KernelBench's format and a right kernel for it.
 
     Operator(steps=("scale", "tanh"), finish="mean")
         problem    x = x * 0.5;  x = torch.tanh(x);  return x.mean(1)

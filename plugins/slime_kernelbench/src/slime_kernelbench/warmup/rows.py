@@ -1,4 +1,4 @@
-"""The family's sides in, rows for training and evaluation out; nothing of the held-out side is ever trained on.
+"""Rows of the family for training and evaluation; nothing of the held-out side is ever trained on.
 
 A pair of steps lies on one side for ever, wherever it stands and whatever the finish, decided by a hash; so does every
 size: multiples of 5 are the held-out side's. So a warm-up never shows a held-out operator, pair of steps or shape.

@@ -1,4 +1,4 @@
-"""A torch_dist folder in, its tensors by rows out: no model is built, and no layout of ranks is needed.
+"""Tensors of a torch_dist folder by rows: no model is built, and no layout of ranks is needed.
 
     .metadata     which bytes of which file are which part of which tensor (a pickle: read by `unpickle` alone)
     __R_N.distcp  the parts, one archive each

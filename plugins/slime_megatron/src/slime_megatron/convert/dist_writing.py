@@ -1,4 +1,4 @@
-"""Tensors by rows in, the files of a torch_dist folder out, whose every offset is known before a byte is written.
+"""Writing of a torch_dist folder, whose every offset is known before a byte is written.
 
 A tensor of a layer, or of an expert, is a chunk of its own, so nothing is stacked in memory; large ones are several.
 What megatron-core's modules look for beside weights (`_extra_state`) are keys that share one empty object.

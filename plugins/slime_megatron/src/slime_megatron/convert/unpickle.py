@@ -1,4 +1,4 @@
-"""torch's own pickles in, plain values out: only the few classes that a checkpoint's metadata is made of are built.
+"""Restricted reading of torch's pickles: only the few classes of a checkpoint's metadata are built.
 
 Two kinds are read: the `.metadata` of a torch.distributed.checkpoint folder, and the record that tells dtype, shape
 and place of a tensor in what `torch.save` wrote. Nothing else in slime reads a pickle (docs/security.md). Any other

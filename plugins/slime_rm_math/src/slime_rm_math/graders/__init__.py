@@ -1,4 +1,4 @@
-"""Graders by `rm_type`: a response and its label in, a Reward out that tells wrong, unreadable and unjudged apart.
+"""Graders by `rm_type`, whose rewards tell wrong, unreadable and unjudged apart.
 
 registry     names -> graders          rules        math, dapo, deepscaler, gpqa, f1
 equivalence  same text? plain numbers? hostile? else a worker process (pool, worker) asks math-verify

@@ -1,4 +1,4 @@
-r"""Where an answer stands in a response: text in, the last `\boxed{}`, what follows a chain of thought, a label out.
+r"""Where an answer stands in a response: the last `\boxed{}`, what follows a chain of thought, a label.
 
 Only the last 64 KiB of a response are looked at: the answer is the last thing that a model says.
 """

@@ -1,4 +1,4 @@
-"""Multiple choice and short texts: gpqa's letter, SQuAD's F1; a response and a label in, a verdict or a share out."""
+"""Grading of multiple choice and short texts: gpqa's letter, SQuAD's F1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""One text for all answers that are equal: numbers, words and math-verify's expressions in, a text to vote with out.
+r"""One text to vote with for all answers that are equal: numbers, words and math-verify's expressions.
 
     number       its decimal, to six places as math-verify rounds (six digits below 0.001)    1/2, 0.5, 50\% -> 0.5
     words        lower case, one blank                                                        \text{East} -> east

@@ -1,4 +1,4 @@
-"""Rewards that look at a whole group: samples and their own rewards in, one Reward a sample out.
+"""Rewards that look at a whole group: one Reward a sample.
 
 majority    1 for the answer that most samples give, as if it were the label (no label is needed)
 brevity     the reward of each right sample, less up to a half for length, from the shortest to the longest right one

@@ -1,4 +1,4 @@
-"""Answers that no worker should see: a text in, the reason why it is refused or None out. Linear time.
+"""Answers that no worker should see, and the reason why each is refused. Linear time.
 
 A worker that takes too long is killed anyway; this keeps the usual bombs from costing a second each.
 """

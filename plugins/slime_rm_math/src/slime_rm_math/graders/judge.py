@@ -1,4 +1,4 @@
-"""A language model as judge, behind any OpenAI-compatible endpoint: a question, label and response in, a Reward out.
+"""A language model as judge, behind any OpenAI-compatible endpoint.
 
     POST {judge_url}/chat/completions    {"model", "messages", "temperature": 0}
     reply                                ends with the line  VERDICT: RIGHT  or  VERDICT: WRONG

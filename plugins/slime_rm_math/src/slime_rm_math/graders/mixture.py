@@ -1,4 +1,4 @@
-"""Weighed terms: the rewards of several graders in, one Reward with each as a term out."""
+"""Weighed terms: the rewards of several graders as one Reward with each as a term."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""An answer in Unicode or in shorthand in, the same answer as LaTeX that math-verify reads out. Linear time.
+r"""Unicode and shorthand of an answer as LaTeX that math-verify reads. Linear time.
 
     3½  ¾  x²  2√3  90°  (−∞, 1]       3\frac{1}{2}  \frac{3}{4}  x^{2}  2\sqrt{3}  90^\circ  (-\infty , 1]
     3 1/2  1.25e3  0.\overline{36}      3\frac{1}{2}  1.25\cdot 10^{3}  \frac{4}{11}

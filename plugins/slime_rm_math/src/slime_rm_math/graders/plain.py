@@ -1,4 +1,4 @@
-r"""Plain numbers, compared exactly and at once: two texts in, right, wrong, or None (ask math-verify) out.
+r"""Plain numbers, compared exactly and at once; None where math-verify is to be asked.
 
 math-verify compares two integers or two fractions as rationals, and decimals after rounding to six places
 (``sympy_numeric_eq``, its ``float_rounding``). A decimal here has at most six places, and no more than twelve

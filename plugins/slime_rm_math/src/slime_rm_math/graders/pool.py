@@ -1,4 +1,4 @@
-"""Workers that grade, each a process that can be killed: a label and an answer in, a Verdict out, by a deadline.
+"""Workers that grade by a deadline, each a process that can be killed.
 
     ask -> a thread a worker -> packet -> worker (`worker.py`) -> packet -> Verdict
                                   late, or dead: the worker is killed and another is forked for the next answer

@@ -1,4 +1,4 @@
-"""One JSON question to an HTTP server: a payload in, a JSON answer out by a deadline; asked again where that helps."""
+"""One JSON question to an HTTP server by a deadline; asked again where that helps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""`rm_type` names and their graders: a sample and the run's context in, a Reward out.
+r"""`rm_type` names and their graders.
 
 A name may carry the prefix ``boxed_``: then what stands in the last ``\boxed{}`` is graded, and a response without
 one has failed. Names come from this table alone; a row that names anything else gets an error, and no row can name

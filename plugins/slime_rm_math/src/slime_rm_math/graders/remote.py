@@ -1,4 +1,4 @@
-"""A reward model behind HTTP: prompt, response and label in; a number, or an object of numbers, out.
+"""A reward model behind HTTP, which answers a number or an object of numbers.
 
     POST rm_url  {"prompt": ..., "response": ..., "label": ...}      as THUDM/slime's remote_rm sends it
     200          0.5    or    {"reward": 0.5, "style": 0.2}           the key is reward.reward_key where that is set

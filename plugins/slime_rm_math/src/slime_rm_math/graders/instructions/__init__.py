@@ -1,4 +1,4 @@
-"""Verifiable instructions: a response and a row's `instruction_id_list` and `kwargs` in, a Reward out.
+"""Verifiable instructions by a row's `instruction_id_list` and `kwargs`.
 
 ``ifeval`` is 1 where the response follows every instruction as it stands (prompt-level strict accuracy of Zhou et al.
 2023); ``ifbench`` is 1 where the response, or one of its loose forms, does (prompt-level loose accuracy; Pyatkin et

@@ -1,4 +1,4 @@
-"""Instructions of IFBench that need no model and no dictionary: a response and parameters in, followed or not out.
+"""Instructions of IFBench that need no model and no dictionary.
 
 Source: Pyatkin et al. 2025, "Generalizing Verifiable Instruction Following", arXiv 2507.02833, and the names and
 parameters of its data set (allenai/IFBench_test). The others (parts of speech, syllables, emoji, person names, ...)

@@ -1,4 +1,4 @@
-r"""The 25 instructions of IFEval, as its paper describes them: a response and parameters in, followed or not out.
+r"""The 25 instructions of IFEval, as its paper describes them.
 
 Source: Zhou et al. 2023, "Instruction-Following Evaluation for Large Language Models", arXiv 2311.07911, table 1;
 names and parameters as in its data set (google/IFEval). Keywords are texts here, never regular expressions. Languages

@@ -1,4 +1,4 @@
-"""A row's parameters of one instruction: a dict of anything in, checked numbers and texts out."""
+"""A row's parameters of one instruction, as checked numbers and texts."""
 
 from __future__ import annotations
 
