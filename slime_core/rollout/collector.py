@@ -381,7 +381,7 @@ class Collector(GroupSource):
         await selection.engine.close()
         if self._ctx.config.rollout.partial_rollout and self._steps_left > 1:
             names = [name for flight in self._in_flight.values() for name in flight.ids]
-            await self._ledger.suspend(selection.engine.dropped(names))
+            await self._ledger.suspend(selection.engine.turns(names))
             return
         while self._tasks.error is not None or any(flight.generated for flight in self._in_flight.values()):
             await self._tasks.wait()  # it is being judged; no reward is asked in vain, no ledger's entry cut short
