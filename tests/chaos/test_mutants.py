@@ -78,14 +78,14 @@ MUTANTS = [
     Mutant(
         "what unfinished samples have is not kept",
         "slime_core/ledger/ledger.py",
-        "self.rows.suspend(kept)",
+        "self.rows.suspend(turns_now)",
         "None",
         f"{WITNESSES}[suspended]",
     ),
     Mutant(
         "a resumed run does not rewind its ledger",
         "slime_core/resume.py",
-        "        await parts.ledger.rewind(found.version if found else 0)\n",
+        "        await parts.ledger.rewind(checkpoint.version if checkpoint else 0)\n",
         "",
         f"{WITNESSES}[rewound]",
     ),
