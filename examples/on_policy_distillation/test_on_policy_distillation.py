@@ -53,6 +53,7 @@ def test_the_student_comes_close_to_its_teacher(teacher, student, scores):
     assert sum(found[-5:]) < 0.4 * sum(found[:5])
 
 
+@pytest.mark.nightly
 def test_a_teacher_that_is_an_engine_says_the_same(teacher, student, train):
     started = ("--hf-checkpoint", student / "final", "--init-weights", "load", "--teacher-load", teacher / "final")
     flags = (*started, "--num-rollout", "1", "--save-interval", "0", "stage.warmup.num_rollout=0")

@@ -149,6 +149,7 @@ def test_two_engines_on_this_machine_evaluate_beside_training_with_the_figures_o
     assert len({json.dumps(figures) for figures in evaluations(path).values()}) == 3
 
 
+@pytest.mark.nightly
 def test_a_lockstep_run_on_a_cluster_is_that_of_one_machine_to_the_bit_and_so_are_its_evaluations(run, here, cluster):
     done, path = run("lockstep", *AHEAD, *TWO, nodes=cluster)
     assert "1 trainer rank(s), 2 engine(s)" in done.stderr

@@ -142,6 +142,7 @@ def drivers(nodes):
     return nodes.pids(words="ray::Driver")
 
 
+@pytest.mark.nightly
 def test_a_detached_run_is_followed_to_its_end_and_leaves_no_actor(detach, forked_slime, nodes, here):
     done, path = detach("followed")
     assert done.returncode == 0, done.stderr
