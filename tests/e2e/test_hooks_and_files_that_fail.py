@@ -116,7 +116,7 @@ def states(cwd):
         return dict(db.execute("SELECT state, count(*) FROM samples GROUP BY state"))
 
 
-def test_60_a_reward_that_cannot_be_ended_ends_the_run_with_its_stack_and_the_process_exits(train):
+def test_a_reward_that_cannot_be_ended_ends_the_run_with_its_stack_and_the_process_exits(train):
     """Case 60: whatever the policy, in a real process."""
     cwd, done = train(HANGS, "--reward-timeout", "1", "--on-plugin-error", "drop", slime=alone)
     assert done.returncode == 4, done.stderr
@@ -136,7 +136,7 @@ def test_60_a_reward_that_cannot_be_ended_ends_the_run_with_its_stack_and_the_pr
         ("fills", 7, "error STO109  metrics.jsonl cannot be written", "run/metrics.jsonl"),
     ],
 )
-def test_37_62_a_run_goes_on_to_the_same_weights_when_its_file_is_back_or_its_reward_spares_it(
+def test_a_run_goes_on_to_the_same_weights_when_its_file_is_back_or_its_reward_spares_it(
     forked_slime, train, whole, harm, code, told, place
 ):
     """Cases 37 and 62: nothing is lost or done twice."""
@@ -153,7 +153,7 @@ def test_37_62_a_run_goes_on_to_the_same_weights_when_its_file_is_back_or_its_re
 
 
 @pytest.mark.nightly
-def test_62_a_run_whose_reward_changes_the_working_folder_is_the_same(train, whole):
+def test_a_run_whose_reward_changes_the_working_folder_is_the_same(train, whole):
     """Case 62: no path of a run is relative once it has begun."""
     cwd, done = train(REWARD.format(harm=HARM["moves"], nth=2))
     assert done.returncode == 0, done.stderr

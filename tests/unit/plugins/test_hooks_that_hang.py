@@ -35,7 +35,7 @@ def late(ask, plugins, seconds=0.3):
 
 
 @pytest.mark.parametrize("stands", ["told.wait(60)", "while not told.is_set():\n        pass"], ids=["waits", "loops"])
-def test_60_a_sync_hook_that_cannot_be_ended_ends_the_run_whatever_the_policy(load, ask, stands):
+def test_a_sync_hook_that_cannot_be_ended_ends_the_run_whatever_the_policy(load, ask, stands):
     """Case 60: it is told with its Python stack, and no setting makes the run go on beside it."""
     plugins, module = loaded(load, f"def inner():\n    {stands}\ninner()\nreturn [1.0, 1.0]")
     error = late(ask, plugins)
@@ -47,7 +47,7 @@ def test_60_a_sync_hook_that_cannot_be_ended_ends_the_run_whatever_the_policy(lo
     assert "own_process" in error.fix
 
 
-def test_60_a_sync_hook_that_ends_soon_after_its_deadline_loses_its_group_alone(load, ask):
+def test_a_sync_hook_that_ends_soon_after_its_deadline_loses_its_group_alone(load, ask):
     """Case 60: nothing runs beside the run then."""
     plugins, _ = loaded(load, "time.sleep(0.6)\nreturn [1.0, 1.0]")
     error = late(ask, plugins)
@@ -55,7 +55,7 @@ def test_60_a_sync_hook_that_ends_soon_after_its_deadline_loses_its_group_alone(
     assert "geo_plugin_module.py" in error.where
 
 
-def test_60_an_async_hook_that_waits_for_ever_is_cancelled_and_told_where_it_waited(load, ask):
+def test_an_async_hook_that_waits_for_ever_is_cancelled_and_told_where_it_waited(load, ask):
     """Case 60: with the stack of its coroutines."""
     body = "import asyncio\nasync def inner():\n    await asyncio.Event().wait()\nawait inner()"
     plugins, _ = loaded(load, body, kind="async def")
@@ -88,7 +88,7 @@ async def waits():
 
 
 @pytest.mark.parametrize("kind", ["reads", "waits"])
-def test_125_a_process_that_was_stopped_finds_no_deadline_past(kind):
+def test_a_process_that_was_stopped_finds_no_deadline_past(kind):
     """Cases 60 and 125: time in which the process stood still does not count."""
     program = [sys.executable, "-c", PROGRAM + f"print(ask({kind}, 2.5).strip(), flush=True)\n"]
     child = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment())
@@ -110,7 +110,7 @@ def environment():
     return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
 
 
-def test_60_a_stuck_thread_does_not_keep_the_process():
+def test_a_stuck_thread_does_not_keep_the_process():
     """Case 60: hooks run on daemon threads."""
     source = PROGRAM + textwrap.dedent(
         """

@@ -55,7 +55,7 @@ EASY = [
 
 
 @pytest.mark.parametrize(("name", "change", "told"), EASY)
-def test_61_a_hook_that_changes_what_it_may_only_read_is_named_with_field_and_id(
+def test_a_hook_that_changes_what_it_may_only_read_is_named_with_field_and_id(
     load, generated, ctx, name, change, told
 ):
     """Case 61: where hooks are watched."""
@@ -78,7 +78,7 @@ HIDDEN = [
 
 
 @pytest.mark.parametrize(("name", "change", "told"), HIDDEN)
-def test_61_a_change_inside_a_list_is_found_by_its_hash(load, generated, ctx, name, change, told):
+def test_a_change_inside_a_list_is_found_by_its_hash(load, generated, ctx, name, change, told):
     """Case 61: where hooks are watched."""
     with pytest.raises(PluginError, match="changed") as caught:
         changing(load, generated, ctx, name, change, **WATCHED)
@@ -101,12 +101,12 @@ def test_61_a_change_inside_a_list_is_found_by_its_hash(load, generated, ctx, na
         ("slime_step_done", "dict(report.metrics, more=1)"),
     ],
 )
-def test_61_what_a_hook_may_do_is_no_change(load, generated, ctx, name, change, watched):
+def test_what_a_hook_may_do_is_no_change(load, generated, ctx, name, change, watched):
     """Case 61: annotations, columns, and copies with the same content."""
     changing(load, generated, ctx, name, change, **watched)
 
 
-def test_61_an_estimator_may_not_change_the_batch_that_it_scores(load):
+def test_an_estimator_may_not_change_the_batch_that_it_scores(load):
     """Case 61: estimators are given arrays."""
     source = (
         "from slime_core import Estimator\nimport numpy as np\n"
@@ -145,7 +145,7 @@ def process(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["def", "async def"], ids=["sync", "async"])
 @pytest.mark.parametrize(("harm", "told"), HARMS, ids=["chdir", "locale", "limit"])
-def test_62_a_change_of_what_belongs_to_the_process_is_told_where_hooks_are_watched(
+def test_a_change_of_what_belongs_to_the_process_is_told_where_hooks_are_watched(
     load, generated, ctx, said, process, harm, told, kind
 ):
     """Case 62: the working folder, the locale and limits."""
@@ -158,7 +158,7 @@ def test_62_a_change_of_what_belongs_to_the_process_is_told_where_hooks_are_watc
 
 
 @pytest.mark.parametrize("name", ["slime_sampling", "slime_generate"])
-def test_62_a_change_of_signal_handlers_is_told_where_hooks_are_watched(load, generated, ctx, said, process, name):
+def test_a_change_of_signal_handlers_is_told_where_hooks_are_watched(load, generated, ctx, said, process, name):
     """Case 62: a handler can be set on the main thread, where these hooks run."""
     body = f"signal.signal(signal.SIGTERM, signal.SIG_IGN); {ANSWERS[name]}"
     kind = "async def" if name == "slime_generate" else "def"
@@ -177,7 +177,7 @@ def test_62_a_change_of_signal_handlers_is_told_where_hooks_are_watched(load, ge
         ("torch.rand(1)", "torch's generator"),
     ],
 )
-def test_62_draws_from_global_generators_are_told_where_hooks_are_watched(load, generated, ctx, said, draw, told):
+def test_draws_from_global_generators_are_told_where_hooks_are_watched(load, generated, ctx, said, draw, told):
     """Case 62: they are not put back, or every call of the hook would draw the same."""
     source = "import random, numpy, torch\n" + hook("slime_reward", "group", f"{draw}; return [1.0, 1.0]")
     plugins = load(geo=source)
@@ -193,7 +193,7 @@ def test_62_draws_from_global_generators_are_told_where_hooks_are_watched(load, 
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"], ids=["sync", "async"])
-def test_62_a_hook_that_only_looks_says_nothing(load, generated, ctx, said, kind):
+def test_a_hook_that_only_looks_says_nothing(load, generated, ctx, said, kind):
     """Case 62: no false alarm."""
     plugins = load(geo=hook("slime_reward", "group", "return [1.0, 1.0]", kind))
     ask(plugins, "slime_reward", generated, ctx, **WATCHED)
@@ -224,7 +224,7 @@ MADE = """
 
 
 @pytest.mark.parametrize("kind", ["async", "now"])
-def test_62_ctrl_c_of_a_person_is_not_taken_for_the_plugins(kind):
+def test_ctrl_c_of_a_person_is_not_taken_for_the_plugins(kind):
     """Case 62: it is no error of the hook that runs just then."""
     call = {"async": "ask(later, 30)", "now": "call_now(answer(spins), {}, about='x')"}[kind]
     done = in_process(
@@ -248,7 +248,7 @@ def test_62_ctrl_c_of_a_person_is_not_taken_for_the_plugins(kind):
     assert done.stdout == "interrupted\n", done.stderr
 
 
-def test_62_a_keyboard_interrupt_on_a_hooks_thread_is_the_plugins(load, generated, ctx):
+def test_a_keyboard_interrupt_on_a_hooks_thread_is_the_plugins(load, generated, ctx):
     """Case 62: Ctrl-C of a person interrupts the main thread alone."""
     plugins = load(geo=hook("slime_reward", "group, ctx", "raise KeyboardInterrupt"))
     with pytest.raises(PluginError) as caught:
@@ -256,7 +256,7 @@ def test_62_a_keyboard_interrupt_on_a_hooks_thread_is_the_plugins(load, generate
     assert caught.value.code == "PLG62"
 
 
-def test_62_a_child_that_a_hook_forks_may_end_itself():
+def test_a_child_that_a_hook_forks_may_end_itself():
     """Case 62: a run refuses os._exit to its own process alone."""
     done = in_process(
         MADE
