@@ -1,6 +1,6 @@
 """SIGKILL at random moments, no torch: 0 lost, 0 doubled, the same `final/`. `tools/chaos.py` does it and counts.
 
-Case 124 of the list of failures (every phase, the driver); `test_processes.py` kills with torch in the loop.
+Every phase of the driver; `test_processes.py` kills with torch in the loop.
 """
 
 import json

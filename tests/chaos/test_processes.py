@@ -1,6 +1,6 @@
 """Real `slime run` processes with torch, killed at every durable boundary and at random: the same `final/`, always.
 
-Cases 123 and 124 of the list of failures. What belongs to `make test` forks its processes from one that has imported
+What belongs to `make test` forks its processes from one that has imported
 torch (`tests/forking`); the nightly tests start each as a user does.
 """
 

@@ -49,7 +49,7 @@ time.sleep(600)
 
 
 def test_a_child_that_stands_still_dies_with_its_driver():
-    """Case 130: the kernel does it, whatever the child is at."""
+    """The kernel does it, whatever the child is at."""
     driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True)
     child = int(driver.stdout.readline())
     gone = os.pidfd_open(child)

@@ -1,4 +1,4 @@
-"""`slime data check FILE`: the bad-input catalogue for data, each case with its code, place and message."""
+"""`slime data check FILE`: bad input of every kind, with its code, place and message."""
 
 import json
 import os
@@ -29,46 +29,46 @@ def part(kind, value):
 
 
 BAD = [  # case, file's bytes or lines, flags, code, where it is (at the end), what is told
-    ("17 empty", b"", (), "DAT17", "rows.jsonl", "has no rows"),
-    ("17 blank", b"\n  \n\r\n", (), "DAT17", "rows.jsonl", "has no rows"),
-    ("17 none usable", [b"{", b"[1]"], ("--max-bad-rows", "2"), "DAT17", "rows.jsonl", "1 x DAT19, 1 x DAT24"),
-    ("18 key", [b'{"inputs": "x"}'], (), "DAT18", ":1", "did you mean 'inputs'?"),
-    ("18 no label", [b'{"input": "x"}', b'{"input": "y"}'], LABELLED, "DAT18", ":1", "set data.label_key"),
-    ("18 one label", [GOOD, b'{"input": "x"}'], LABELLED, "DAT18", ":2", "complete the row"),
-    ("19 JSON", [GOOD, b'{"input": "x", }'], (), "DAT19", ":2:16", "line 2 is not JSON"),
-    ("19 many", [b"{", GOOD, b"]"], ("--max-bad-rows", "1"), "DAT19", ":1:2", "2 of 3 rows are unreadable"),
-    ("19 array", b'[{"input": "x"}]', (), "DAT19", ":1:1", "json.load"),
-    ("20 latin-1", [GOOD, b'{"input": "caf\xe9"}'], (), "DAT20", "byte 46", "0xe9) is not UTF-8"),
-    ("20 NUL", [b'{"input": "a\0b"}'], (), "DAT20", "byte 12", "NUL byte"),
-    ("20 UTF-16", '{"input": "x"}\n'.encode("utf-16"), (), "DAT20", "byte 0", "iconv -f UTF-16"),
-    ("21 long line", [b'{"input": "%b"}' % (b"x" * 5000)], ("--max-line-bytes", "1024"), "DAT21", ":1", "longer than 1024"),
-    ("22 ids", [b'{"input": "x", "id": 7}', b'{"input": "y", "id": "7"}'], ("--id-key", "id"), "DAT22", "rows.jsonl", ":2"),
-    ("24 integer", [b'{"input": 3}'], (), "DAT24", ":1: input", "the prompt is int"),
-    ("24 null", [b'{"input": null}'], (), "DAT24", ":1: input", "the prompt is null"),
-    ("24 empty", [GOOD, b'{"input": ""}'], (), "DAT24", ":2", "the prompt is empty"),
-    ("24 no messages", [b'{"input": [1]}'], (), "DAT24", ":1: input", "items that are no messages"),
-    ("25 no role", [b'{"input": [{"content": "x"}]}'], (), "DAT25", "input[0]", "has no role"),
-    ("25 no content", [b'{"input": [{"role": "user"}]}'], (), "DAT25", "input[0]", "has no content"),
-    ("25 role", [b'{"input": [{"role": "bot", "content": "x"}]}'], (), "DAT25", "input[0]", "unknown role 'bot'"),
-    ("26 error", [GOOD], (*LIMITED, "--overlong-prompt", "error"), "DAT26", ":1", "has 4 tokens, more than 3"),
-    ("27 all dropped", [GOOD, GOOD], LIMITED, "DAT27", "rows.jsonl", "2 x overlong; overlong prompts have 4 to 4 tokens, at most 3 fit"),
-    ("30 gzip", b"\x1f\x8b\x08\0" + b"\0" * 60, (), "DAT30", "rows.jsonl", "gunzip -c"),
-    ("30 zstd", b"\x28\xb5\x2f\xfd" + b"\0" * 60, (), "DAT30", "rows.jsonl", "zstd -d"),
-    ("30 Parquet without footer", b"PAR1" + b"\0" * 60, (), "DAT30", "rows.jsonl", "no readable Parquet file"),
-    ("31 NaN", [b'{"input": "x", "label": NaN}'], LABELLED, "DAT31", ":1: label", "NaN"),
-    ("31 Infinity", [b'{"input": "x", "label": -Infinity}'], LABELLED, "DAT31", ":1: label", "Infinity"),
-    ("31 1e999", [b'{"input": "x", "label": 1e999}'], LABELLED, "DAT31", ":1: label", "inf"),
-    ("31 key twice", [b'{"input": "x", "input": "y"}'], (), "DAT31", ":1", "'input' occurs twice"),
-    ("32 nesting", [deep(100_000)], (), "DAT32", ":1", "nested deeper than 100"),
-    ("33 absolute", [part("image", "/etc/passwd")], (), "DAT33", "input[0]", "leaves the folder"),
-    ("33 traversal", [part("image", "../x.png")], (), "DAT33", "input[0]", "leaves the folder"),
-    ("33 link out", [part("image", "link/x.png")], (), "DAT33", "input[0]", "leaves the folder"),
-    ("33 file URL", [part("video", "file:///etc/passwd")], (), "DAT33", "input[0]", "fetch or open an address"),
-    ("33 http", [part("audio", "http://example.com/y.wav")], (), "DAT33", "input[0]", "fetch or open an address"),
-    ("33 own column", [{"input": "x", "pics": ["../a"]}], ("data.multimodal_keys={image = 'pics'}",), "DAT33", "pics[0]", "leaves"),
-    ("34 id", [b'{"input": "x", "id": "../../x"}'], ("--id-key", "id"), "DAT34", ":1", "could be taken for a path"),
-    ("35 digits", [b'{"input": "x", "label": %b}' % (b"9" * 1_000_000)], LABELLED, "DAT35", ":1", "1000000 digits"),
-    ("36 half a character", [b'{"input": "a\\ud800"}'], (), "DAT36", ":1", "lone surrogate U+D800 at character 1"),
+    ("empty", b"", (), "DAT17", "rows.jsonl", "has no rows"),
+    ("blank", b"\n  \n\r\n", (), "DAT17", "rows.jsonl", "has no rows"),
+    ("none usable", [b"{", b"[1]"], ("--max-bad-rows", "2"), "DAT17", "rows.jsonl", "1 x DAT19, 1 x DAT24"),
+    ("key", [b'{"inputs": "x"}'], (), "DAT18", ":1", "did you mean 'inputs'?"),
+    ("no label", [b'{"input": "x"}', b'{"input": "y"}'], LABELLED, "DAT18", ":1", "set data.label_key"),
+    ("one label", [GOOD, b'{"input": "x"}'], LABELLED, "DAT18", ":2", "complete the row"),
+    ("JSON", [GOOD, b'{"input": "x", }'], (), "DAT19", ":2:16", "line 2 is not JSON"),
+    ("many", [b"{", GOOD, b"]"], ("--max-bad-rows", "1"), "DAT19", ":1:2", "2 of 3 rows are unreadable"),
+    ("array", b'[{"input": "x"}]', (), "DAT19", ":1:1", "json.load"),
+    ("latin-1", [GOOD, b'{"input": "caf\xe9"}'], (), "DAT20", "byte 46", "0xe9) is not UTF-8"),
+    ("NUL", [b'{"input": "a\0b"}'], (), "DAT20", "byte 12", "NUL byte"),
+    ("UTF-16", '{"input": "x"}\n'.encode("utf-16"), (), "DAT20", "byte 0", "iconv -f UTF-16"),
+    ("long line", [b'{"input": "%b"}' % (b"x" * 5000)], ("--max-line-bytes", "1024"), "DAT21", ":1", "longer than 1024"),
+    ("ids", [b'{"input": "x", "id": 7}', b'{"input": "y", "id": "7"}'], ("--id-key", "id"), "DAT22", "rows.jsonl", ":2"),
+    ("integer", [b'{"input": 3}'], (), "DAT24", ":1: input", "the prompt is int"),
+    ("null", [b'{"input": null}'], (), "DAT24", ":1: input", "the prompt is null"),
+    ("empty", [GOOD, b'{"input": ""}'], (), "DAT24", ":2", "the prompt is empty"),
+    ("no messages", [b'{"input": [1]}'], (), "DAT24", ":1: input", "items that are no messages"),
+    ("no role", [b'{"input": [{"content": "x"}]}'], (), "DAT25", "input[0]", "has no role"),
+    ("no content", [b'{"input": [{"role": "user"}]}'], (), "DAT25", "input[0]", "has no content"),
+    ("role", [b'{"input": [{"role": "bot", "content": "x"}]}'], (), "DAT25", "input[0]", "unknown role 'bot'"),
+    ("error", [GOOD], (*LIMITED, "--overlong-prompt", "error"), "DAT26", ":1", "has 4 tokens, more than 3"),
+    ("all dropped", [GOOD, GOOD], LIMITED, "DAT27", "rows.jsonl", "2 x overlong; overlong prompts have 4 to 4 tokens, at most 3 fit"),
+    ("gzip", b"\x1f\x8b\x08\0" + b"\0" * 60, (), "DAT30", "rows.jsonl", "gunzip -c"),
+    ("zstd", b"\x28\xb5\x2f\xfd" + b"\0" * 60, (), "DAT30", "rows.jsonl", "zstd -d"),
+    ("Parquet without footer", b"PAR1" + b"\0" * 60, (), "DAT30", "rows.jsonl", "no readable Parquet file"),
+    ("NaN", [b'{"input": "x", "label": NaN}'], LABELLED, "DAT31", ":1: label", "NaN"),
+    ("Infinity", [b'{"input": "x", "label": -Infinity}'], LABELLED, "DAT31", ":1: label", "Infinity"),
+    ("1e999", [b'{"input": "x", "label": 1e999}'], LABELLED, "DAT31", ":1: label", "inf"),
+    ("key twice", [b'{"input": "x", "input": "y"}'], (), "DAT31", ":1", "'input' occurs twice"),
+    ("nesting", [deep(100_000)], (), "DAT32", ":1", "nested deeper than 100"),
+    ("absolute", [part("image", "/etc/passwd")], (), "DAT33", "input[0]", "leaves the folder"),
+    ("traversal", [part("image", "../x.png")], (), "DAT33", "input[0]", "leaves the folder"),
+    ("link out", [part("image", "link/x.png")], (), "DAT33", "input[0]", "leaves the folder"),
+    ("file URL", [part("video", "file:///etc/passwd")], (), "DAT33", "input[0]", "fetch or open an address"),
+    ("http", [part("audio", "http://example.com/y.wav")], (), "DAT33", "input[0]", "fetch or open an address"),
+    ("own column", [{"input": "x", "pics": ["../a"]}], ("data.multimodal_keys={image = 'pics'}",), "DAT33", "pics[0]", "leaves"),
+    ("id", [b'{"input": "x", "id": "../../x"}'], ("--id-key", "id"), "DAT34", ":1", "could be taken for a path"),
+    ("digits", [b'{"input": "x", "label": %b}' % (b"9" * 1_000_000)], LABELLED, "DAT35", ":1", "1000000 digits"),
+    ("half a character", [b'{"input": "a\\ud800"}'], (), "DAT36", ":1", "lone surrogate U+D800 at character 1"),
 ]  # fmt: skip
 
 
@@ -138,7 +138,7 @@ def test_what_a_file_holds(cli, written, model):
     assert (problem.code, json.loads(problem.out)["problem"]["code"]) == (3, "DAT19")
 
 
-def test_23_28_the_same_content_twice_is_allowed_and_told(cli, written):
+def test_equal_rows_are_allowed_and_counted(cli, written):
     done = cli("data", "check", written([GOOD, GOOD]), "--json")
     assert done.code == 0
     facts = json.loads(done.out)
@@ -146,7 +146,7 @@ def test_23_28_the_same_content_twice_is_allowed_and_told(cli, written):
     assert "goes round 16.0 times" in facts["notes"][0]
 
 
-def test_26_longer_prompts_are_dropped_and_counted(cli, written, model):
+def test_longer_prompts_are_dropped_and_counted(cli, written, model):
     done = cli("data", "check", written([GOOD, b'{"input": "1"}']), *LIMITED, "--hf-checkpoint", model, "--json")
     facts = json.loads(done.out)
     assert (done.code, facts["rows"], facts["prompts"], facts["dropped"]) == (0, 2, 1, {"overlong": 1})
@@ -156,7 +156,7 @@ def test_26_longer_prompts_are_dropped_and_counted(cli, written, model):
     assert json.loads(cut.out)["prompts"] == 2
 
 
-def test_29_a_run_that_must_still_find_its_rows(cli, written, halted, own):
+def test_a_file_is_checked_against_the_rows_of_a_run(cli, written, halted, own):
     assert cli("data", "check", own.path / "my.jsonl", "--input-key", "question", "--run", halted).code == 0
     other = written([b'{"question": "1+1="}'])
     done = cli("data", "check", other, "--input-key", "question", "--run", halted)
@@ -168,7 +168,7 @@ def test_29_a_run_that_must_still_find_its_rows(cli, written, halted, own):
     assert (grown.code, "bytes were appended since the run began" in grown.err) == (0, True)
 
 
-def test_30_parquet_is_checked_like_lines(cli, written, tmp_path):
+def test_parquet_is_checked_like_lines(cli, written, tmp_path):
     path = tmp_path / "rows.parquet"
     parquet.write_table(pyarrow.table({"input": ["1", None], "label": ["a", "b"]}), path)
     done = cli("data", "check", path, *LABELLED)
@@ -179,7 +179,7 @@ def test_30_parquet_is_checked_like_lines(cli, written, tmp_path):
 
 
 @pytest.mark.parametrize("label", ["9" * 4001, "9**9**9", "9^{9^9}", "x = 2 ^ (10^9)"], ids=lambda label: label[:9])
-def test_35_a_label_that_no_grader_should_work_out_is_flagged(cli, written, label):
+def test_a_label_that_no_grader_should_work_out_is_flagged(cli, written, label):
     done = cli(
         "data", "check", written([GOOD, {"input": "x", "label": label}, {"input": "y", "label": "2^3"}]), *LABELLED
     )
@@ -189,7 +189,7 @@ def test_35_a_label_that_no_grader_should_work_out_is_flagged(cli, written, labe
     assert done.err.count("notice: label of") == 1
 
 
-def test_36_unicode_is_counted_as_it_stands(cli, written):
+def test_unicode_is_counted_as_it_stands(cli, written):
     rows = [{"input": text} for text in ("é", "e\u0301", "\u202ea", "👩\u200d👧")]
     facts = json.loads(cli("data", "check", written(rows), "--json").out)
     assert (facts["prompts"], facts["duplicates"]["same_prompt_and_label"]) == (4, 0)
@@ -199,7 +199,7 @@ def test_36_unicode_is_counted_as_it_stands(cli, written):
 KEYS = Keys(input="input", label="", metadata="metadata", tools="", id="")
 
 
-def test_37_a_file_that_vanishes_or_shrinks_while_it_is_checked(written):
+def test_a_file_that_vanishes_or_shrinks_while_it_is_checked_is_an_error(written):
     path = written([GOOD] * 2500)
     with pytest.raises(DataError, match="is gone during the run") as caught:
         survey(open_rows(str(path), max_line_bytes=1024), KEYS, progress=lambda n: n == 1000 and path.unlink())
@@ -210,7 +210,7 @@ def test_37_a_file_that_vanishes_or_shrinks_while_it_is_checked(written):
     assert caught.value.code == "DAT37"
 
 
-def test_38_lines_that_are_appended_while_it_is_checked_are_not_read(written):
+def test_lines_that_are_appended_while_it_is_checked_are_not_read(written):
     path = written([GOOD] * 2500)
 
     def append(number):

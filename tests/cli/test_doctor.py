@@ -156,7 +156,7 @@ def test_memory(monkeypatch, total, status):
     ("limits", "status"), [((256, 1 << 20), "ok"), ((256, 1000), "warn"), ((100, 200), "fail"), ((-1, -1), "ok")]
 )
 def test_open_files_are_judged_by_the_hard_limit(monkeypatch, limits, status):
-    """Case 131: a run raises the soft limit itself; the row has both numbers."""
+    """A run raises the soft limit itself; the row has both numbers."""
     monkeypatch.setattr(checks.resource, "getrlimit", lambda which: limits)
     result = checks.open_files()
     assert result.status == status
@@ -164,7 +164,7 @@ def test_open_files_are_judged_by_the_hard_limit(monkeypatch, limits, status):
 
 
 def test_one_core_is_a_warning(monkeypatch):
-    """Case 132: it works, and says what it costs."""
+    """It works, and says what it costs."""
     monkeypatch.setattr(checks.os, "sched_getaffinity", lambda pid: {0})
     result = checks.processor()
     assert result.status == "warn"
@@ -187,7 +187,7 @@ def test_a_folder_that_cannot_be_written_fails(monkeypatch):
 
 
 def test_small_shared_memory_is_fine(monkeypatch):
-    """Case 131: 64 MiB of /dev/shm, or none."""
+    """64 MiB of /dev/shm, or none."""
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: usage(64 << 20, 0, 0))
     result = checks.shared_memory()
@@ -197,14 +197,13 @@ def test_small_shared_memory_is_fine(monkeypatch):
 
 
 def test_no_ipv6_is_fine(monkeypatch):
-    """Case 131."""
     monkeypatch.setattr(checks.Path, "exists", lambda path: False)
     result = checks.network()
     assert (result.status, "no IPv6" in result.found) == ("ok", True)
 
 
 def test_a_loopback_that_is_down_fails_and_a_run_refuses_it(cli, own, monkeypatch):
-    """Case 131: torch's process groups need it, even one rank's."""
+    """torch's process groups need it, even one rank's."""
 
     def refuse(*args, **kwargs):
         raise OSError(101, "Network is unreachable")
@@ -218,14 +217,12 @@ def test_a_loopback_that_is_down_fails_and_a_run_refuses_it(cli, own, monkeypatc
 
 
 def test_a_read_only_home_is_fine(monkeypatch):
-    """Case 131."""
     monkeypatch.setattr(checks.os, "access", lambda path, mode: False)
     result = checks.home()
     assert (result.status, "read-only" in result.found) == ("ok", True)
 
 
 def test_the_c_locale_is_fine_where_files_are_utf8(monkeypatch):
-    """Case 131."""
     monkeypatch.setenv("LANG", "C")
     monkeypatch.setenv("TZ", "C")
     assert checks.locale().status == "ok"
@@ -234,7 +231,7 @@ def test_the_c_locale_is_fine_where_files_are_utf8(monkeypatch):
 
 
 def test_a_machine_without_a_monotonic_clock_fails(monkeypatch):
-    """Case 128: everything that waits counts on it."""
+    """Everything that waits counts on it."""
     assert checks.clock().status == "ok"
     monkeypatch.setattr(
         checks.time, "get_clock_info", lambda name: SimpleNamespace(monotonic=False, resolution=1, implementation="x")
@@ -264,7 +261,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_a_poor_machine_can_train(own, tmp_path):
-    """Cases 131 and 132: one core, few open files, no network, a home that cannot be written, TZ and LANG = C, all at once."""
+    """One core, few open files, no network, a home that cannot be written, TZ and LANG = C, all at once."""
     alone = subprocess.run(["unshare", "-rn", "true"], check=False, capture_output=True).returncode == 0
     command = [*(["unshare", "-rn"] if alone else []), sys.executable, "-c", POOR]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "ALONE": "1" if alone else ""}
@@ -288,7 +285,7 @@ def test_doctor_and_a_run_ask_for_as_many_open_files(own, monkeypatch):
 
 
 def test_a_run_that_needs_more_memory_than_there_is_is_refused_with_numbers(cli, own, monkeypatch):
-    """Case 132: before anything is loaded, with what is needed for what."""
+    """Before anything is loaded, with what is needed for what."""
     monkeypatch.setattr(preflight, "available_memory", lambda: 512 << 20)
     done = cli("run", *own.flags, "--run-dir", "out")
     assert done.code == 6
@@ -298,7 +295,6 @@ def test_a_run_that_needs_more_memory_than_there_is_is_refused_with_numbers(cli,
 
 
 def test_little_memory_is_a_notice(own, monkeypatch, model):
-    """Case 132."""
     config = load_config(None, ["--hf-checkpoint", str(model), "--device", "cpu", "--dtype", "float32"])
     needed = preflight.needed_memory(config)
     said = []
@@ -355,7 +351,6 @@ def test_a_model_without_weights_is_counted_from_its_config(tmp_path):
 
 
 def test_too_few_open_files_are_refused_with_numbers_and_a_soft_limit_is_raised(monkeypatch):
-    """Case 131: 120 is the catalogue's number of a process that may open no more files."""
     limits = [(100, 200)]
     monkeypatch.setattr(preflight.resource, "getrlimit", lambda which: limits[-1])
     monkeypatch.setattr(preflight.resource, "setrlimit", lambda which, pair: limits.append(pair))

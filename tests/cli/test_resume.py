@@ -104,7 +104,6 @@ def test_evaluations_that_will_be_made_again_are_known(stage, step, due, kept):
 
 
 def test_more_steps_go_on_from_the_end_of_a_finished_run(cli, own, whole):
-    """Case 107, the other way round: num_rollout raised."""
     assert cli("run", *own.flags, "--num-rollout", "3", "--run-dir", "short").code == 0
     assert weights("short") != weights(whole)
     done = cli("run", "--resume", "short", "--num-rollout", "4")
@@ -117,7 +116,7 @@ def test_more_steps_go_on_from_the_end_of_a_finished_run(cli, own, whole):
 
 @pytest.mark.parametrize("steps", [(), ("--num-rollout", "2")], ids=["as many", "fewer"])
 def test_a_finished_run_is_already_finished(cli, whole, steps):
-    """Case 107: exit 0, and nothing is touched."""
+    """Exit 0, and nothing is touched."""
     before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
     done = cli("run", "--resume", whole, *steps, "--json")
     assert done.code == 0
@@ -127,7 +126,7 @@ def test_a_finished_run_is_already_finished(cli, whole, steps):
 
 
 def test_fewer_steps_than_are_done_end_a_stopped_run(cli, halted):
-    """Case 107: lowered below what is done, nothing trains any more; the model is written."""
+    """Lowered below what is done, nothing trains any more; the model is written."""
     done = cli("run", "--resume", halted, "--num-rollout", "1")
     assert done.code == 0, done.err
     assert info(halted)["version"] == 2
@@ -136,7 +135,7 @@ def test_fewer_steps_than_are_done_end_a_stopped_run(cli, halted):
 
 
 def test_without_a_checkpoint_it_starts_again_from_the_ledger_and_says_so(cli, halted, whole):
-    """Case 14: what was recorded is not sampled again."""
+    """What was recorded is not sampled again."""
     shutil.rmtree(halted / "checkpoints")
     done = cli("run", "--resume", halted)
     assert done.code == 0, done.err
@@ -147,7 +146,7 @@ def test_without_a_checkpoint_it_starts_again_from_the_ledger_and_says_so(cli, h
 
 
 def test_without_checkpoint_and_samples_there_is_nothing_to_resume(cli, halted):
-    """Case 14: never a silent fresh start."""
+    """Never a silent fresh start."""
     shutil.rmtree(halted / "checkpoints")
     for path in halted.glob("ledger.sqlite*"):
         path.unlink()
@@ -168,7 +167,7 @@ def test_what_is_no_run_cannot_be_resumed(cli, tmp_path):
 
 
 def test_auto_says_that_it_starts_afresh_and_later_what_it_resumes(cli, own, whole, monkeypatch):
-    """Case 14: `--resume auto` is explicit both ways."""
+    """`--resume auto` is explicit both ways."""
     monkeypatch.setenv("HALT", "main/4-0")
     first = cli("run", *own.flags, "--resume", "auto")
     assert (first.code, first.out) == (75, "")
@@ -240,7 +239,6 @@ def test_options_that_mean_nothing_together_are_refused(cli, words, part):
 
 
 def test_changed_keys_are_shown_and_unsafe_ones_refused(cli, halted, whole):
-    """Case 13."""
     before = (halted / "config.toml").read_bytes()
     done = cli("run", "--resume", halted, "--lr", "0.5", "--n-samples-per-prompt", "4", "--save-interval", "3")
     assert done.code == 2
@@ -254,7 +252,7 @@ def test_changed_keys_are_shown_and_unsafe_ones_refused(cli, halted, whole):
 
 
 def test_safe_keys_pass_and_keep_the_weights(cli, halted, whole):
-    """Case 13: what does not train may change."""
+    """What does not train may change."""
     done = cli("run", "--resume", halted, "--save-interval", "1", "--rollout-slots", "3", "--name", "other")
     assert done.code == 0, done.err
     assert 'name                   "run" -> "other"' in done.err
@@ -263,7 +261,7 @@ def test_safe_keys_pass_and_keep_the_weights(cli, halted, whole):
 
 
 def test_a_forced_key_goes_on_as_another_experiment(cli, halted, whole):
-    """Case 13: --force-key."""
+    """--force-key."""
     done = cli("run", "--resume", halted, "--lr", "0.5", "--force-key", "lr")
     assert done.code == 0, done.err
     assert "0.01 -> 0.5" in done.err
@@ -286,7 +284,6 @@ def test_another_split_of_the_same_mathematics_passes_with_a_notice(cli, halted)
 
 
 def test_a_changed_data_set_is_refused_with_both_fingerprints(cli, own, halted, whole):
-    """Case 29."""
     rows = (own.path / "my.jsonl").read_text()
     (own.path / "my.jsonl").write_text(rows.replace('"0+0="', '"0+9="'))
     done = cli("run", "--resume", halted)
@@ -300,7 +297,7 @@ def test_a_changed_data_set_is_refused_with_both_fingerprints(cli, own, halted, 
 
 
 def test_rows_that_were_appended_are_not_seen_by_the_run(cli, own, halted, whole):
-    """Case 38: the fingerprint pins the bytes that the run began with."""
+    """The fingerprint pins the bytes that the run began with."""
     with (own.path / "my.jsonl").open("a") as file:
         file.write(json.dumps({"question": "9+9=", "answer": "18"}) + "\n")
     done = cli("run", "--resume", halted)
@@ -309,7 +306,7 @@ def test_rows_that_were_appended_are_not_seen_by_the_run(cli, own, halted, whole
 
 
 def test_a_run_in_use_is_not_resumed(cli, halted):
-    """Case 16: two processes never share a run."""
+    """Two processes never share a run."""
     with RunDir.reopen(halted):
         done = cli("run", "--resume", halted)
     assert done.code == 2

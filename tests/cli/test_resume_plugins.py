@@ -60,7 +60,6 @@ def info(path):
 
 
 def test_an_edited_function_is_refused_unless_forced(cli, own, halted):
-    """Case 65, for a function by path."""
     with (own.path / "judge.py").open("a") as file:
         file.write("\n# better\n")
     done = cli("run", "--resume", halted)
@@ -106,7 +105,7 @@ def test_a_plugins_state_comes_back(cli, kept):
 
 
 def test_an_upgraded_plugin_is_refused_with_both_versions_and_migrates_when_forced(cli, kept):
-    """Case 65: `load` gets what the old version saved."""
+    """`load` gets what the old version saved."""
     path, site = kept
     upgrade(site, "self.told = 100 * state['told']")
     done = cli("run", "--resume", path)
@@ -120,7 +119,7 @@ def test_an_upgraded_plugin_is_refused_with_both_versions_and_migrates_when_forc
 
 
 def test_a_removed_plugin_is_refused_by_name(cli, kept):
-    """Case 65: a plugin that is gone."""
+    """A plugin that is gone."""
     path, site = kept
     shutil.rmtree(site / "dist_keeping-1.0.dist-info")
     done = cli("run", "--resume", path)

@@ -170,7 +170,7 @@ def phases(install_plugin):
 def test_sigterm_in_any_phase_ends_with_a_checkpoint_and_goes_on_exactly(
     cli, own, phases, whole, monkeypatch, phase, versions
 ):
-    """Case 123: init, evaluation, rollout, reward, journal, step, figures, checkpoint; exit 75, and the same weights."""
+    """init, evaluation, rollout, reward, journal, step, figures, checkpoint; exit 75, and the same weights."""
     before = left_behind()
     monkeypatch.setenv("STOP_IN", phase)
     flags = (*own.flags, *phases, "--eval-prompt-data", "held", own.path / "my.jsonl@[0:2]")
@@ -194,7 +194,7 @@ def test_sigterm_in_any_phase_ends_with_a_checkpoint_and_goes_on_exactly(
 
 
 def test_sigterm_before_there_is_a_run_ends_with_143(cli, own, install_plugin, monkeypatch):
-    """Case 123: while plugins are imported there is nothing to keep, and nothing is made."""
+    """While plugins are imported there is nothing to keep, and nothing is made."""
     install_plugin("early", "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n" + "x = 1\n" * 3)
     done = cli("run", *own.flags, "--plugin", "early", "--run-dir", "cut")
     assert done.code == 143
@@ -204,7 +204,7 @@ def test_sigterm_before_there_is_a_run_ends_with_143(cli, own, install_plugin, m
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGHUP", 75)])
 def test_other_signals_checkpoint_too(cli, own, phases, whole, monkeypatch, name, code):
-    """Cases 122 and 127: Ctrl-C once, and a terminal that goes away."""
+    """Ctrl-C once, and a terminal that goes away."""
     monkeypatch.setenv("STOP_IN", f"rollout 6 {name}")
     done = cli("run", *own.flags, *phases, "--run-dir", "cut")
     monkeypatch.delenv("STOP_IN")
@@ -224,7 +224,7 @@ def test_handlers_are_put_back():
 
 
 def test_a_signal_that_is_ignored_stays_ignored():
-    """Case 127: nohup ignores SIGHUP, a shell ignores SIGINT of its background jobs."""
+    """nohup ignores SIGHUP, a shell ignores SIGINT of its background jobs."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with Signals() as signals, signals.asking(stop := Stop()):
@@ -260,7 +260,7 @@ def begin(own, tmp_path, *more, **env):
     ],
 )
 def test_the_second_signal_ends_at_once_and_leaves_nothing(own, tmp_path, phases, number, ranks, code, status):
-    """Cases 122 and 123: a run that cannot stop in order ends all the same; nothing of it is left on the machine.
+    """A run that cannot stop in order ends all the same; nothing of it is left on the machine.
 
     Before that it says where it hangs, when SIGUSR1 asks.
     """
@@ -289,7 +289,7 @@ def test_the_second_signal_ends_at_once_and_leaves_nothing(own, tmp_path, phases
 
 
 def test_a_run_that_was_stopped_and_continued_has_the_same_weights(own, tmp_path, whole):
-    """Case 125: the stop is longer than the reward's deadline, and no group is dropped or made twice for it."""
+    """The stop is longer than the reward's deadline, and no group is dropped or made twice for it."""
     process = begin(own, tmp_path, "--reward-timeout", "1", HALT="main/4-0 SIGSTOP")
     _, status = os.waitpid(process.pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status)
@@ -302,7 +302,7 @@ def test_a_run_that_was_stopped_and_continued_has_the_same_weights(own, tmp_path
 
 
 def test_a_run_goes_on_when_nobody_reads_what_it_says(own, tmp_path, whole):
-    """Case 126: stdout and stderr are closed pipes; the talk is in log/run.log."""
+    """stdout and stderr are closed pipes; the talk is in log/run.log."""
     process = begin(own, tmp_path)
     process.stdout.close()
     process.stderr.close()
@@ -313,7 +313,7 @@ def test_a_run_goes_on_when_nobody_reads_what_it_says(own, tmp_path, whole):
 
 
 def test_a_clock_that_jumps_changes_nothing(cli, own, whole, monkeypatch):
-    """Case 128: a day forward, a day back, at every look."""
+    """A day forward, a day back, at every look."""
     real, jumps = time.time, iter(range(10**9))
     monkeypatch.setattr(time, "time", lambda: real() + 86_400 * (-1) ** next(jumps))
     assert cli("run", *own.flags, "--run-dir", "cut").code == 0
@@ -329,7 +329,7 @@ ALLOWED = {
 
 
 def test_no_code_of_ours_compares_wall_clocks():
-    """Case 128: durations and deadlines are monotonic; a time of day is written, never read."""
+    """Durations and deadlines are monotonic; a time of day is written, never read."""
     clocks = {
         "time.time",
         "time.time_ns",

@@ -139,7 +139,7 @@ def test_a_hook_that_holds_the_interpreter_is_ended_at_its_limit_and_named_with_
 def test_a_hook_that_loops_on_the_event_loop_is_ended_at_its_limit_and_named_with_its_line(
     driver, tmp_path, way, function
 ):
-    """Case 60: where asyncio cannot run, because the hook holds its loop."""
+    """Where asyncio cannot run, because the hook holds its loop."""
     process, run_dir = driver(way, 0.5, 0)
     _, said = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL
@@ -152,7 +152,7 @@ def test_a_hook_that_loops_on_the_event_loop_is_ended_at_its_limit_and_named_wit
 
 @pytest.mark.parametrize("way", ["blocks", pytest.param("waits", marks=pytest.mark.nightly)])
 def test_a_blocking_call_in_an_async_hook_is_named_with_its_line_and_one_that_waits_is_not(driver, tmp_path, way):
-    """Case 68: a line on the terminal and in the log with plugin, hook and line; not an error."""
+    """A line on the terminal and in the log with plugin, hook and line; not an error."""
     process, run_dir = driver(way, 600, 0)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 0, said

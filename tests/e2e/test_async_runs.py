@@ -192,7 +192,7 @@ def test_a_free_run_whose_engine_was_killed_replays_what_was_recorded(work):
 
 @pytest.mark.nightly
 def test_a_killed_rank_is_named_at_once_and_the_others_end(work, capfd):
-    """Case 105: exit 6 with TRN105, a whole ledger, no process left; the run goes on when it is resumed."""
+    """Exit 6 with TRN105, a whole ledger, no process left; the run goes on when it is resumed."""
     run = _run(work, "rank", "--actor-num-gpus-per-node", "2", code=6, kill=f"{RANK} 9")
     told = capfd.readouterr().err
     assert "TRN105" in told
@@ -209,7 +209,7 @@ def test_a_killed_rank_is_named_at_once_and_the_others_end(work, capfd):
 
 @pytest.mark.nightly
 def test_a_killed_driver_leaves_no_child(work):
-    """Case 130: the kernel ends the engine and the ranks with the process that started them."""
+    """The kernel ends the engine and the ranks with the process that started them."""
     (work / "kill").write_text("driver 9 driver")
     words = _flags(work, *AHEAD, "--actor-num-gpus-per-node", "2", "--run-dir", work / "driver")
     driver = subprocess.run(

@@ -117,7 +117,7 @@ def states(cwd):
 
 
 def test_a_reward_that_cannot_be_ended_ends_the_run_with_its_stack_and_the_process_exits(train):
-    """Case 60: whatever the policy, in a real process."""
+    """Whatever the policy, in a real process."""
     cwd, done = train(HANGS, "--reward-timeout", "1", "--on-plugin-error", "drop", slime=alone)
     assert done.returncode == 4, done.stderr
     assert "error PLG60  custom_rm_path.slime_reward did not answer in 1 s for prompt 'main/" in done.stderr
@@ -139,7 +139,7 @@ def test_a_reward_that_cannot_be_ended_ends_the_run_with_its_stack_and_the_proce
 def test_a_run_goes_on_to_the_same_weights_when_its_file_is_back_or_its_reward_spares_it(
     forked_slime, train, whole, harm, code, told, place
 ):
-    """Cases 37 and 62: nothing is lost or done twice."""
+    """Nothing is lost or done twice."""
     cwd, done = train(REWARD.format(harm=HARM[harm], nth=6))
     assert done.returncode == code, done.stderr
     assert told in done.stderr
@@ -154,7 +154,7 @@ def test_a_run_goes_on_to_the_same_weights_when_its_file_is_back_or_its_reward_s
 
 @pytest.mark.nightly
 def test_a_run_whose_reward_changes_the_working_folder_is_the_same(train, whole):
-    """Case 62: no path of a run is relative once it has begun."""
+    """No path of a run is relative once it has begun."""
     cwd, done = train(REWARD.format(harm=HARM["moves"], nth=2))
     assert done.returncode == 0, done.stderr
     assert weights(cwd) == weights(whole)

@@ -177,7 +177,7 @@ def test_a_rank_on_the_other_gpu_receives_every_update(tmp_path, monkeypatch, fi
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="not proven: needs two GPUs")
 def test_a_rank_that_dies_in_the_middle_ends_the_broadcast(tmp_path):
-    """Case 86: NCCL itself would wait."""
+    """NCCL itself would wait."""
     env = {**os.environ, "SLIME_PEER_DEVICE": "cuda:1"}
     peer = subprocess.Popen(
         [sys.executable, str(PEER)], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -208,7 +208,7 @@ def storm(service, groups, kills, seed=0):
 
 
 def test_a_service_killed_in_a_storm_loses_and_doubles_nothing(service):
-    """Case 124: SIGKILL in the middle of asks, claims, writes and acknowledgements; the clients go on."""
+    """SIGKILL in the middle of asks, claims, writes and acknowledgements; the clients go on."""
     made = storm(service, groups=16, kills=3)
     assert set(made.seen) == {*made.names, *made.pushed}
 
@@ -220,7 +220,7 @@ def test_a_service_killed_forty_times_loses_and_doubles_nothing(service, seed):
 
 
 def test_sigterm_ends_the_service_in_order_with_claims_waiting(service):
-    """Case 123: waiting requests are answered, the socket is freed, nothing is left of the process."""
+    """Waiting requests are answered, the socket is freed, nothing is left of the process."""
 
     async def body():
         async with BufferClient(service.url, TOKEN) as client:
@@ -242,7 +242,6 @@ def test_sigterm_ends_the_service_in_order_with_claims_waiting(service):
 
 
 def test_one_folder_has_one_service(service, tmp_path):
-    """Case 116."""
     second = start("buffer", "serve", service.folder, cwd=tmp_path)
     out, err = second.communicate(timeout=60)
     assert second.returncode == 7
@@ -324,7 +323,7 @@ def test_a_run_trains_on_what_another_process_makes(service, work, forked_slime)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("point", ["ledger.finish.after:3", "loop.stepped:2", "ledger.trained.after:2"])
 def test_a_killed_run_ends_in_the_same_weights_and_asks_for_nothing_twice(service, work, point):
-    """Cases 123 and 124: the run is killed, the service too; the generator goes on, and the run is resumed."""
+    """The run is killed, the service too; the generator goes on, and the run is resumed."""
     with generating(service, work):
         code, err = run(service, "whole", work)
         assert code == 0, err

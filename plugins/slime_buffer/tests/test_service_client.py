@@ -38,7 +38,7 @@ def road(world, *happens, deadline=5.0):
 
 
 def test_an_answer_that_was_lost_is_asked_for_again_and_nothing_happens_twice(serving, row):
-    """Cases 77 and 87: a cut answer is a transport error; the ids make the repeat harmless."""
+    """A cut answer is a transport error; the ids make the repeat harmless."""
 
     async def body():
         async with serving() as world:
@@ -61,7 +61,7 @@ def test_an_answer_that_was_lost_is_asked_for_again_and_nothing_happens_twice(se
 
 
 def test_a_full_queue_is_waited_for_as_long_as_it_says(serving, row):
-    """Case 74: 429 with Retry-After; nothing is lost, the writer waits."""
+    """429 with Retry-After; nothing is lost, the writer waits."""
 
     async def body():
         async with serving(limits=BufferLimits(unread=1)) as world:
@@ -82,8 +82,6 @@ def test_a_full_queue_is_waited_for_as_long_as_it_says(serving, row):
 
 @pytest.mark.parametrize("status", [500, 502, 503])
 def test_a_failing_service_is_tried_again_until_the_deadline(serving, status):
-    """Case 75."""
-
     async def body():
         async with serving() as world:
             failing = [httpx.Response(status, content=_refusal()) for _ in range(99)]
@@ -101,8 +99,6 @@ def test_a_failing_service_is_tried_again_until_the_deadline(serving, status):
 
 
 def test_a_service_that_is_away_is_told_with_its_address(serving):
-    """Case 69."""
-
     async def body():
         async with serving() as world:
             gone = [httpx.ConnectError("refused") for _ in range(99)]
@@ -117,8 +113,6 @@ def test_a_service_that_is_away_is_told_with_its_address(serving):
 
 
 def test_a_refused_token_and_a_refused_body_are_not_tried_again(serving):
-    """Cases 72 and 73."""
-
     async def body():
         async with serving() as world:
             way = Road(httpx.ASGITransport(world.app))
@@ -151,8 +145,6 @@ def test_a_refused_token_and_a_refused_body_are_not_tried_again(serving):
     ids=["html", "404", "another version", "redirect", "null"],
 )
 def test_a_stranger_on_the_port_is_told_with_what_it_says(serving, answer):
-    """Cases 71 and 78."""
-
     async def body():
         async with serving() as world:
             client, way = road(world, answer)
@@ -166,7 +158,6 @@ def test_a_stranger_on_the_port_is_told_with_what_it_says(serving, answer):
 
 
 def test_proxies_of_the_environment_are_not_asked(monkeypatch):
-    """Case 92."""
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
 
@@ -180,7 +171,7 @@ def test_proxies_of_the_environment_are_not_asked(monkeypatch):
 
 
 def test_a_service_that_never_ends_its_answer_meets_the_deadline():
-    """Case 76: slow bytes do not reset the deadline."""
+    """Slow bytes do not reset the deadline."""
 
     async def body():
         ended = asyncio.Event()

@@ -87,7 +87,7 @@ def test_a_trajectory_of_several_sequences_keeps_one_rollout_id(serving, row):
 
 
 def test_writes_that_nobody_asked_for_are_refused_row_by_row(serving, row):
-    """Case 88: a reply for an unknown id is refused and counted; its neighbours are stored."""
+    """A reply for an unknown id is refused and counted; its neighbours are stored."""
 
     async def body():
         async with serving() as world:

@@ -57,7 +57,7 @@ def test_groups_are_made_and_written_sample_by_sample(serving, working):
 
 
 def test_what_raises_is_tried_again_and_then_told_as_failed(serving, working):
-    """Case 56 elsewhere: the exception is the sample's, and never a reward of 0."""
+    """The exception is the sample's, and never a reward of 0."""
 
     async def body():
         async with serving() as world:

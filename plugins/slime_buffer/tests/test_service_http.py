@@ -78,7 +78,7 @@ def test_a_large_body_is_refused_before_it_is_read(serving):
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(serving, monkeypatch):
-    """Case 76: a total deadline, not one a read."""
+    """A total deadline, not one a read."""
     monkeypatch.setattr(guard, "BODY_SECONDS", 0.05)
 
     async def body():
@@ -176,7 +176,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("change", "told"), WRONG.values(), ids=WRONG)
 def test_a_sequence_that_training_could_not_use_is_refused(serving, change, told):
-    """Cases 44, 79, 80: lists of one length, ids in range, finite log-probs, a version for what trains."""
+    """Lists of one length, ids in range, finite log-probs, a version for what trains."""
 
     async def body():
         async with serving() as world:
@@ -218,7 +218,7 @@ def test_other_methods_and_paths_are_told_in_the_same_form(serving):
 
 
 def test_a_full_disk_is_a_503_with_its_code_and_changes_nothing(serving):
-    """Case 109 at the buffer: SQLite's own limit of pages stands for the disk's."""
+    """SQLite's own limit of pages stands for the disk's."""
 
     async def body():
         async with serving() as world:

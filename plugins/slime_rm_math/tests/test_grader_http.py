@@ -206,8 +206,6 @@ def test_an_answer_cannot_close_its_own_marks():
 
 
 def test_a_sample_that_the_reward_model_does_not_judge_is_dropped_and_its_neighbours_train():
-    """Case 94 of the list of bad inputs, as the run sees it."""
-
     async def ask(address):
         keys = {"rm_url": address, "rm_retries": 0}
         config = Config(plugins=("rm_math",), reward=RewardSection(rm_type="remote_rm"), plugin={"rm_math": keys})

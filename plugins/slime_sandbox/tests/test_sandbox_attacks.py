@@ -1,4 +1,4 @@
-"""What candidates may not do, tried from inside: row 138, and the ways in which peers' graders were beaten. Each is counted."""
+"""What candidates may not do, tried from inside, with the ways in which peers' graders were beaten. Each is counted."""
 
 import asyncio
 import os

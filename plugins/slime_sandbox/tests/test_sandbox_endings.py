@@ -1,4 +1,4 @@
-"""How candidates end: rows 135 to 137 and 139 of the catalogue. Whatever they do, the outcome says so and nothing is left."""
+"""How candidates end: whatever they do, the outcome says so and nothing is left."""
 
 import os
 

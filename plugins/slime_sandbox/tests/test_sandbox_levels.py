@@ -1,4 +1,4 @@
-"""Which level a machine gives to whom: row 134. Real users, real refusals of the kernel, the real door."""
+"""Which level a machine gives to whom. Real users, real refusals of the kernel, the real door."""
 
 import asyncio
 import json

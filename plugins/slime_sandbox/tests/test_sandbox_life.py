@@ -1,4 +1,4 @@
-"""What happens to candidates when something else fails: the driver, the fork server, the machine's supply. Rows 130 and 140."""
+"""What happens to candidates when something else fails: the driver, the fork server, the machine's supply."""
 
 import asyncio
 import json

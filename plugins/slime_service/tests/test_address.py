@@ -49,7 +49,7 @@ def test_other_hosts_need_a_token_of_the_users_own(tmp_path, host):
 
 
 def test_one_folder_has_one_service_and_a_taken_port_is_told(tmp_path):
-    """Cases 116 and 70: the kernel's lock, and a socket that is bound and held."""
+    """The kernel's lock, and a socket that is bound and held."""
     with locked(tmp_path):
         with pytest.raises(StorageError) as held:
             with locked(tmp_path):

@@ -199,20 +199,20 @@ def _echo(answer):
 
 
 BROKEN = [reset, vanish, cut_body, cut_chunk, half_json, short_length, long_length, gzip_garbage]
-"""Case 77: what is lost on the way."""
+"""Answers that are lost on the way."""
 
 REJECTED = {
-    "79 fewer log-probs": (in_meta(output_token_logprobs=lambda old: old[:-1]), "ENG79"),
-    "79 no log-probs": (in_meta(output_token_logprobs=None), "ENG79"),
-    "80 NaN": (log_prob(float("nan")), "ENG80"),
-    "80 null": (log_prob(None), "ENG80"),
-    "80 above zero": (log_prob(0.25), "ENG80"),
-    "80 minus infinity": (log_prob(float("-inf")), "ENG80"),
-    "82 more tokens": (rewrite(_one_more), "ENG82"),
-    "82 prompt echoed": (rewrite(_echo), "ENG82"),
-    "83 no version": (in_meta(weight_version=None, weight_versions=None), "ENG83"),
-    "83 older": (in_meta(weight_version="3.6", weight_versions=None), "ENG83"),
-    "83 newer": (in_meta(weight_version="3.8", weight_versions=None), "ENG83"),
-    "83 of another epoch": (in_meta(weight_version="2.7", weight_versions=None), "ENG83"),
+    "fewer log-probs": (in_meta(output_token_logprobs=lambda old: old[:-1]), "ENG79"),
+    "no log-probs": (in_meta(output_token_logprobs=None), "ENG79"),
+    "NaN": (log_prob(float("nan")), "ENG80"),
+    "null": (log_prob(None), "ENG80"),
+    "above zero": (log_prob(0.25), "ENG80"),
+    "minus infinity": (log_prob(float("-inf")), "ENG80"),
+    "more tokens": (rewrite(_one_more), "ENG82"),
+    "prompt echoed": (rewrite(_echo), "ENG82"),
+    "no version": (in_meta(weight_version=None, weight_versions=None), "ENG83"),
+    "older": (in_meta(weight_version="3.6", weight_versions=None), "ENG83"),
+    "newer": (in_meta(weight_version="3.8", weight_versions=None), "ENG83"),
+    "of another epoch": (in_meta(weight_version="2.7", weight_versions=None), "ENG83"),
 }
 """Answers that cannot be, to a request of tokens 3, 4, 12 for 8 tokens where version 7 of epoch 3 alone may serve."""

@@ -120,7 +120,7 @@ def test_a_server_that_never_joins_ends_the_transfer_at_the_deadline_with_a_word
 
 
 def test_a_server_that_gives_up_ends_the_transfer_at_once():
-    """Case 86: what the server's side writes into the store is the error here."""
+    """What the server's side writes into the store is the error here."""
     sender = nccl.BroadcastSender(torch.device("cpu"))
     handle, _ = sent(sender, tensors_of(), route())
     store = nccl.open_store(handle["address"], timeout=5)
@@ -133,7 +133,7 @@ def test_a_server_that_gives_up_ends_the_transfer_at_once():
 
 
 def test_a_server_that_dies_between_buckets_is_told_to_all_and_its_group_is_not_used_again(peer, tmp_path):
-    """Case 86, and a partial bucket: the first of three has arrived."""
+    """A partial bucket: the first of three has arrived."""
     sender, victim = nccl.BroadcastSender(torch.device("cpu")), Peer()
     handle, _ = sent(sender, tensors_of(), route())
     victim.tell("join", handle, 1)
@@ -181,7 +181,7 @@ def test_the_group_before_is_destroyed_when_the_servers_change(peer, tmp_path):
 
 
 def test_a_group_whose_peer_died_is_destroyed_too(peer, tmp_path):
-    """Case 86: nothing of it stays until the end of the run."""
+    """Nothing of it stays until the end of the run."""
     sender, victim = nccl.BroadcastSender(torch.device("cpu")), Peer()
     broken = joined(sender, victim, tmp_path, "of the dead")
     victim.process.kill()

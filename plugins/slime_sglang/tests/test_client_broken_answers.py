@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("short_pauses")]
 
 
 @pytest.mark.parametrize("spoiled", [faults.slow, faults.hang])
-def test_case_76_the_deadline_is_of_the_whole_answer(spoiled):
-    """Case 76: timeout mid-body; slow-loris: every read is quick, the answer never ends."""
+def test_the_deadline_is_of_the_whole_answer(spoiled):
+    """Timeout mid-body; slow-loris: every read is quick, the answer never ends."""
 
     async def main():
         async with both(timeout=1.5) as (client, proxy, server):
@@ -30,8 +30,8 @@ def test_case_76_the_deadline_is_of_the_whole_answer(spoiled):
 
 
 @pytest.mark.parametrize("spoiled", BROKEN, ids=lambda fault: fault.__name__)
-def test_case_77_an_answer_that_was_lost_on_the_way_is_asked_for_again(spoiled):
-    """Case 77: truncated JSON, chunked cut, wrong Content-Length, gzip garbage: transport errors."""
+def test_an_answer_that_was_lost_on_the_way_is_asked_for_again(spoiled):
+    """Truncated JSON, chunked cut, wrong Content-Length, gzip garbage: transport errors."""
 
     async def main():
         async with both() as (client, proxy, server):
@@ -45,8 +45,8 @@ def test_case_77_an_answer_that_was_lost_on_the_way_is_asked_for_again(spoiled):
     asyncio.run(main())
 
 
-def test_case_77_the_old_try_is_over_before_the_next_begins():
-    """Case 77: the connection breaks while the server computes: its request is aborted there, not left to run."""
+def test_the_old_try_is_over_before_the_next_begins():
+    """The connection breaks while the server computes: its request is aborted there, not left to run."""
 
     async def main():
         async with held() as (client, proxy, server):
@@ -62,8 +62,8 @@ def test_case_77_the_old_try_is_over_before_the_next_begins():
 
 
 @pytest.mark.parametrize("said", [b"", b"null", b"{}", b"[]", b'{"output_ids": [], "meta_info": null}'])
-def test_case_78_an_empty_answer_is_another_service(said):
-    """Case 78: 200 with empty or null output."""
+def test_an_empty_answer_is_another_service(said):
+    """200 with empty or null output."""
 
     async def main():
         async with both() as (client, proxy, _):
@@ -75,8 +75,8 @@ def test_case_78_an_empty_answer_is_another_service(said):
 
 
 @pytest.mark.parametrize("case", REJECTED)
-def test_cases_79_to_83_an_impossible_answer_is_rejected_and_counted(case):
-    """Cases 79, 80, 82, 83: the answer is not asked for again here; the engine may go to another server."""
+def test_an_impossible_answer_is_rejected_and_counted(case):
+    """The answer is not asked for again here; the engine may go to another server."""
     spoiled, code = REJECTED[case]
 
     async def main():
@@ -90,8 +90,8 @@ def test_cases_79_to_83_an_impossible_answer_is_rejected_and_counted(case):
     asyncio.run(main())
 
 
-def test_case_81_an_unknown_end_and_an_abort_nobody_asked_for_are_asked_again():
-    """Case 81: finish_reason unknown, abort with 0 tokens: re-queued, attempt + 1."""
+def test_an_unknown_end_and_an_abort_nobody_asked_for_are_asked_again():
+    """``finish_reason`` unknown, abort with 0 tokens: re-queued, attempt + 1."""
 
     async def main():
         async with both() as (client, proxy, server):
@@ -106,7 +106,7 @@ def test_case_81_an_unknown_end_and_an_abort_nobody_asked_for_are_asked_again():
     asyncio.run(main())
 
 
-def test_case_81_an_abort_nobody_asked_for_that_brings_tokens_is_a_piece():
+def test_an_abort_nobody_asked_for_that_brings_tokens_is_a_piece():
     async def main():
         async with held() as (client, _, server):
             task = asyncio.create_task(ask(client))
@@ -117,8 +117,8 @@ def test_case_81_an_abort_nobody_asked_for_that_brings_tokens_is_a_piece():
     asyncio.run(main())
 
 
-def test_case_83_a_version_that_is_loaded_meanwhile_is_allowed():
-    """Case 83: ``high`` is asked when the answer is there."""
+def test_a_version_that_is_loaded_meanwhile_is_allowed():
+    """``high`` is asked when the answer is there."""
 
     async def main():
         newest = [7]
@@ -132,8 +132,8 @@ def test_case_83_a_version_that_is_loaded_meanwhile_is_allowed():
     asyncio.run(main())
 
 
-def test_case_87_the_late_answer_of_an_earlier_try_is_ignored_and_counted():
-    """Case 87: duplicate reply (retry raced): the first try's answer comes after the second try was sent."""
+def test_the_late_answer_of_an_earlier_try_is_ignored_and_counted():
+    """Duplicate reply (retry raced): the first try's answer comes after the second try was sent."""
 
     async def main():
         async with both() as (client, proxy, server):
@@ -147,8 +147,8 @@ def test_case_87_the_late_answer_of_an_earlier_try_is_ignored_and_counted():
     asyncio.run(main())
 
 
-def test_case_88_an_answer_to_no_request_of_ours_is_ignored_and_counted():
-    """Case 88: reply for unknown uid."""
+def test_an_answer_to_no_request_of_ours_is_ignored_and_counted():
+    """Reply for unknown uid."""
 
     async def main():
         async with both() as (client, proxy, _):
@@ -162,8 +162,8 @@ def test_case_88_an_answer_to_no_request_of_ours_is_ignored_and_counted():
 
 
 @pytest.mark.parametrize("spoiled", [faults.huge, faults.endless])
-def test_case_91_a_huge_answer_is_not_read_to_its_end(spoiled, monkeypatch):
-    """Case 91: huge reply (1 GB): stated, and without end."""
+def test_a_huge_answer_is_not_read_to_its_end(spoiled, monkeypatch):
+    """Huge reply (1 GB): stated, and without end."""
     monkeypatch.setattr(client_module, "REPLY_BYTES", 1 << 16)
 
     async def main():
@@ -190,8 +190,8 @@ async def forgetful(reader, writer):
     writer.close()
 
 
-def test_case_77_what_cannot_be_sent_twice_goes_over_a_connection_of_its_own():
-    """Case 77: a kept connection that the server has closed by now; what it was to carry is not known to have begun."""
+def test_what_cannot_be_sent_twice_goes_over_a_connection_of_its_own():
+    """A kept connection that the server has closed by now; what it was to carry is not known to have begun."""
 
     async def main():
         async with await asyncio.start_server(forgetful, "127.0.0.1", 0) as server:

@@ -17,8 +17,8 @@ from slime_sglang.client import ServerFault
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("short_pauses")]
 
 
-def test_case_69_a_refused_connection_names_the_url_after_bounded_tries():
-    """Case 69: connection refused at start."""
+def test_a_refused_connection_names_the_url_after_bounded_tries():
+    """Connection refused at start."""
 
     async def main():
         url = f"http://127.0.0.1:{closed_port()}"
@@ -33,8 +33,8 @@ def test_case_69_a_refused_connection_names_the_url_after_bounded_tries():
     asyncio.run(main())
 
 
-def test_case_69_a_server_that_comes_up_meanwhile_is_found():
-    """Case 69: nothing was sent, so asking again is safe and costs no abort."""
+def test_a_server_that_comes_up_meanwhile_is_found():
+    """Nothing was sent, so asking again is safe and costs no abort."""
 
     async def main():
         async with both(retries=1000) as (client, proxy, server):
@@ -50,8 +50,8 @@ def test_case_69_a_server_that_comes_up_meanwhile_is_found():
     asyncio.run(main())
 
 
-def test_case_71_another_service_is_quoted():
-    """Case 71: wrong service on the port (HTML 200)."""
+def test_another_service_is_quoted():
+    """Wrong service on the port (HTML 200)."""
 
     async def main():
         async with both() as (client, proxy, server):
@@ -67,8 +67,8 @@ def test_case_71_another_service_is_quoted():
     asyncio.run(main())
 
 
-def test_case_72_a_prompt_that_the_server_finds_too_long_is_not_asked_again():
-    """Case 72: HTTP 400 (prompt too long)."""
+def test_a_prompt_that_the_server_finds_too_long_is_not_asked_again():
+    """HTTP 400 (prompt too long)."""
     said = b'{"error": {"message": "The input (70 tokens) is longer than the model\'s context length (64 tokens)."}}'
 
     async def main():
@@ -88,8 +88,8 @@ def test_case_72_a_prompt_that_the_server_finds_too_long_is_not_asked_again():
 
 
 @pytest.mark.parametrize("code", [401, 403])
-def test_case_73_a_refused_token_is_not_asked_again_and_not_shown(code):
-    """Case 73: 401 and 403: a hint, no retry."""
+def test_a_refused_token_is_not_asked_again_and_not_shown(code):
+    """401 and 403: a hint, no retry."""
 
     async def main():
         async with both() as (client, proxy, _):
@@ -105,7 +105,7 @@ def test_case_73_a_refused_token_is_not_asked_again_and_not_shown(code):
     asyncio.run(main())
 
 
-def test_case_73_a_wrong_token_is_refused():
+def test_a_wrong_token_is_refused():
     async def main():
         async with both(token="another") as (client, _, _):
             assert (await error_of(ask(client))).code == "ENG73"
@@ -114,8 +114,8 @@ def test_case_73_a_wrong_token_is_refused():
 
 
 @pytest.mark.parametrize("code", [429, 503])
-def test_case_74_a_busy_server_is_asked_again_a_bounded_number_of_times(code):
-    """Case 74: 429 and 503: nothing was begun, so no abort is sent."""
+def test_a_busy_server_is_asked_again_a_bounded_number_of_times(code):
+    """429 and 503: nothing was begun, so no abort is sent."""
 
     async def main():
         async with both() as (client, proxy, server):
@@ -129,8 +129,8 @@ def test_case_74_a_busy_server_is_asked_again_a_bounded_number_of_times(code):
     asyncio.run(main())
 
 
-def test_case_74_retry_after_is_waited_for_within_the_deadline():
-    """Case 74: Retry-After."""
+def test_retry_after_is_waited_for_within_the_deadline():
+    """Retry-After."""
 
     async def main():
         async with both(timeout=50.0) as (client, proxy, _):
@@ -146,8 +146,8 @@ def test_case_74_retry_after_is_waited_for_within_the_deadline():
 
 
 @pytest.mark.parametrize("code", [500, 502, 504])
-def test_case_75_a_server_that_failed_once_is_asked_again_after_an_abort_of_the_old_rid(code):
-    """Case 75: 500 once."""
+def test_a_server_that_failed_once_is_asked_again_after_an_abort_of_the_old_rid(code):
+    """500 once."""
 
     async def main():
         async with both() as (client, proxy, server):
@@ -159,8 +159,8 @@ def test_case_75_a_server_that_failed_once_is_asked_again_after_an_abort_of_the_
     asyncio.run(main())
 
 
-def test_case_75_a_server_that_always_fails_is_given_up():
-    """Case 75: 500 always: bounded tries, then an error that says the server is at fault."""
+def test_a_server_that_always_fails_is_given_up():
+    """500 always: bounded tries, then an error that says the server is at fault."""
 
     async def main():
         async with both() as (client, proxy, _):
@@ -174,8 +174,8 @@ def test_case_75_a_server_that_always_fails_is_given_up():
     asyncio.run(main())
 
 
-def test_case_75_nothing_is_asked_again_while_the_old_try_may_still_run():
-    """Case 75: the abort of the old rid fails too."""
+def test_nothing_is_asked_again_while_the_old_try_may_still_run():
+    """The abort of the old rid fails too."""
 
     async def main():
         async with both(retries=1) as (client, proxy, _):
@@ -187,8 +187,8 @@ def test_case_75_nothing_is_asked_again_while_the_old_try_may_still_run():
     asyncio.run(main())
 
 
-def test_case_92_an_unknown_name_is_named():
-    """Case 92: DNS failure."""
+def test_an_unknown_name_is_named():
+    """DNS failure."""
 
     async def main():
         client = client_of("http://no-such-host.invalid:1", retries=0)
@@ -200,8 +200,8 @@ def test_case_92_an_unknown_name_is_named():
     asyncio.run(main())
 
 
-def test_case_92_proxies_of_the_environment_are_not_used(monkeypatch):
-    """Case 92: proxy variables: a proxy would see the token."""
+def test_proxies_of_the_environment_are_not_used(monkeypatch):
+    """Proxy variables: a proxy would see the token."""
 
     async def main():
         async with FaultProxy(closed_port()) as trap:
@@ -247,8 +247,8 @@ async def secured(server, folder):
         listener.close()
 
 
-def test_case_93_a_self_signed_certificate_needs_its_authority_named(certificate):
-    """Case 93: TLS/self-signed: an explicit file, and no switch that turns the check off."""
+def test_a_self_signed_certificate_needs_its_authority_named(certificate):
+    """TLS/self-signed: an explicit file, and no switch that turns the check off."""
 
     async def main():
         async with Canned() as server, secured(server, certificate) as url:
@@ -268,7 +268,7 @@ def test_case_93_a_self_signed_certificate_needs_its_authority_named(certificate
     asyncio.run(main())
 
 
-def test_case_93_a_server_without_tls_at_an_https_address_is_said_so():
+def test_a_server_without_tls_at_an_https_address_is_said_so():
     async def main():
         async with Canned() as server:
             client = client_of(server.url.replace("http://", "https://"))

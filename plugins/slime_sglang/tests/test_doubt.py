@@ -32,7 +32,7 @@ async def proxied(stack, tmp_path, **more):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_one_broken_connection_is_a_retry_and_no_death(tmp_path, count):
-    """Case 77: a busy machine breaks connections; not even the abort of what was lost came through."""
+    """A busy machine breaks connections; not even the abort of what was lost came through."""
 
     async def work():
         async with AsyncExitStack() as stack:
@@ -75,7 +75,7 @@ def test_many_connections_that_break_together_ask_once(tmp_path):
 
 
 def test_a_server_that_answers_nothing_any_more_is_given_up(tmp_path):
-    """Case 84: every connection breaks, the question's too."""
+    """Every connection breaks, the question's too."""
 
     async def work():
         async with AsyncExitStack() as stack:
@@ -103,7 +103,7 @@ def test_a_request_whose_connections_always_break_ends_and_its_server_stays(tmp_
 
 
 def test_progress_is_told_by_data_parallel_rank(tmp_path):
-    """Case 85: what the watch is told of a server whose ranks are told apart."""
+    """What the watch is told of a server whose ranks are told apart."""
 
     async def work():
         async with serving(tmp_path, 1, dp=2) as (engine, (fake,)):

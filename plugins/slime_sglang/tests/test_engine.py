@@ -43,7 +43,7 @@ def test_all_servers_take_an_update_and_stamp_epoch_and_version(tmp_path):
 
 
 def test_a_server_that_refuses_an_update_serves_nothing_until_it_has_it(tmp_path):
-    """Case 86: fenced and restarted; no mixed versions are served."""
+    """Fenced and restarted; no mixed versions are served."""
 
     async def work():
         async with (

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.unit
 
 
 def test_requests_of_a_killed_server_go_to_another_one_once_each(tmp_path):
-    """Case 84: all of them, none twice, and the dead server is not asked again."""
+    """All of them, none twice, and the dead server is not asked again."""
 
     async def work():
         async with serving(tmp_path, 2, retries=2) as (engine, fakes):
@@ -103,7 +103,7 @@ def test_an_abort_during_a_pause_ends_that_request_and_holds_the_others(tmp_path
 
 
 def test_a_request_that_the_server_ended_unasked_is_asked_again_a_few_times(tmp_path):
-    """Case 81: an abort without tokens is no answer."""
+    """An abort without tokens is no answer."""
 
     async def work():
         async with serving(tmp_path, 2, retries=3) as (engine, fakes):
@@ -118,7 +118,7 @@ def test_a_request_that_the_server_ended_unasked_is_asked_again_a_few_times(tmp_
 
 
 def test_a_request_that_is_at_fault_fails_alone(tmp_path):
-    """Case 72: too long a prompt is nobody else's matter, and is not asked elsewhere."""
+    """Too long a prompt is nobody else's matter, and is not asked elsewhere."""
 
     async def work():
         async with serving(tmp_path, 2) as (engine, fakes):

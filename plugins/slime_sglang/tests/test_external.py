@@ -24,7 +24,7 @@ def test_the_oldest_server_decides_what_is_asked_of_all():
 
 
 def test_servers_of_different_dtypes_are_refused_by_name():
-    """Case 86: an update has one dtype."""
+    """An update has one dtype."""
     assert common_dtype(servers({"dtype": "bfloat16"}, {"dtype": "bfloat16"}), "auto", None) == "bfloat16"
     with pytest.raises(EngineError, match="ENG86") as caught:
         common_dtype(servers({"dtype": "bfloat16"}, {"dtype": "float32"}), "auto", None)

@@ -151,7 +151,7 @@ def test_pauses_and_updates_hold_requests_that_the_router_has(tmp_path):
 
 
 def test_requests_of_a_router_that_is_killed_are_made_again_once_by_the_next(tmp_path):
-    """As case 84, of the process before the servers: all of them, none twice, and servers drop what it had sent."""
+    """Of the process before the servers: all of them, none twice, and servers drop what it had sent."""
 
     async def work():
         async with routed(tmp_path, 2) as on:
@@ -289,7 +289,7 @@ def test_prefill_and_decode_servers_are_told_with_their_ports_and_serve_only_tog
 
 
 def test_of_servers_with_one_request_between_them_the_one_that_has_it_and_stands_still_is_fenced(tmp_path):
-    """Case 85, where it is not known here which server has the request: each says how many it has."""
+    """It is not known here which server has the request: each says how many it has."""
 
     async def work():
         limits = WatchLimits(interval=0.02, timeout=0.5, start_timeout=PATIENCE, told=True)
@@ -312,7 +312,7 @@ def test_of_servers_with_one_request_between_them_the_one_that_has_it_and_stands
 
 
 def test_with_the_last_decode_server_the_run_ends_though_a_prefill_server_is_left(tmp_path):
-    """Case 89, of servers that serve nothing alone: the floor of min_healthy_engines is not theirs."""
+    """Of servers that serve nothing alone: the floor of min_healthy_engines is not theirs."""
 
     async def work():
         limits = WatchLimits(interval=0.02, start_timeout=PATIENCE, max_restarts=0, min_healthy=1, told=True)

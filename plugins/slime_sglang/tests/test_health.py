@@ -40,7 +40,7 @@ def kill(server, number=signal.SIGKILL):
 
 
 def test_a_killed_server_is_fenced_restarted_filled_and_healthy_again(stand_in):
-    """Cases 84 and 90: once each, with the log's end; what comes back has another generation and another address."""
+    """Once each, with the log's end; what comes back has another generation and another address."""
     notes = []
 
     async def check():
@@ -92,7 +92,7 @@ def test_a_server_that_breaks_a_connection_and_dies_is_said_to_have_died(stand_i
 
 
 def test_a_server_that_answers_health_while_requests_stand_still_is_restarted(stand_in):
-    """Case 85: /health and /v1/loads answer at once; no token comes."""
+    """/health and /v1/loads answer at once; no token comes."""
 
     async def check():
         server = stand_in("stalls")
@@ -113,7 +113,7 @@ def test_a_server_that_answers_health_while_requests_stand_still_is_restarted(st
 
 
 def test_a_stopped_process_is_a_hung_server(stand_in):
-    """Case 85: SIGSTOP of the server; connections are taken by the kernel and nothing answers."""
+    """SIGSTOP of the server; connections are taken by the kernel and nothing answers."""
 
     async def check():
         server = stand_in()
@@ -159,7 +159,7 @@ def test_no_progress_is_expected_while_servers_are_held(stand_in):
 
 
 def test_a_server_that_the_engine_reports_is_fenced_at_once_and_restarted(stand_in):
-    """Case 86: the update failed there; the others serve on."""
+    """The update failed there; the others serve on."""
 
     async def check():
         servers = [stand_in(number=n) for n in range(2)]
@@ -180,7 +180,7 @@ def test_a_server_that_the_engine_reports_is_fenced_at_once_and_restarted(stand_
 
 
 def test_a_server_that_comes_back_with_wrong_weights_is_restarted_once_more(stand_in):
-    """Cases 84 and 86: it is not let in before the engine says so; each try costs budget."""
+    """It is not let in before the engine says so; each try costs budget."""
     notes = []
 
     async def check():
@@ -200,8 +200,6 @@ def test_a_server_that_comes_back_with_wrong_weights_is_restarted_once_more(stan
 
 
 def test_a_crash_loop_ends_retired_and_the_run_ends_with_the_log(stand_in, tmp_path):
-    """Case 89."""
-
     async def check():
         server = stand_in("ends@second")
         engine = Engine()
@@ -226,7 +224,7 @@ def test_a_crash_loop_ends_retired_and_the_run_ends_with_the_log(stand_in, tmp_p
 
 
 def test_a_retired_server_does_not_end_a_run_that_has_enough_others(stand_in):
-    """Case 89: the floor is min_healthy_engines."""
+    """The floor is min_healthy_engines."""
 
     async def check():
         servers = [stand_in(number=n) for n in range(2)]
@@ -245,7 +243,7 @@ def test_a_retired_server_does_not_end_a_run_that_has_enough_others(stand_in):
 
 
 def test_a_hung_server_that_is_retired_is_killed_all_the_same(stand_in):
-    """Cases 85 and 89: it would hold its memory, and answer late."""
+    """It would hold its memory, and answer late."""
 
     async def check():
         limits = WatchLimits(interval=0.05, timeout=0.3, start_timeout=LONG, max_restarts=0)
@@ -279,7 +277,7 @@ def test_two_servers_that_die_together_come_back_side_by_side(stand_in):
 
 
 def test_a_server_that_dies_while_it_is_filled_is_started_again(stand_in):
-    """Case 84, in the middle of its return: nobody waits for weights that cannot arrive."""
+    """In the middle of its return: nobody waits for weights that cannot arrive."""
     notes = []
 
     async def check():

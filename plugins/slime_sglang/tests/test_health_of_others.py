@@ -39,7 +39,7 @@ async def external(port, state):
 
 
 def test_an_external_server_that_goes_away_is_fenced_and_let_in_when_it_is_back():
-    """Cases 84 and 90: nobody of ours restarts it; at the same address it is another generation."""
+    """Nobody of ours restarts it; at the same address it is another generation."""
 
     async def check():
         with ports.hold() as held:

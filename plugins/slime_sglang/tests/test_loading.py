@@ -116,7 +116,7 @@ def test_a_folder_is_one_call_that_names_the_version_and_leaves_requests_alone(t
 
 @pytest.mark.parametrize("damage", ["cut", "vanished", "empty"])
 def test_a_damaged_folder_never_reaches_the_server(tmp_path, damage):
-    """Case 44, a truncated shard; and a folder that vanishes."""
+    """A truncated shard; and a folder that vanishes."""
 
     async def damaged():
         update = disk_update(tmp_path)
@@ -139,8 +139,6 @@ def test_a_damaged_folder_never_reaches_the_server(tmp_path, damage):
 
 
 def test_what_a_server_refuses_is_told_with_its_message(tmp_path):
-    """Case 86."""
-
     async def refused():
         async with Updating(update_weights_from_disk=(400, "Failed to get weights iterator: no.")) as server:
             with pytest.raises(EngineError, match="server 2 did not take version 4 by disk") as error:
@@ -152,8 +150,6 @@ def test_what_a_server_refuses_is_told_with_its_message(tmp_path):
 
 
 def test_a_server_that_stamps_no_version_is_an_error(tmp_path):
-    """Case 83."""
-
     async def unstamped():
         async with Updating(stamps=False) as server:
             with pytest.raises(EngineError, match="does not say that it serves it") as error:
@@ -197,7 +193,7 @@ def test_handles_go_once_a_rank_inside_the_brackets_of_a_newer_server():
 
 
 def test_brackets_are_closed_after_a_failure_and_opened_again_where_an_update_broke_off():
-    """Case 86: the update after a failed one must not find the server in the middle of it."""
+    """The update after a failed one must not find the server in the middle of it."""
 
     async def broken():
         update = tensor_update()
@@ -225,7 +221,7 @@ def test_a_refused_bracket_is_told_and_no_weights_are_sent():
 
 
 def test_a_server_that_dies_is_a_fault_of_the_server():
-    """Case 84: whoever called fences it."""
+    """Whoever called fences it."""
 
     async def dies():
         async with Updating(update_weights_from_tensor=(200, "dies")) as server:
@@ -236,7 +232,7 @@ def test_a_server_that_dies_is_a_fault_of_the_server():
 
 
 def test_a_group_that_the_server_cannot_join_ends_the_broadcast_too():
-    """Case 86: neither side waits for its deadline."""
+    """Neither side waits for its deadline."""
 
     async def refused():
         sender = nccl.BroadcastSender(CPU)
@@ -259,7 +255,7 @@ def test_a_group_that_the_server_cannot_join_ends_the_broadcast_too():
 
 
 def test_what_the_trainer_says_ends_a_load_that_waits_for_the_server():
-    """Case 86: the server hangs in a broadcast that never comes; the load has the trainer's words."""
+    """The server hangs in a broadcast that never comes; the load has the trainer's words."""
 
     async def waits():
         sender = nccl.BroadcastSender(CPU)

@@ -33,7 +33,7 @@ def any_port_of(low, high, *, reuse=False, host="127.0.0.1"):
 @pytest.mark.parametrize("reuse", [False, True], ids=["plain", "reuse"])
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::"])
 def test_a_held_port_is_given_to_nobody_who_asks_for_any_port(host, reuse):
-    """Case 70: the kernel is asked for a port out of the held one alone, and has none."""
+    """The kernel is asked for a port out of the held one alone, and has none."""
     with ports.hold() as held, pytest.raises(OSError, match="in use"):
         any_port_of(held.port, held.port, reuse=reuse, host=host)
 

@@ -26,7 +26,7 @@ def judged(looks, limits=LIMITS):
 
 
 def test_requests_without_a_new_token_are_a_hung_server():
-    """Case 85: it answers, and nothing comes."""
+    """It answers, and nothing comes."""
     failed, looks = judged([{"came": 7, "held": (100,)}] * 10)
     assert failed.code == "ENG85"
     assert isinstance(failed, ServerFault)
@@ -60,7 +60,7 @@ def test_a_server_that_goes_on_or_has_nothing_to_do_is_healthy(looks):
     ],
 )
 def test_a_data_parallel_rank_that_hangs_is_seen_beside_one_that_goes_on(looks):
-    """Case 85: ranks are told apart."""
+    """Ranks are told apart."""
     failed, count = judged(looks)
     assert failed.code == "ENG85"
     assert "with 3 requests in flight at data-parallel rank 1" in failed.what
@@ -77,7 +77,7 @@ def test_refused_connections_of_a_server_whose_tokens_come_are_no_failure():
 
 
 def test_a_look_without_an_answer_is_no_progress():
-    """Case 85: a scheduler that hangs does not answer /v1/loads either, or answers the same now and then."""
+    """A scheduler that hangs does not answer /v1/loads either, or answers the same now and then."""
     failed, _ = judged([{"held": (100,)}, {"held": ()}] * 5)
     assert failed.code == "ENG85"
 
@@ -94,7 +94,7 @@ def test_a_request_that_arrives_at_an_idle_server_has_the_whole_time():
 
 
 def test_ten_minutes_in_which_we_were_stopped_are_not_held_against_the_server():
-    """Case 125: SIGSTOP of ourselves; the clock goes on, and no look was made."""
+    """SIGSTOP of ourselves; the clock goes on, and no look was made."""
     assert judged([{"at": 5.0}, {"at": 10.0}, {"at": 610.0}])[0] is None
     failed, looks = judged([{"at": 5.0}, {"at": 10.0}] + [{"at": 610.0 + 5 * n} for n in range(9)])
     assert failed is not None  # and it hung: the gap counts as one interval
@@ -112,7 +112,7 @@ def test_refused_connections_are_a_failure_after_some():
 
 
 def test_a_server_is_restarted_as_often_as_its_budget_says_and_then_retired():
-    """Case 89: the budget is of the whole run."""
+    """The budget is of the whole run."""
     ward = Ward(max_restarts=2)
     seen = [ward.state]
     for again in (True, True, False):

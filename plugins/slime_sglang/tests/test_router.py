@@ -79,7 +79,7 @@ def test_a_later_turn_of_a_sample_without_a_session_finds_its_prefix():
 
 
 def test_a_fenced_server_is_never_picked_and_its_next_generation_is_another_one():
-    """Case 90: what was known of an older generation says nothing of the new one."""
+    """What was known of an older generation says nothing of the new one."""
 
     async def run():
         router = routed(lane(0), lane(1))

@@ -31,7 +31,7 @@ async def model_info(server):
 
 
 def test_a_server_starts_serves_and_leaves_nothing_behind(stand_in, shared_memory):
-    """Case 124, of the part that ends in order: processes, port, shared memory, temporary files."""
+    """Of a server that ends in order: processes, port, shared memory, temporary files."""
 
     async def check():
         server = stand_in("children")
@@ -86,7 +86,7 @@ def test_a_token_that_the_log_holds_after_all_is_not_in_its_tail_and_long_lines_
 
 
 def test_a_proxy_of_the_environment_is_not_asked(stand_in, monkeypatch):
-    """Case 92: HTTP_PROXY names something that is not there."""
+    """HTTP_PROXY names something that is not there."""
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
@@ -99,8 +99,6 @@ def test_a_proxy_of_the_environment_is_not_asked(stand_in, monkeypatch):
 
 
 def test_a_server_that_never_answers_is_an_error_with_url_seconds_and_the_end_of_its_log(stand_in):
-    """Case 69."""
-
     async def check():
         async with running(stand_in("mute")) as server:
             await until(lambda: ports.listeners(int(server.address.url.rpartition(":")[2])))
@@ -116,7 +114,7 @@ def test_a_server_that_never_answers_is_an_error_with_url_seconds_and_the_end_of
 
 
 def test_a_server_that_ends_while_it_starts_is_an_error_at_once(stand_in):
-    """Case 69: nobody waits for the deadline."""
+    """Nobody waits for the deadline."""
 
     async def check():
         async with running(stand_in("ends")) as server:
@@ -142,7 +140,7 @@ def test_a_python_that_does_not_exist_is_an_error_that_names_the_key(stand_in):
 
 
 def test_a_port_that_a_stranger_took_is_left_for_another_and_the_stranger_gets_no_token(stand_in, tmp_path):
-    """Cases 70 and 71: only who asks for this very number can take a held port, and then hears nothing."""
+    """Only who asks for this very number can take a held port, and then hears nothing."""
     gate = tmp_path / "gate"
 
     async def check():
@@ -161,7 +159,7 @@ def test_a_port_that_a_stranger_took_is_left_for_another_and_the_stranger_gets_n
 
 
 def test_a_server_that_says_its_address_is_in_use_is_started_on_another(stand_in, tmp_path):
-    """Case 70: whoever had the port is gone again, or it was one of SGLang's further ports."""
+    """Whoever had the port is gone again, or it was one of SGLang's further ports."""
 
     async def check():
         async with running(stand_in(f"busy@{tmp_path / 'once'}")) as server:
@@ -220,7 +218,7 @@ def test_further_ports_of_sglang_are_held_too(stand_in, more, nccl, dist):
 
 
 def test_a_server_of_ours_that_asks_for_no_token_is_refused(stand_in):
-    """Case 73, the other way: whoever is on this machine could use it."""
+    """Whoever is on this machine could use it."""
 
     async def check():
         async with running(stand_in("open")) as server:
@@ -232,7 +230,7 @@ def test_a_server_of_ours_that_asks_for_no_token_is_refused(stand_in):
 
 
 def test_every_start_is_a_new_generation_on_a_port_of_its_own(stand_in):
-    """Case 90: what answers at the old address is nobody's any more."""
+    """What answers at the old address is nobody's any more."""
 
     async def check():
         async with running(stand_in()) as server:

@@ -26,8 +26,6 @@ def listed(session):
 
 
 def test_a_killed_server_is_noticed_and_its_session_is_gone(stand_in, shared_memory):
-    """Case 84, of the part that notices."""
-
     async def check():
         async with running(stand_in("children")) as server:
             await server.ready(LONG)
@@ -144,7 +142,7 @@ asyncio.run(main())
 
 
 def test_a_driver_that_is_killed_leaves_nothing_behind(tmp_path, shared_memory):
-    """Case 124: SIGKILL of the driver; processes, port, shared memory and temporary files are gone."""
+    """SIGKILL of the driver; processes, port, shared memory and temporary files are gone."""
 
     async def check():
         log = tmp_path / "engine.log"

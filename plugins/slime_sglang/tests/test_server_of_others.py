@@ -42,7 +42,7 @@ def test_an_external_server_is_attached_and_never_stopped():
             await server.start()
             await server.ready(LONG)  # it still serves
             assert len(heard) > before
-            assert server.address.generation == 2  # case 90: the same address, and another server as far as we know
+            assert server.address.generation == 2  # the same address, and another server as far as we know
             assert server.address.url == url
             assert server.running
 
@@ -50,7 +50,7 @@ def test_an_external_server_is_attached_and_never_stopped():
 
 
 def test_an_external_server_with_a_certificate_of_its_own_needs_its_authority_named(tmp_path):
-    """Case 93: said at once, not after the deadline."""
+    """Said at once, not after the deadline."""
     words = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
     more = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", tmp_path / "key.pem", "-out", tmp_path / "cert.pem"]
     subprocess.run([*words, *more], check=True, capture_output=True)
@@ -68,7 +68,7 @@ def test_an_external_server_with_a_certificate_of_its_own_needs_its_authority_na
 
 @pytest.mark.parametrize("token", ["", "wrong"])
 def test_an_external_server_that_refuses_the_token_is_an_error_at_once(token):
-    """Case 73: it is not asked again."""
+    """It is not asked again."""
 
     async def check():
         async with stranger(as_sglang("t1")) as (url, heard):
@@ -83,7 +83,6 @@ def test_an_external_server_that_refuses_the_token_is_an_error_at_once(token):
 
 @pytest.mark.parametrize("status", [200, 404])
 def test_another_service_on_the_port_is_an_error_with_its_first_bytes(status):
-    """Case 71."""
     page = "<html>" + "hello " * 100
 
     async def check():
@@ -98,7 +97,7 @@ def test_another_service_on_the_port_is_an_error_with_its_first_bytes(status):
 
 
 def test_an_external_server_that_starts_later_is_waited_for(tmp_path):
-    """Case 69: 503 while it loads, then it serves."""
+    """503 while it loads, then it serves."""
     asked = []
 
     def answer(request):
@@ -113,7 +112,7 @@ def test_an_external_server_that_starts_later_is_waited_for(tmp_path):
 
 
 def test_an_external_server_that_is_not_there_is_an_error_with_url_and_seconds():
-    """Case 69: connection refused until the deadline."""
+    """Connection refused until the deadline."""
 
     async def check():
         with ports.hold() as held:  # nobody listens there

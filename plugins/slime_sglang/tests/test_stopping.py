@@ -27,7 +27,7 @@ def test_nothing_is_left_of_servers_that_were_stopped_together(stand_in, shared_
 
 
 def test_nothing_is_left_where_one_of_them_never_came_up(stand_in):
-    """Case 69: its siblings are stopped while they still start."""
+    """Its siblings are stopped while they still start."""
 
     async def work():
         servers = [stand_in("children", number=0), stand_in("ends", number=1), stand_in("mute", number=2)]

@@ -48,7 +48,6 @@ def opened(tmp_path, change, tokenizer, seen=None):
 
 
 def test_a_server_of_another_vocabulary_is_refused_with_both_sizes(tmp_path):
-    """Case 40."""
     with pytest.raises(EngineError, match="TOK40") as caught:
         opened(tmp_path, lambda fake: setattr(fake, "ids", VOCAB + 24), Letters())
     assert f"has {VOCAB + 24} token ids, and the trainer's model {VOCAB}" in caught.value.what
@@ -64,7 +63,7 @@ def test_a_server_of_another_vocabulary_is_refused_with_both_sizes(tmp_path):
     ],
 )
 def test_a_server_of_another_tokenizer_is_refused_with_a_text_that_differs(tmp_path, name, encode):
-    """Case 40: the same number of ids, other texts."""
+    """The same number of ids, other texts."""
     with pytest.raises(EngineError, match="TOK40") as caught:
         opened(tmp_path, lambda fake: setattr(fake, "encode", encode), Letters())
     assert "has another tokenizer than the trainer" in caught.value.what
@@ -82,7 +81,7 @@ def test_the_same_tokenizer_passes_and_no_token_is_generated_for_it(tmp_path):
 
 
 def test_a_server_that_comes_back_with_another_model_is_not_let_in(tmp_path):
-    """Case 40, of an external server that somebody restarted."""
+    """An external server that somebody restarted."""
 
     async def work():
         limits = WatchLimits(interval=0.01, timeout=30.0, start_timeout=PATIENCE, max_restarts=1)

@@ -54,16 +54,16 @@ def test_an_aborted_answer_keeps_its_partial_tokens():
         {"meta_info": {}},
     ],
 )
-def test_case_78_an_empty_or_null_answer_has_no_shape(told):
-    """Case 78: 200 with empty or null output."""
+def test_an_empty_or_null_answer_has_no_shape(told):
+    """200 with empty or null output."""
     asked = request()
     code, text = code_of(lambda: wire.completion(told, expected(asked)), ServerFault)
     assert code == "ENG71"
     assert "meta_info are missing" in text
 
 
-def test_case_78_an_answer_without_a_token_is_no_answer():
-    """Case 78: an empty list of ids."""
+def test_an_answer_without_a_token_is_no_answer():
+    """An empty list of ids."""
     asked = request()
     assert code_of(lambda: wire.completion(answer(asked, 0, "stop"), expected(asked)), ServerFault)[0] == "ENG81"
     assert code_of(lambda: wire.completion(answer(asked, 0, "length"), expected(asked)))[0] == "ENG72"
@@ -94,8 +94,8 @@ def _words(info):
 
 
 @pytest.mark.parametrize("spoil", [_fewer, _none, _null, _another, _flat, _words])
-def test_case_79_log_probs_that_are_missing_or_of_other_tokens_are_rejected(spoil):
-    """Case 79: len(logprobs) differs from len(ids), missing log-probs, and ids that are not those in the rows."""
+def test_log_probs_that_are_missing_or_of_other_tokens_are_rejected(spoil):
+    """``len(logprobs)`` differs from len(ids), missing log-probs, and ids that are not those in the rows."""
     asked = request()
     told = answer(asked)
     spoil(told["meta_info"])
@@ -104,8 +104,8 @@ def test_case_79_log_probs_that_are_missing_or_of_other_tokens_are_rejected(spoi
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.5, None])
-def test_case_80_an_impossible_log_prob_is_rejected_with_its_position(value):
-    """Case 80: NaN, above 0 and -inf, which SGLang sends as null."""
+def test_an_impossible_log_prob_is_rejected_with_its_position(value):
+    """NaN, above 0 and -inf, which SGLang sends as null."""
     asked = request()
     told = answer(asked)
     told["meta_info"]["output_token_logprobs"][5][0] = value
@@ -114,14 +114,14 @@ def test_case_80_an_impossible_log_prob_is_rejected_with_its_position(value):
     assert "at response token 5 of 8" in text
 
 
-def test_case_80_the_rounding_of_a_certain_token_is_no_fault():
+def test_the_rounding_of_a_certain_token_is_no_fault():
     asked = request()
     told = answer(asked)
     told["meta_info"]["output_token_logprobs"][5][0] = 1e-7
     assert wire.completion(told, expected(asked)).log_probs[5] == 1e-7
 
 
-def test_case_80_a_token_that_sglang_chose_because_of_nan_is_rejected():
+def test_a_token_that_sglang_chose_because_of_nan_is_rejected():
     """SGLang ends such a request with finish "stop" and an end token of its own choice."""
     asked = request()
     told = answer(asked, finish_reason={"type": "stop", "matched": "NaN happened"})
@@ -129,24 +129,24 @@ def test_case_80_a_token_that_sglang_chose_because_of_nan_is_rejected():
 
 
 @pytest.mark.parametrize("reason", [None, {}, {"type": "tired"}, "stop", {"type": None}])
-def test_case_81_an_unknown_end_is_rejected_and_may_be_asked_again(reason):
-    """Case 81: finish_reason unknown."""
+def test_an_unknown_end_is_rejected_and_may_be_asked_again(reason):
+    """``finish_reason`` unknown."""
     asked = request()
     with pytest.raises(ServerFault) as caught:
         wire.completion(answer(asked, finish_reason=reason), expected(asked))
     assert (caught.value.code, caught.value.again, caught.value.running) == ("ENG81", True, False)
 
 
-def test_case_82_more_tokens_than_were_asked_for_are_rejected():
-    """Case 82: more tokens than max_new_tokens."""
+def test_more_tokens_than_were_asked_for_are_rejected():
+    """More tokens than max_new_tokens."""
     asked = request(max_new_tokens=8)
     code, text = code_of(lambda: wire.completion(answer(asked, 9), expected(asked)), ServerFault)
     assert code == "ENG82"
     assert "9 tokens came where at most 8" in text
 
 
-def test_case_82_an_echoed_prompt_is_rejected():
-    """Case 82: prompt echoed."""
+def test_an_echoed_prompt_is_rejected():
+    """Prompt echoed."""
     asked = request()
     told = answer(asked, 4)
     told["output_ids"] = [*asked.tokens, *told["output_ids"]]
@@ -155,15 +155,15 @@ def test_case_82_an_echoed_prompt_is_rejected():
     assert "begin with the prompt" in text
 
 
-def test_case_82_a_prompt_of_another_length_is_rejected():
-    """Case 82: the server saw another prompt than was sent."""
+def test_a_prompt_of_another_length_is_rejected():
+    """The server saw another prompt than was sent."""
     asked = request()
     assert code_of(lambda: wire.completion(answer(asked, prompt_tokens=2), expected(asked)), ServerFault)[0] == "ENG82"
 
 
 @pytest.mark.parametrize("value", [VOCAB, -1, 1.5])
-def test_case_44_an_id_outside_the_vocabulary_is_rejected(value):
-    """Case 44: token id >= vocab or negative in a reply."""
+def test_an_id_outside_the_vocabulary_is_rejected(value):
+    """Token id >= vocab or negative in a reply."""
     asked = request()
     told = answer(asked)
     told["output_ids"][6] = told["meta_info"]["output_token_logprobs"][6][1] = value
@@ -185,8 +185,8 @@ def test_case_44_an_id_outside_the_vocabulary_is_rejected(value):
     ],
 )
 @pytest.mark.parametrize("spans", [False, True])
-def test_case_83_a_version_that_cannot_be_is_rejected(stamp, why, spans):
-    """Case 83: weight_version missing, older or newer than possible, or of another epoch; as stamp and as span."""
+def test_a_version_that_cannot_be_is_rejected(stamp, why, spans):
+    """``weight_version`` missing, older or newer than possible, or of another epoch; as stamp and as span."""
     asked = request()
     told = answer(asked)
     told["meta_info"]["weight_version"] = stamp
@@ -212,7 +212,7 @@ def test_one_stamp_counts_for_all_tokens_where_the_server_knows_no_spans():
     assert wire.completion(told, expected(asked, spans=True)).versions == [7] * 8  # no other version is possible
 
 
-def test_case_83_spans_that_are_missing_are_rejected_where_versions_may_differ():
+def test_spans_that_are_missing_are_rejected_where_versions_may_differ():
     asked = request()
     told = answer(asked)
     del told["meta_info"]["weight_versions"]
@@ -222,7 +222,7 @@ def test_case_83_spans_that_are_missing_are_rejected_where_versions_may_differ()
 @pytest.mark.parametrize(
     "spans", [[], [(0, 7)], [(1, 8)], [(0, 3), (4, 8)], [(0, 5), (3, 8)], [(0, 9)], [(0, 0), (0, 8)], "all", [7]]
 )
-def test_case_83_spans_that_do_not_cover_the_tokens_are_rejected(spans):
+def test_spans_that_do_not_cover_the_tokens_are_rejected(spans):
     asked = request()
     told = answer(asked)
     pairs = [{"version": "3.7", "start": s[0], "end": s[1]} if isinstance(s, tuple) else s for s in spans]
@@ -230,8 +230,8 @@ def test_case_83_spans_that_do_not_cover_the_tokens_are_rejected(spans):
     assert code_of(lambda: wire.completion(told, expected(asked)), ServerFault)[0] == "ENG83"
 
 
-def test_case_72_a_server_that_finds_the_prompt_too_long_says_so():
-    """Case 72: in the two versions' words, as status 400 and within a stream."""
+def test_a_server_that_finds_the_prompt_too_long_says_so():
+    """In the two versions' words, as status 400 and within a stream."""
     for said in (
         "The input (70 tokens) is longer than the model's context length (64 tokens).",
         "Requested token count exceeds the model's maximum context length of 64 tokens.",

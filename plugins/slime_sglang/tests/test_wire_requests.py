@@ -93,7 +93,7 @@ def test_a_seed_keeps_the_63_bits_that_both_sglang_and_its_router_take(given, se
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused_before_it_is_sent(asked, code):
-    """A token id outside the vocabulary would end the server; case 72: a prompt that is too long."""
+    """A token id outside the vocabulary would end the server; so would a prompt that is too long."""
     found, _ = code_of(lambda: bodies.check(asked, vocab_size=VOCAB, context_len=CONTEXT))
     assert found == code
 

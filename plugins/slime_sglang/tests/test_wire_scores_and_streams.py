@@ -47,7 +47,6 @@ def test_the_last_id_of_the_vocabulary_is_told_as_0_in_scores_and_no_other_is():
     ],
 )
 def test_scores_that_cannot_be_are_rejected(spoil, code):
-    """Cases 79 and 80, of a score."""
     tokens = [3, 4, 12, 9, 5]
     told = Canned().answer(bodies.score_body(tokens, 2, rid="r", features=frozenset()), 0, "length")
     spoil(told["meta_info"]["input_token_logprobs"])
@@ -101,7 +100,7 @@ def test_the_last_chunk_of_an_abort_has_all_log_probs_and_the_last_id(incrementa
     ],
 )
 @pytest.mark.parametrize("incremental", [False, True])
-def test_case_79_a_chunk_whose_lists_do_not_fit_is_rejected(spoil, incremental):
+def test_a_chunk_whose_lists_do_not_fit_is_rejected(spoil, incremental):
     _, told = _chunks(incremental)
     pieces = Pieces()
     pieces.add(told[0], "here")

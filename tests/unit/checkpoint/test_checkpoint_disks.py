@@ -78,7 +78,7 @@ STEPS += [("sync_folder", n) for n in range(2)] + [("make_folder", 0), ("make_fo
 
 @pytest.mark.parametrize(("method", "nth"), STEPS)
 def test_a_full_disk_ends_the_save_and_not_the_checkpoint_before_it(saves, failing, monkeypatch, method, nth):
-    """Case 109, at every call that writes."""
+    """At every call that writes."""
     saves(4)
     disk = failing(method, errno.ENOSPC, nth)
     with pytest.raises(StorageError) as caught:
@@ -92,7 +92,7 @@ def test_a_full_disk_ends_the_save_and_not_the_checkpoint_before_it(saves, faili
 
 
 def test_a_disk_that_is_full_ends_the_save(mount, saves_at):
-    """Case 109 on a file system of 96 KiB."""
+    """On a file system of 96 KiB."""
     disk = mount(96)
     saves = saves_at(disk / "checkpoints")
     saves(4)
@@ -109,7 +109,7 @@ async def big(saves):
 
 
 def test_a_read_only_file_system_is_said(mount, saves_at):
-    """Case 110, as root, whom permissions do not stop."""
+    """As root, whom permissions do not stop."""
     disk = mount(96)
     saves = saves_at(disk / "checkpoints")
     saves(4)
@@ -121,7 +121,6 @@ def test_a_read_only_file_system_is_said(mount, saves_at):
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EPERM], ids=errno.errorcode.get)
 def test_a_folder_that_cannot_be_written_is_said(saves, failing, number):
-    """Case 110."""
     saves(4)
     failing("make_folder", number)
     with pytest.raises(StorageError, match="STO110"):
@@ -131,7 +130,7 @@ def test_a_folder_that_cannot_be_written_is_said(saves, failing, number):
 
 @pytest.mark.parametrize("nth", range(4))
 def test_a_failed_fsync_is_never_tried_again_on_the_same_file(saves, failing, nth):
-    """Case 121: what the file holds is unknown; the next save writes a new one."""
+    """What the file holds is unknown; the next save writes a new one."""
     saves(4)
     disk = failing("sync", errno.EIO, nth)
     with pytest.raises(StorageError, match="STO121"):

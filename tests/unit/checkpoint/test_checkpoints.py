@@ -151,7 +151,7 @@ FILES = ["trainer/embed.bin", "trainer/head.bin", "state.json", "MANIFEST.json"]
 @pytest.mark.parametrize("kind", ["bit", "short", "empty", "long", "gone"])
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_file_costs_a_step_and_is_said_loudly(saves, name, kind):
-    """Cases 111 (a shard is missing), 112 (a bit flip) and 113 (a manifest that is short or empty)."""
+    """A missing shard, a flipped bit, a manifest that is short or empty."""
     saves(4, 7)
     damage(saves.folder / "step-7" / name, kind)
     found = saves.reopened().latest()
@@ -176,7 +176,7 @@ def test_strict_raises_and_changes_nothing(saves, kind, code):
 
 
 def test_a_file_that_the_manifest_does_not_list_is_not_trusted(saves):
-    """Case 111: an extra shard."""
+    """An extra shard."""
     saves(4, 7)
     (saves.folder / "step-7" / "trainer" / "extra.bin").write_bytes(b"x")
     assert saves.reopened().latest().version == 4
@@ -211,7 +211,7 @@ def test_a_manifest_that_lists_files_elsewhere_is_damage(saves, name):
 
 
 def test_every_flipped_bit_of_a_manifest_is_seen(saves):
-    """Case 112, in the file that holds the hashes; a flip within the indentation may leave the same JSON."""
+    """In the file that holds the hashes; a flip within the indentation may leave the same JSON."""
     saves(4)
     file = saves.folder / "step-4" / "MANIFEST.json"
     whole = file.read_bytes()
@@ -234,7 +234,7 @@ def test_a_folder_under_another_version_is_damage(saves):
 
 
 def test_a_checkpoint_of_a_later_slime_is_refused_and_left_alone(saves):
-    """Case 113: a future schema."""
+    """A future schema."""
     saves(4, 7)
     file = saves.folder / "step-7" / "MANIFEST.json"
     file.write_bytes(manifest.sealed({**json.loads(file.read_text()), "schema": manifest.SCHEMA + 1}))
@@ -245,7 +245,6 @@ def test_a_checkpoint_of_a_later_slime_is_refused_and_left_alone(saves):
 
 
 def test_only_half_written_ones_are_none(saves):
-    """Case 114."""
     (saves.folder / ".tmp-4-0123456789ab" / "trainer").mkdir(parents=True)
     (saves.folder / ".tmp-4-0123456789ab" / "state.json").write_text("{}")
     assert saves.reopened().latest() is None
@@ -254,7 +253,6 @@ def test_only_half_written_ones_are_none(saves):
 
 @pytest.mark.parametrize("how", ["moved", "linked"])
 def test_a_run_directory_may_be_moved_or_linked(saves, saves_at, tmp_path, how):
-    """Case 119."""
     saves(4)
     if how == "moved":
         (tmp_path / "run").rename(tmp_path / "elsewhere")

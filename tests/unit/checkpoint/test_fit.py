@@ -28,7 +28,7 @@ pytestmark = pytest.mark.unit
     ids=lambda value: str(value)[:20],
 )
 def test_plugin_state_that_is_not_json_names_plugin_and_key(value, key, why):
-    """Case 64: before the first step, not at the first checkpoint."""
+    """Before the first step, not at the first checkpoint."""
     with pytest.raises(PluginError) as caught:
         check_state({"good": {"n": 1}, "curriculum": value})
     error = caught.value
@@ -48,7 +48,7 @@ def found_of(saves, **changes):
 
 
 def test_another_dtype_is_refused(saves):
-    """Case 108: float32 when it was saved, and auto makes bfloat16 of this machine."""
+    """Float32 when it was saved, and auto makes bfloat16 of this machine."""
     found = found_of(saves)
     with pytest.raises(TrainerError, match="TRN108") as caught:
         check_dtype(found, "bfloat16")

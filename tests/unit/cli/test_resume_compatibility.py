@@ -79,7 +79,7 @@ def test_the_same_config_has_no_changes():
     ],
 )
 def test_a_changed_key_gets_the_verdict_of_its_class(flags, key, verdict):
-    """Case 13: lr, data and group size are unsafe, what does not train is safe. Case 108: so is the dtype."""
+    """lr, data and group size are unsafe, what does not train is safe, and so is the dtype."""
     assert changed(*flags) == {key: verdict}
 
 
@@ -140,7 +140,7 @@ def test_other_stages_are_unsafe(staged, tmp_path):
 
 
 def test_the_refusal_shows_the_whole_diff_and_the_flags_that_force_it():
-    """Case 13: the diff is printed, and unsafe keys are refused."""
+    """The diff is printed, and unsafe keys are refused."""
     changes = compare(dumped(Config()), dumped(load_config(None, ["--lr", "0.5", "--seed", "4", "--name", "x"])))
     with pytest.raises(ConfigError) as caught:
         check(changes, [], "runs/run-0")

@@ -162,7 +162,7 @@ def test_signals_that_go_to_everyone_are_left_to_the_driver(engine, loop, weight
 
 
 def test_a_killed_process_is_an_error_for_every_call_that_waits_and_for_every_later_one(process, loop, weights):
-    """Case 84 on one machine: nothing hangs, and the message says how it ended."""
+    """Nothing hangs, and the message says how it ended."""
 
     async def killed():
         async with process() as engine:
@@ -269,7 +269,7 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("how", ["killed", "leaves"])
 def test_when_the_driver_is_gone_so_is_the_process_and_a_script_without_a_guard_runs_once(how, folder, tmp_path):
-    """Cases 129 and 130: the kernel ends the child; children are started anew, the script is not imported in them."""
+    """The kernel ends the child; children are started anew, the script is not imported in them."""
     (tmp_path / "script.py").write_text(DRIVER)
     driver = subprocess.Popen(
         [sys.executable, "script.py", str(folder.path), how], cwd=tmp_path, stdout=subprocess.PIPE, text=True
@@ -289,7 +289,7 @@ HANDLES = "torch.multiprocessing.reductions"  # names a tensor's memory for anot
 
 
 def test_nothing_forks_a_process_with_threads():
-    """Case 129: children of a run are started anew. What does fork is a test's own tool."""
+    """Children of a run are started anew. What does fork is a test's own tool."""
     root = Path(__file__).parents[3] / "slime_core"
     forks = [
         path.relative_to(root).as_posix()

@@ -23,7 +23,7 @@ print("alive")
 
 @pytest.mark.parametrize("parent", ["ours", "gone"])
 def test_a_child_goes_on_only_while_the_process_that_started_it_is_its_parent(parent):
-    """Case 130, the moment before the kernel was told; signals to the whole group are the parent's."""
+    """The moment before the kernel was told; signals to the whole group are the parent's."""
     started_by = os.getpid() if parent == "ours" else os.getppid()
     done = subprocess.run([sys.executable, "-c", CHILD, str(started_by)], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == ((0, "alive\n") if parent == "ours" else (1, ""))

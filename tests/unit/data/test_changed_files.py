@@ -66,8 +66,8 @@ def lost(source, path, *expected):
     return error
 
 
-def test_37_a_file_that_is_removed_during_the_run_is_an_error_and_the_run_goes_on_when_it_is_back(file, source):
-    """Case 37: the path, what was expected, and nothing lost."""
+def test_a_file_that_is_removed_during_the_run_is_an_error_and_the_run_goes_on_when_it_is_back(file, source):
+    """The path, what was expected, and nothing lost."""
     data = file.read_bytes()
     found = source(file)
     found.next(5)
@@ -82,8 +82,8 @@ def test_37_a_file_that_is_removed_during_the_run_is_an_error_and_the_run_goes_o
     assert texts(again.next(3)) == ["005", "006", "007"]
 
 
-def test_37_a_file_that_comes_back_with_the_same_bytes_is_the_same_file(file, source):
-    """Case 37: identity is the content, not the inode."""
+def test_a_file_that_comes_back_with_the_same_bytes_is_the_same_file(file, source):
+    """Identity is the content, not the inode."""
     found = source(file)
     found.next(5)
     other = file.with_name("other")
@@ -93,8 +93,8 @@ def test_37_a_file_that_comes_back_with_the_same_bytes_is_the_same_file(file, so
     assert texts(found.next(2)) == ["005", "006"]
 
 
-def test_37_a_file_that_is_cut_short_names_both_sizes(file, source):
-    """Case 37: truncated in the middle of a run."""
+def test_a_file_that_is_cut_short_names_both_sizes(file, source):
+    """Truncated in the middle of a run."""
     size = file.stat().st_size
     found = source(file)
     found.next(1)
@@ -103,8 +103,8 @@ def test_37_a_file_that_is_cut_short_names_both_sizes(file, source):
     assert "cut short" in error.what
 
 
-def test_37_a_file_that_is_replaced_by_another_one_names_both_hashes(file, source):
-    """Case 37: another file under the same name."""
+def test_a_file_that_is_replaced_by_another_one_names_both_hashes(file, source):
+    """Another file under the same name."""
     before = file.read_bytes()
     found = source(file)
     found.next(1)
@@ -114,8 +114,8 @@ def test_37_a_file_that_is_replaced_by_another_one_names_both_hashes(file, sourc
     assert "replaced" in error.what
 
 
-def test_37_an_edit_in_place_of_the_same_length_is_found(file, source):
-    """Case 37: the size says nothing here."""
+def test_an_edit_in_place_of_the_same_length_is_found(file, source):
+    """The size says nothing here."""
     found = source(file)
     found.next(1)
     data = file.read_bytes()
@@ -126,8 +126,8 @@ def test_37_an_edit_in_place_of_the_same_length_is_found(file, source):
     assert "was changed" in error.what
 
 
-def test_37_bad_rows_that_are_tolerated_do_not_hide_a_lost_file(tmp_path, source):
-    """Case 37: max_bad_rows is for rows, not for the file."""
+def test_bad_rows_that_are_tolerated_do_not_hide_a_lost_file(tmp_path, source):
+    """Max_bad_rows is for rows, not for the file."""
     path = store(tmp_path / "rows.jsonl", rows(10))
     found = source(path, max_bad_rows=100)
     found.next(1)
@@ -140,8 +140,8 @@ def append(path, count, prefix="8"):
         handle.write("".join(json.dumps(row) + "\n" for row in rows(count, prefix)))
 
 
-def test_38_rows_that_are_appended_during_the_run_are_not_read_and_are_told_once(tmp_path, source, said):
-    """Case 38: the byte range of the opening is pinned."""
+def test_rows_that_are_appended_during_the_run_are_not_read_and_are_told_once(tmp_path, source, said):
+    """The byte range of the opening is pinned."""
     path = store(tmp_path / "rows.jsonl", rows(10))
     size = path.stat().st_size
     found = source(path)
@@ -156,8 +156,8 @@ def test_38_rows_that_are_appended_during_the_run_are_not_read_and_are_told_once
 
 @pytest.mark.parametrize("noted", [True, False], ids=["in the same run directory", "without its note"])
 @pytest.mark.parametrize("part", ["", "@[2:8]", "@[-4:]"], ids=["whole", "slice", "slice from the end"])
-def test_38_a_resumed_run_uses_the_rows_of_then_of_a_file_that_has_grown(tmp_path, source, said, part, noted):
-    """Case 38: the prefix is compared, the longer file is accepted with a notice."""
+def test_a_resumed_run_uses_the_rows_of_then_of_a_file_that_has_grown(tmp_path, source, said, part, noted):
+    """The prefix is compared, the longer file is accepted with a notice."""
     path = store(tmp_path / "rows.jsonl", rows(10))
     first = source(f"{path}{part}", rollout_shuffle=True)
     first.next(3)
@@ -176,8 +176,8 @@ def test_38_a_resumed_run_uses_the_rows_of_then_of_a_file_that_has_grown(tmp_pat
     assert any("grew from" in line and "the 10 rows" in line for line in said)
 
 
-def test_38_a_line_that_is_half_written_after_the_saved_rows_does_not_stop_the_resume(tmp_path, source, said):
-    """Case 38: what was appended is not even judged."""
+def test_a_line_that_is_half_written_after_the_saved_rows_does_not_stop_the_resume(tmp_path, source, said):
+    """What was appended is not even judged."""
     path = store(tmp_path / "rows.jsonl", rows(10))
     state = source(path).state()
     with path.open("a") as handle:
@@ -189,8 +189,8 @@ def test_38_a_line_that_is_half_written_after_the_saved_rows_does_not_stop_the_r
 
 
 @pytest.mark.parametrize("noted", [True, False], ids=["in the same run directory", "without its note"])
-def test_29_a_file_that_grew_but_also_changed_is_refused_with_both_hashes(tmp_path, source, refused, noted):
-    """Cases 29 and 38: the pinned range must be the same."""
+def test_a_file_that_grew_but_also_changed_is_refused_with_both_hashes(tmp_path, source, refused, noted):
+    """The pinned range must be the same."""
     path = store(tmp_path / "rows.jsonl", rows(10))
     state = source(path).state()
     path.write_text(path.read_text().replace("003", "333", 1))
@@ -207,8 +207,8 @@ def test_29_a_file_that_grew_but_also_changed_is_refused_with_both_hashes(tmp_pa
 
 
 @pytest.mark.parametrize("noted", [True, False], ids=["in the same run directory", "without its note"])
-def test_29_another_file_of_the_same_size_or_a_shorter_one_is_refused(tmp_path, source, refused, noted):
-    """Case 29: for both kinds of file."""
+def test_another_file_of_the_same_size_or_a_shorter_one_is_refused(tmp_path, source, refused, noted):
+    """For both kinds of file."""
     for suffix in KINDS:
         path = store(tmp_path / f"rows.{suffix}", rows(10))
         state = source(path).state()
@@ -219,8 +219,8 @@ def test_29_another_file_of_the_same_size_or_a_shorter_one_is_refused(tmp_path, 
             assert caught.value.code == "DAT29"
 
 
-def test_29_a_parquet_file_with_other_values_under_an_equal_footer_is_refused(tmp_path, source, refused):
-    """Case 29: the hash is of the whole file, not of its figures."""
+def test_a_parquet_file_with_other_values_under_an_equal_footer_is_refused(tmp_path, source, refused):
+    """The hash is of the whole file, not of its figures."""
     path = store(tmp_path / "rows.parquet", rows(10))
     state = source(path).state()
     data = path.read_bytes()
@@ -230,8 +230,8 @@ def test_29_a_parquet_file_with_other_values_under_an_equal_footer_is_refused(tm
     assert caught.value.code in ("DAT29", "DAT30")
 
 
-def test_38_a_run_that_is_resumed_before_its_first_checkpoint_reads_the_rows_of_its_beginning(tmp_path, source, said):
-    """Case 38: what the rows were is noted when the run opens them, durably, not with the first checkpoint."""
+def test_a_run_that_is_resumed_before_its_first_checkpoint_reads_the_rows_of_its_beginning(tmp_path, source, said):
+    """What the rows were is noted when the run opens them, durably, not with the first checkpoint."""
     path = store(tmp_path / "rows.jsonl", rows(10))
     first = texts(source(path, rollout_shuffle=True).next(30))
     append(path, 7)
@@ -240,8 +240,8 @@ def test_38_a_run_that_is_resumed_before_its_first_checkpoint_reads_the_rows_of_
     assert again.state() != source(path, rollout_shuffle=True).state()
 
 
-def test_29_a_run_that_is_resumed_before_its_first_checkpoint_refuses_other_rows(tmp_path, source, refused):
-    """Case 29: prompts of the ledger must not be taken for others."""
+def test_a_run_that_is_resumed_before_its_first_checkpoint_refuses_other_rows(tmp_path, source, refused):
+    """Prompts of the ledger must not be taken for others."""
     path = store(tmp_path / "rows.jsonl", rows(10))
     source(path)
     refused("DAT29", source, path, same_run=True, seed=1)
@@ -252,8 +252,8 @@ def test_29_a_run_that_is_resumed_before_its_first_checkpoint_refuses_other_rows
     assert "data.json" in error.where
 
 
-def test_29_every_stage_notes_its_own_data(tmp_path, source):
-    """Case 29: stages may read different files."""
+def test_every_stage_notes_its_own_data(tmp_path, source):
+    """Stages may read different files."""
     one, two = (store(tmp_path / f"{name}.jsonl", rows(5, name)) for name in "12")
     for path, stage in ((one, "warmup"), (two, "main"), (one, "warmup"), (two, "main")):
         assert texts(source(path, stage=stage, same_run=True).next(1)) == [f"{path.stem}000"]

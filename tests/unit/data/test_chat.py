@@ -42,7 +42,7 @@ def test_tools_of_a_row_may_be_json_text(write, source):
     assert first.metadata["tools"] == [{"name": "f"}]
 
 
-def test_25_messages_that_the_template_refuses_show_its_reason(write, source):
+def test_messages_that_the_template_refuses_show_its_reason(write, source):
     tok = char_tokenizer(
         chat_template="{% if messages[0]['role'] != 'system' %}{{ raise_exception('system first') }}{% endif %}x"
     )

@@ -157,7 +157,7 @@ def test_parquet_groups_beyond_the_budget_are_forgotten(parquet, monkeypatch):
     assert 1 <= len(rows._groups) <= 2
 
 
-def test_30_a_row_group_that_claims_too_much_is_refused(parquet, refused, monkeypatch):
+def test_a_row_group_that_claims_too_much_is_refused(parquet, refused, monkeypatch):
     from slime_core.data import parquet as module
 
     monkeypatch.setattr(module, "MAX_GROUP_BYTES", 100)
@@ -165,7 +165,7 @@ def test_30_a_row_group_that_claims_too_much_is_refused(parquet, refused, monkey
 
 
 @pytest.mark.parametrize("damage", ["empty", "footer cut", "head only", "noise"])
-def test_30_a_damaged_parquet_file_is_a_typed_error(parquet, refused, damage):
+def test_a_damaged_parquet_file_is_a_typed_error(parquet, refused, damage):
     path = parquet(input=["a", "b"])
     data = path.read_bytes()
     kinds = {"empty": b"", "footer cut": data[:-6], "head only": data[:4], "noise": b"PAR1" + b"\xff" * 64 + b"PAR1"}
@@ -175,7 +175,7 @@ def test_30_a_damaged_parquet_file_is_a_typed_error(parquet, refused, damage):
     assert f"{len(kinds[damage])} bytes" in error.what
 
 
-def test_30_a_damaged_page_is_a_typed_error_too(parquet, source, refused):
+def test_a_damaged_page_is_a_typed_error_too(parquet, source, refused):
     path = parquet(input=["abcdefgh" * 50 + str(i) for i in range(50)], group=50)
     data = bytearray(path.read_bytes())
     data[8:400] = b"\xff" * 392
@@ -183,19 +183,19 @@ def test_30_a_damaged_page_is_a_typed_error_too(parquet, source, refused):
     assert "row group 0" in refused("DAT30", source, path).why
 
 
-def test_18_a_missing_column_is_found_before_any_row_is_read(parquet, source, refused):
+def test_a_missing_column_is_found_before_any_row_is_read(parquet, source, refused):
     error = refused("DAT18", source, parquet(question=["a"], answer=["b"]), input_key="questoin")
     assert "'question', 'answer'" in error.why
     assert "did you mean 'question'?" in error.fix
 
 
 @pytest.mark.parametrize("value", [b"bytes", float("nan")], ids=["bytes", "NaN"])
-def test_24_31_parquet_values_that_json_cannot_say(parquet, source, refused, value):
+def test_parquet_values_that_json_cannot_say_are_refused(parquet, source, refused, value):
     code = "DAT24" if isinstance(value, bytes) else "DAT31"
     refused(code, source, parquet(input=["a"], label=[value]), label_key="label")
 
 
-def test_17_a_parquet_file_without_rows(parquet, source, refused):
+def test_a_parquet_file_without_rows_is_refused(parquet, source, refused):
     import pyarrow
 
     refused("DAT17", source, parquet(input=pyarrow.array([], pyarrow.string())))
@@ -286,13 +286,13 @@ def test_a_folder_in_the_form_of_the_hub_has_configurations(with_configs, part, 
 @pytest.mark.parametrize(
     ("part", "fix"), [("", "name one: "), (":test", "name one: "), ("#hrad", "did you mean 'hard'?")]
 )
-def test_18_a_folder_with_several_configurations_lists_them(with_configs, refused, part, fix):
+def test_a_folder_with_several_configurations_lists_them(with_configs, refused, part, fix):
     error = refused("DAT18", opened, f"{with_configs}{part}")
     assert error.why == "it has easy, hard"
     assert fix in error.fix
 
 
-def test_18_a_split_that_is_not_there_is_named(saved, refused):
+def test_a_split_that_is_not_there_is_named(saved, refused):
     error = refused("DAT18", opened, f"{saved}:tset")
     assert "train, test" in error.what
     assert "did you mean 'test'?" in error.fix

@@ -111,7 +111,7 @@ def test_a_restored_source_goes_on_as_the_saved_one_does(write, source, after):
     assert again.state() == first.state()
 
 
-def test_29_rows_that_changed_since_the_save_are_refused_with_both_hashes(twenty, source, refused):
+def test_rows_that_changed_since_the_save_are_refused_with_both_hashes(twenty, source, refused):
     found = source(twenty)
     state = found.state()
     twenty.write_text(twenty.read_text().replace("07", "77"))
@@ -122,7 +122,7 @@ def test_29_rows_that_changed_since_the_save_are_refused_with_both_hashes(twenty
     assert mark in error.why
 
 
-def test_29_another_seed_or_other_tasks_are_refused(twenty, source, refused):
+def test_another_seed_or_other_tasks_are_refused(twenty, source, refused):
     state = source(twenty).state()
     refused("DAT29", source(twenty, seed=1).restore, state)
     refused("DAT29", source(tasks=({"name": "other", "prompt_data": str(twenty)},)).restore, state)
@@ -148,7 +148,7 @@ def test_no_data_at_all_names_the_flags(source, refused):
     assert "--plugin" in error.fix
 
 
-def test_41_a_missing_chat_template_is_found_before_any_row_is_read(write, source, refused):
+def test_a_missing_chat_template_is_found_before_any_row_is_read(write, source, refused):
     error = refused("TOK41", source, write({"input": "x"}), apply_chat_template=True)
     assert error.where == "data.apply_chat_template"
     assert "data.apply_chat_template=false" in error.fix
@@ -251,7 +251,7 @@ def test_a_resumed_plugin_source_must_be_the_same(source, refused):
     assert '{"count": 6}' in error.why
 
 
-def test_17_a_plugin_without_rows(source, refused):
+def test_a_plugins_task_without_rows_is_refused(source, refused):
     refused("DAT17", source, plugins=with_source(Squares(0)))
 
 
@@ -264,7 +264,7 @@ def test_17_a_plugin_without_rows(source, refused):
     ],
     ids=["raises", "no Prompt", "index error"],
 )
-def test_56_57_a_plugins_source_that_breaks_names_task_and_row(source, rows, code, what):
+def test_a_plugins_source_that_breaks_names_task_and_row(source, rows, code, what):
     broken = Squares()
     broken.at = rows
     found = source(plugins=with_source(broken))
@@ -343,7 +343,7 @@ def test_an_evaluation_set_has_its_own_template_category_and_limit(write, tmp_pa
         sets(chat.model_copy(update={"max_response_len": 63}))  # one token of the context is left
 
 
-def test_18_a_category_that_a_row_lacks_names_the_key(write, evaluation, refused):
+def test_a_category_that_a_row_lacks_names_the_key(write, evaluation, refused):
     path = str(write({"input": "1"}))
     error = refused("DAT18", evaluation, eval_prompt_data=("x", path), eval_category_key="kind")
     assert "eval.eval_category_key" in error.fix

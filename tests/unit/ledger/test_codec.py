@@ -62,12 +62,12 @@ def body_of(**fields):
     ["\ud800 half", "\u202eright to left", "👩‍👩‍👧", "𝔘", "é", "e\u0301", "\u0000", "\ufeff"],
     ids=["surrogate", "rtl", "zwj", "4 bytes", "NFC", "NFD", "NUL", "BOM"],
 )
-def test_36_text_keeps_every_code_point(text):
+def test_text_keeps_every_code_point(text):
     back = decode(body_of(id=text, response=text, metadata={text: text}, label=[text]))
     assert (back.id, back.response, back.metadata, back.label) == (text, text, {text: text}, [text])
 
 
-def test_43_tokens_are_stored_as_they_were_sampled_not_as_their_text_would_encode():
+def test_tokens_are_stored_as_they_were_sampled_not_as_their_text_would_encode():
     """Ids 4 2 4 spell the same text as the single id 9; what came from the engine is what comes back."""
     spelled = {9: "abb", 4: "ab", 2: "b"}
     sample = Sample(prompt="x", tokens=[7], response="")
@@ -90,7 +90,7 @@ def test_masks_and_versions_cost_their_changes_only():
     assert long - plain < 40
 
 
-def test_57_what_json_cannot_hold_names_the_sample():
+def test_what_json_cannot_hold_names_the_sample():
     with pytest.raises(PluginError, match="main/3-0") as caught:
         encode(Sample(id="main/3-0", metadata={"model": object()}))
     assert caught.value.code == "PLG57"

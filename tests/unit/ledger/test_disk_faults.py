@@ -81,7 +81,7 @@ def fill_up(folder):
                     file.write(b"x" * size)
 
 
-def test_109_a_full_disk_keeps_what_was_committed_and_goes_on_when_there_is_space(tmp_path):
+def test_a_full_disk_keeps_what_was_committed_and_goes_on_when_there_is_space(tmp_path):
     """Payloads, suspended turns, new rows: each meets the full disk, and goes through when there is room."""
     folder = tmp_path / "small"
     big, waiting = sample_group(10), sample_group(11)
@@ -120,7 +120,7 @@ def test_109_a_full_disk_keeps_what_was_committed_and_goes_on_when_there_is_spac
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT], ids=["full", "quota"])
 @pytest.mark.parametrize("call", ["write", "create", "sync", "sync_folder"])
-def test_109_each_call_that_meets_a_full_disk_fails_alone_and_can_be_repeated(with_ledger, monkeypatch, call, number):
+def test_each_call_that_meets_a_full_disk_fails_alone_and_can_be_repeated(with_ledger, monkeypatch, call, number):
     async def body(ledger):
         await fill(ledger, 0, 3)
         if call in ("create", "sync_folder"):
@@ -135,7 +135,7 @@ def test_109_each_call_that_meets_a_full_disk_fails_alone_and_can_be_repeated(wi
     with_ledger(body)
 
 
-def test_121_a_file_whose_sync_failed_is_never_written_or_believed_again(with_ledger, monkeypatch):
+def test_a_file_whose_sync_failed_is_never_written_or_believed_again(with_ledger, monkeypatch):
     async def body(ledger):
         await fill(ledger, 0, 1)
         await ledger.issue([sample_group(1)])
@@ -152,7 +152,7 @@ def test_121_a_file_whose_sync_failed_is_never_written_or_believed_again(with_le
     with_ledger(body)
 
 
-def test_121_neighbours_in_a_transaction_whose_sync_failed_are_written_again_elsewhere(with_ledger, monkeypatch):
+def test_neighbours_in_a_transaction_whose_sync_failed_are_written_again_elsewhere(with_ledger, monkeypatch):
     """Ten groups share the sync that fails; each is then written to a new file, and none names the lost one."""
     groups = [sample_group(i) for i in range(10)]
 
@@ -168,7 +168,7 @@ def test_121_neighbours_in_a_transaction_whose_sync_failed_are_written_again_els
     with_ledger(body)
 
 
-def test_121_a_write_that_fails_does_not_take_earlier_records_with_it(with_ledger, monkeypatch):
+def test_a_write_that_fails_does_not_take_earlier_records_with_it(with_ledger, monkeypatch):
     """The second group of a transaction cannot be written, and the sync that should save the first fails too."""
     groups = [sample_group(i) for i in range(2)]
 
@@ -203,7 +203,7 @@ def test_121_a_write_that_fails_does_not_take_earlier_records_with_it(with_ledge
     with_ledger(body)
 
 
-def test_120_no_more_files_is_told_and_passes(with_ledger, monkeypatch):
+def test_a_process_without_file_descriptors_gets_an_error_and_goes_on_later(with_ledger, monkeypatch):
     async def body(ledger):
         await fill(ledger, 0, 1)
         ledger.segments._roll_bytes = 1
@@ -252,7 +252,7 @@ asyncio.run(main())
 """
 
 
-def test_120_a_process_at_its_limit_of_files_loses_nothing(tmp_path):
+def test_a_process_at_its_limit_of_files_loses_nothing(tmp_path):
     command = [sys.executable, "-c", LIMITED, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
@@ -260,7 +260,7 @@ def test_120_a_process_at_its_limit_of_files_loses_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["folder", "database", "segments"])
-def test_110_a_place_that_cannot_be_written_is_refused_at_the_start(tmp_path, what):
+def test_a_place_that_cannot_be_written_is_refused_at_the_start(tmp_path, what):
     """As root permissions stop nobody, so a file stands where a folder must be."""
     if what == "folder":
         (tmp_path / "run").write_text("")
@@ -275,7 +275,7 @@ def test_110_a_place_that_cannot_be_written_is_refused_at_the_start(tmp_path, wh
     assert caught.value.where
 
 
-def test_110_a_disk_that_becomes_read_only_is_told(with_ledger, monkeypatch):
+def test_a_disk_that_becomes_read_only_is_told(with_ledger, monkeypatch):
     async def body(ledger):
         await fill(ledger, 0, 1)
         await ledger.issue([sample_group(1)])
@@ -288,7 +288,7 @@ def test_110_a_disk_that_becomes_read_only_is_told(with_ledger, monkeypatch):
     with_ledger(body)
 
 
-def test_110_a_backup_that_cannot_be_written_leaves_nothing_behind(with_ledger, tmp_path):
+def test_a_backup_that_cannot_be_written_leaves_nothing_behind(with_ledger, tmp_path):
     async def body(ledger):
         await fill(ledger, 0, 1)
         with pytest.raises(StorageError):

@@ -1,4 +1,4 @@
-"""Case 118: a database never lies on a network file system, and says where it may lie instead."""
+"""A database never lies on a network file system, and says where it may lie instead."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def mounts(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [*sorted(NETWORK), "fuse.sshfs", "fuse.s3fs", "fuse"])
-def test_118_network_file_systems_are_known(mounts, tmp_path, kind):
+def test_network_file_systems_are_known(mounts, tmp_path, kind):
     mounts((tmp_path, kind))
     assert network_type(tmp_path / "runs" / "r-0") == kind
 
@@ -60,7 +60,7 @@ def test_the_way_through_a_symbolic_link_is_followed(mounts, tmp_path):
     assert network_type(tmp_path / "link" / "run") == "lustre"
 
 
-def test_118_a_run_directory_on_a_network_is_refused_before_anything_is_made(mounts, tmp_path):
+def test_a_run_directory_on_a_network_is_refused_before_anything_is_made(mounts, tmp_path):
     run = tmp_path / "share" / "run"
     mounts((tmp_path / "share", "nfs4"))
     with pytest.raises(StorageError) as caught:
@@ -71,7 +71,7 @@ def test_118_a_run_directory_on_a_network_is_refused_before_anything_is_made(mou
     assert not run.exists()
 
 
-def test_118_a_ledger_dir_on_a_network_is_refused_too(mounts, tmp_path):
+def test_a_ledger_dir_on_a_network_is_refused_too(mounts, tmp_path):
     mounts((tmp_path / "share", "cifs"))
     with pytest.raises(StorageError) as caught:
         database_path(tmp_path / "share" / "run", tmp_path / "share" / "ledgers")
@@ -79,7 +79,7 @@ def test_118_a_ledger_dir_on_a_network_is_refused_too(mounts, tmp_path):
     assert "report.ledger_dir" in caught.value.what
 
 
-def test_118_with_a_local_folder_the_database_lies_there_and_segments_stay(mounts, tmp_path, with_ledger):
+def test_with_a_local_folder_the_database_lies_there_and_segments_stay(mounts, tmp_path, with_ledger):
     share, local = tmp_path / "share", tmp_path / "local"
     mounts((share, "nfs4"))
 

@@ -107,7 +107,7 @@ def script(path, text):
     ],
     ids=["no database", "another program's", "a later schema"],
 )
-def test_113_117_a_file_that_is_not_this_ledger_is_refused(tmp_path, first, damage, code):
+def test_a_file_that_is_not_this_ledger_is_refused(tmp_path, first, damage, code):
     if first == "ledger":
         asyncio.run(SqliteLedger(tmp_path).close())
     damage(tmp_path / "ledger.sqlite")
@@ -143,14 +143,14 @@ def test_a_ledger_of_the_schema_before_is_gone_on_with(tmp_path):
     asyncio.run(body())
 
 
-def test_110_a_run_directory_that_cannot_be_written_is_refused(tmp_path):
+def test_a_run_directory_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "ledger.sqlite").mkdir()
     with pytest.raises(StorageError) as caught:
         SqliteLedger(tmp_path)
     assert caught.value.code == "STO110"
 
 
-def test_109_a_full_database_keeps_what_was_committed(use):
+def test_a_full_database_keeps_what_was_committed(use):
     groups = [sample_group(i) for i in range(500)]
 
     async def body(ledger):
@@ -168,7 +168,7 @@ def test_109_a_full_database_keeps_what_was_committed(use):
     assert use(body) == 1000
 
 
-def test_112_a_damaged_segment_names_the_file(use, tmp_path):
+def test_a_damaged_segment_names_the_file(use, tmp_path):
     group = sample_group(0)
 
     async def body(ledger):

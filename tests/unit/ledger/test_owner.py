@@ -53,7 +53,7 @@ def refused(folder):
     return caught.value
 
 
-def test_116_a_second_process_is_refused_and_the_first_is_named(tmp_path):
+def test_a_second_process_is_refused_and_the_first_is_named(tmp_path):
     holder = child(HOLDER, tmp_path)
     try:
         assert holder.stdout.readline() == "open\n"
@@ -65,7 +65,7 @@ def test_116_a_second_process_is_refused_and_the_first_is_named(tmp_path):
     asyncio.run(SqliteLedger(tmp_path).close())
 
 
-def test_116_a_foreign_program_that_locks_the_database_is_named(with_ledger, tmp_path):
+def test_a_foreign_program_that_locks_the_database_is_named(with_ledger, tmp_path):
     async def body(ledger):
         await ledger.issue([sample_group(0)])
         await ledger.commits.run(lambda: ledger.commits.db.execute("PRAGMA busy_timeout = 50"))
@@ -85,14 +85,14 @@ def test_116_a_foreign_program_that_locks_the_database_is_named(with_ledger, tmp
     assert with_ledger(body) == 4
 
 
-def test_133_a_file_left_by_a_dead_process_blocks_nobody_even_if_its_pid_lives_again(tmp_path):
+def test_a_file_left_by_a_dead_process_blocks_nobody_even_if_its_pid_lives_again(tmp_path):
     """The pid in the file is this very process's; the start time is not."""
     left = {"pid": os.getpid(), "started": start_of(os.getpid()) - 1000, "host": "here"}
     (tmp_path / LOCK).write_text(json.dumps(left))
     asyncio.run(SqliteLedger(tmp_path).close())
 
 
-def test_133_a_lock_whose_owner_has_ended_is_not_blamed_on_who_has_its_pid_now(tmp_path):
+def test_a_lock_whose_owner_has_ended_is_not_blamed_on_who_has_its_pid_now(tmp_path):
     """A child inherited the lock: to stop the process that has the old number would hit a stranger."""
     owner = Owner(tmp_path / "ledger.sqlite")
     owner._who["started"] -= 1
@@ -115,7 +115,7 @@ def test_the_start_of_a_process_is_known_and_of_no_process_is_not():
     assert start_of(2**22 + 1) == 0
 
 
-def test_110_a_lock_that_cannot_be_made_is_refused(tmp_path):
+def test_a_lock_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / LOCK).mkdir()
     with pytest.raises(StorageError) as caught:
         SqliteLedger(tmp_path)

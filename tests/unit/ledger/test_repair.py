@@ -1,4 +1,4 @@
-"""Case 117: a damaged ledger, or one without its write-ahead log, is refused; a checkpoint's copy takes its place."""
+"""A damaged ledger, or one without its write-ahead log, is refused; a checkpoint's copy takes its place."""
 
 import asyncio
 import hashlib
@@ -76,7 +76,7 @@ def test_a_copy_holds_what_was_committed_and_is_one_file(tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
-def test_117_a_corrupt_page_is_refused_and_the_newest_copy_takes_its_place(tmp_path, capsys):
+def test_a_corrupt_page_is_refused_and_the_newest_copy_takes_its_place(tmp_path, capsys):
     run_with_checkpoints(tmp_path)
     flip_page(tmp_path / "ledger.sqlite")
     with pytest.raises(StorageError) as caught:
@@ -92,7 +92,7 @@ def test_117_a_corrupt_page_is_refused_and_the_newest_copy_takes_its_place(tmp_p
 
 
 @pytest.mark.parametrize("table", ["tally", "members", "sqlite_autoindex_samples_1"])
-def test_117_damage_is_noticed_where_nothing_has_been_read_yet(tmp_path, table):
+def test_damage_is_noticed_where_nothing_has_been_read_yet(tmp_path, table):
     run_with_checkpoints(tmp_path)
     flip_page(tmp_path / "ledger.sqlite", table)
     with pytest.raises(StorageError) as caught:
@@ -100,7 +100,7 @@ def test_117_damage_is_noticed_where_nothing_has_been_read_yet(tmp_path, table):
     assert caught.value.code == "STO117"
 
 
-def test_117_a_write_ahead_log_that_was_removed_is_noticed(tmp_path):
+def test_a_write_ahead_log_that_was_removed_is_noticed(tmp_path):
     """Killed with commits in the log, which somebody then took for rubbish."""
     run, dead = tmp_path / "run", tmp_path / "dead"
 
@@ -122,7 +122,7 @@ def test_117_a_write_ahead_log_that_was_removed_is_noticed(tmp_path):
     assert "-wal" in caught.value.why
 
 
-def test_117_an_older_file_in_its_place_is_noticed(tmp_path):
+def test_an_older_file_in_its_place_is_noticed(tmp_path):
     first, _ = run_with_checkpoints(tmp_path)
     shutil.copy(first, tmp_path / "ledger.sqlite")
     with pytest.raises(StorageError) as caught:
@@ -130,7 +130,7 @@ def test_117_an_older_file_in_its_place_is_noticed(tmp_path):
     assert "has lost commits" in caught.value.what
 
 
-def test_117_a_ledger_that_is_gone_is_not_begun_anew(tmp_path):
+def test_a_ledger_that_is_gone_is_not_begun_anew(tmp_path):
     run_with_checkpoints(tmp_path)
     (tmp_path / "ledger.sqlite").unlink()
     with pytest.raises(StorageError) as caught:
@@ -157,7 +157,7 @@ def test_repairing_twice_keeps_both(tmp_path):
     assert {path.name for path in tmp_path.glob("corrupt-*")} == {"corrupt-1-ledger.sqlite", "corrupt-2-ledger.sqlite"}
 
 
-def test_117_a_copy_that_is_damaged_too_is_refused_and_nothing_changes(tmp_path, capsys):
+def test_a_copy_that_is_damaged_too_is_refused_and_nothing_changes(tmp_path, capsys):
     _, newest = run_with_checkpoints(tmp_path)
     flip_page(newest, "tally")
     before = (tmp_path / "ledger.sqlite").read_bytes()
@@ -169,7 +169,7 @@ def test_117_a_copy_that_is_damaged_too_is_refused_and_nothing_changes(tmp_path,
     assert issued(tmp_path) == 20
 
 
-def test_116_a_ledger_in_use_is_not_repaired(tmp_path):
+def test_a_ledger_in_use_is_not_repaired(tmp_path):
     first, _ = run_with_checkpoints(tmp_path)
 
     async def body():

@@ -147,7 +147,7 @@ def test_a_writer_that_saw_an_old_listing_takes_no_file_of_another(tmp_path, mon
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut"])
-def test_112_other_bytes_than_were_written_are_refused(store, damage):
+def test_other_bytes_than_were_written_are_refused(store, damage):
     place = store.append([b"precious payload"])
     store.sync()
     path = store.path(1)
@@ -162,12 +162,12 @@ def test_112_other_bytes_than_were_written_are_refused(store, damage):
     failing("STO112", read_array, store.folder, ref)
 
 
-def test_111_a_segment_that_is_gone_is_named(store):
+def test_a_segment_that_is_gone_is_named(store):
     error = failing("STO111", store.read, RecordPlace(segment=9, offset=24, length=1, crc32=0))
     assert segment_name(9) in error.where
 
 
-def test_112_a_file_that_is_no_segment_is_refused(store):
+def test_a_file_that_is_no_segment_is_refused(store):
     (store.folder / segment_name(5)).write_bytes(b"PK\x03\x04 something else")
     failing("STO112", store.read, RecordPlace(segment=5, offset=8, length=1, crc32=0))
 
@@ -177,7 +177,7 @@ def test_112_a_file_that_is_no_segment_is_refused(store):
     [{"segment": "../secret"}, {"segment": "/etc/passwd"}, {"dtype": "object"}, {"offset": -1}, {"shape": (-1,)}],
     ids=["traversal", "absolute", "object dtype", "negative offset", "negative shape"],
 )
-def test_112_a_reference_from_elsewhere_opens_nothing(store, change):
+def test_a_reference_from_elsewhere_opens_nothing(store, change):
     good = {"segment": "000001.seg", "offset": 24, "dtype": "int8", "shape": (1,), "crc32": 0}
     failing("STO112", store.read_array, ArrayRef(**{**good, **change}))
 
@@ -200,7 +200,7 @@ def test_errors_of_the_system_have_codes_and_fixes(tmp_path, number, code):
     assert error.fix
 
 
-def test_109_a_full_disk_loses_nothing_that_was_written_before(store):
+def test_a_full_disk_loses_nothing_that_was_written_before(store):
     """A device that takes no byte stands for the disk that is full."""
     place = store.append([b"kept"])
     store.sync()
@@ -213,7 +213,7 @@ def test_109_a_full_disk_loses_nothing_that_was_written_before(store):
     assert again.segment != place.segment, "the file that failed is never written again"
 
 
-def test_110_a_folder_that_cannot_be_made_is_refused(tmp_path):
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError) as caught:
         Segments(tmp_path / "file" / "segments")

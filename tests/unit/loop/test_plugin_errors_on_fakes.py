@@ -120,8 +120,8 @@ def conserved(counts):
 
 
 @pytest.mark.parametrize("hook", OF_GROUPS)
-def test_56_a_hook_of_groups_that_raises_drops_its_group_where_the_run_says_so(tmp_path, install_plugin, hook):
-    """Case 56: policy drop; the ledger's rows say dropped(plugin_error), the others train, and nothing is lost."""
+def test_a_hook_of_groups_that_raises_drops_its_group_where_the_run_says_so(tmp_path, install_plugin, hook):
+    """Policy drop; the ledger's rows say dropped(plugin_error), the others train, and nothing is lost."""
     counts, rows, error = run(tmp_path, install_plugin, hook, "--on-plugin-error", "drop")
     assert error is None
     assert conserved(counts)
@@ -134,8 +134,8 @@ def test_56_a_hook_of_groups_that_raises_drops_its_group_where_the_run_says_so(t
 
 
 @pytest.mark.parametrize("hook", OF_GROUPS)
-def test_56_a_hook_of_groups_that_raises_ends_the_run_by_default(tmp_path, install_plugin, hook):
-    """Case 56: policy fail; plugin, hook, prompt or sample, file and line, and an intact ledger."""
+def test_a_hook_of_groups_that_raises_ends_the_run_by_default(tmp_path, install_plugin, hook):
+    """Policy fail; plugin, hook, prompt or sample, file and line, and an intact ledger."""
     counts, _, error = run(tmp_path, install_plugin, hook)
     assert (error.code, error.exit_code) == ("PLG56", 4)
     assert f"fakes.{hook}" in error.what
@@ -160,10 +160,8 @@ def test_56_a_hook_of_groups_that_raises_ends_the_run_by_default(tmp_path, insta
         ("slime_prompts", "default", 0),
     ],
 )
-def test_56_a_hook_of_steps_that_raises_ends_the_run_whatever_the_policy(
-    tmp_path, install_plugin, hook, told, trained
-):
-    """Case 56: there is no group to drop; the step stays in the ledger, journaled where it came so far."""
+def test_a_hook_of_steps_that_raises_ends_the_run_whatever_the_policy(tmp_path, install_plugin, hook, told, trained):
+    """There is no group to drop; the step stays in the ledger, journaled where it came so far."""
     counts, _, error = run(tmp_path, install_plugin, hook, "--on-plugin-error", "drop")
     assert error.code == ("PLG64" if hook == "slime_state" else "PLG56")
     assert hook in error.what

@@ -36,7 +36,7 @@ def late(ask, plugins, seconds=0.3):
 
 @pytest.mark.parametrize("stands", ["told.wait(60)", "while not told.is_set():\n        pass"], ids=["waits", "loops"])
 def test_a_sync_hook_that_cannot_be_ended_ends_the_run_whatever_the_policy(load, ask, stands):
-    """Case 60: it is told with its Python stack, and no setting makes the run go on beside it."""
+    """It is told with its Python stack, and no setting makes the run go on beside it."""
     plugins, module = loaded(load, f"def inner():\n    {stands}\ninner()\nreturn [1.0, 1.0]")
     error = late(ask, plugins)
     module.told.set()
@@ -48,7 +48,7 @@ def test_a_sync_hook_that_cannot_be_ended_ends_the_run_whatever_the_policy(load,
 
 
 def test_a_sync_hook_that_ends_soon_after_its_deadline_loses_its_group_alone(load, ask):
-    """Case 60: nothing runs beside the run then."""
+    """Nothing runs beside the run then."""
     plugins, _ = loaded(load, "time.sleep(0.6)\nreturn [1.0, 1.0]")
     error = late(ask, plugins)
     assert not plugins.ends_run(error, DROP)
@@ -56,7 +56,7 @@ def test_a_sync_hook_that_ends_soon_after_its_deadline_loses_its_group_alone(loa
 
 
 def test_an_async_hook_that_waits_for_ever_is_cancelled_and_told_where_it_waited(load, ask):
-    """Case 60: with the stack of its coroutines."""
+    """With the stack of its coroutines."""
     body = "import asyncio\nasync def inner():\n    await asyncio.Event().wait()\nawait inner()"
     plugins, _ = loaded(load, body, kind="async def")
     error = late(ask, plugins)
@@ -89,7 +89,7 @@ async def waits():
 
 @pytest.mark.parametrize("kind", ["reads", "waits"])
 def test_a_process_that_was_stopped_finds_no_deadline_past(kind):
-    """Cases 60 and 125: time in which the process stood still does not count."""
+    """Time in which the process stood still does not count."""
     program = [sys.executable, "-c", PROGRAM + f"print(ask({kind}, 2.5).strip(), flush=True)\n"]
     child = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment())
     try:
@@ -111,7 +111,7 @@ def environment():
 
 
 def test_a_stuck_thread_does_not_keep_the_process():
-    """Case 60: hooks run on daemon threads."""
+    """Hooks run on daemon threads."""
     source = PROGRAM + textwrap.dedent(
         """
         def stays():

@@ -23,8 +23,8 @@ def numbered(position):
 UNSTABLE = "calls = []\n" + hook("slime_reward", "group", "calls.append(1); return [0.5, float(len(calls))]")
 
 
-def test_63_one_group_in_a_hundred_is_judged_twice_and_a_difference_is_told_and_counted(load, ctx, said):
-    """Case 63: a notice with plugin and sample ids and a metric, never an error."""
+def test_one_group_in_a_hundred_is_judged_twice_and_a_difference_is_told_and_counted(load, ctx, said):
+    """A notice with plugin and sample ids and a metric, never an error."""
     plugins = load(geo=UNSTABLE)
     position = positions(0, True)[0]
     found = ask(plugins, "slime_reward", numbered(position), ctx, **WATCHED)
@@ -36,8 +36,8 @@ def test_63_one_group_in_a_hundred_is_judged_twice_and_a_difference_is_told_and_
     assert plugins.pop_metrics() == {}
 
 
-def test_63_most_groups_and_every_group_of_an_unwatched_or_free_run_are_judged_once(load, ctx, said):
-    """Case 63: the choice is a function of seed and position."""
+def test_most_groups_and_every_group_of_an_unwatched_or_free_run_are_judged_once(load, ctx, said):
+    """The choice is a function of seed and position."""
     twice, once = positions(0, True), positions(0, False)
     assert len(twice) == pytest.approx(10, abs=8)
     assert twice != positions(1, True)
@@ -49,8 +49,8 @@ def test_63_most_groups_and_every_group_of_an_unwatched_or_free_run_are_judged_o
     assert said == []
 
 
-def test_63_a_reward_that_repeats_is_counted_and_not_told(load, ctx, said):
-    """Case 63: nor does it see what its first call left in the group."""
+def test_a_reward_that_repeats_is_counted_and_not_told(load, ctx, said):
+    """Nor does it see what its first call left in the group."""
     body = "group.samples[0].metadata['n'] = group.samples[0].metadata.get('n', 0) + 1; "
     body += "return [float(group.samples[0].metadata['n']), 0.0]"
     plugins = load(geo=hook("slime_reward", "group", body))
@@ -68,8 +68,8 @@ def test_63_a_reward_that_repeats_is_counted_and_not_told(load, ctx, said):
         ("class H:\n    def state(self): return {}['a']\n    def load(self, s): pass\n", "KeyError: 'a'"),
     ],
 )
-def test_64_a_state_that_cannot_be_kept_is_named_with_its_plugin(load, holder, told):
-    """Case 64: the holder's side; what is no JSON is the checkpoint's side."""
+def test_a_state_that_cannot_be_kept_is_named_with_its_plugin(load, holder, told):
+    """The holder's side; what is no JSON is the checkpoint's side."""
     plugins = load(geo=holder + hook("slime_state", "", "return H()"))
     with pytest.raises(PluginError) as caught:
         plugins.state()
@@ -78,8 +78,8 @@ def test_64_a_state_that_cannot_be_kept_is_named_with_its_plugin(load, holder, t
     assert "geo" in caught.value.where
 
 
-def test_64_a_state_that_cannot_be_loaded_is_named_with_its_plugin(load):
-    """Case 64, and 65's other half: load() raises on what an older version kept."""
+def test_a_state_that_cannot_be_loaded_is_named_with_its_plugin(load):
+    """load() raises on what an older version kept."""
     source = "class H:\n    def state(self): return {}\n    def load(self, s): self.level = s['level']\n"
     plugins = load(geo=source + hook("slime_state", "", "return H()"))
     plugins.load_state({"geo": {"level": 1}})
@@ -92,8 +92,8 @@ def test_64_a_state_that_cannot_be_loaded_is_named_with_its_plugin(load):
 
 
 @pytest.mark.parametrize(("name", "helps"), [("slime_reward", True), ("slime_sampling", True), ("slime_batch", False)])
-def test_56_hooks_of_steps_are_not_told_to_drop_groups(load, generated, ctx, name, helps):
-    """Case 56: the fix that is named is one that helps."""
+def test_hooks_of_steps_are_not_told_to_drop_groups(load, generated, ctx, name, helps):
+    """The fix that is named is one that helps."""
     plugins = load(geo=hook(name, TAKES.get(name, "group, ctx"), "raise ValueError('no')"))
     with pytest.raises(PluginError) as caught:
         ask(plugins, name, generated, ctx)

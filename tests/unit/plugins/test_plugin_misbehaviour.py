@@ -58,7 +58,7 @@ EASY = [
 def test_a_hook_that_changes_what_it_may_only_read_is_named_with_field_and_id(
     load, generated, ctx, name, change, told
 ):
-    """Case 61: where hooks are watched."""
+    """Where hooks are watched."""
     with pytest.raises(PluginError) as caught:
         changing(load, generated, ctx, name, change, **WATCHED)
     error = caught.value
@@ -79,7 +79,7 @@ HIDDEN = [
 
 @pytest.mark.parametrize(("name", "change", "told"), HIDDEN)
 def test_a_change_inside_a_list_is_found_by_its_hash(load, generated, ctx, name, change, told):
-    """Case 61: where hooks are watched."""
+    """Where hooks are watched."""
     with pytest.raises(PluginError, match="changed") as caught:
         changing(load, generated, ctx, name, change, **WATCHED)
     assert caught.value.code == "PLG61"
@@ -102,12 +102,12 @@ def test_a_change_inside_a_list_is_found_by_its_hash(load, generated, ctx, name,
     ],
 )
 def test_what_a_hook_may_do_is_no_change(load, generated, ctx, name, change, watched):
-    """Case 61: annotations, columns, and copies with the same content."""
+    """Annotations, columns, and copies with the same content."""
     changing(load, generated, ctx, name, change, **watched)
 
 
 def test_an_estimator_may_not_change_the_batch_that_it_scores(load):
-    """Case 61: estimators are given arrays."""
+    """Estimators are given arrays."""
     source = (
         "from slime_core import Estimator\nimport numpy as np\n"
         "def fn(batch, train):\n    batch.reward[0] = 9.0\n    return {'advantages': np.ones(2, np.float32)}\n"
@@ -148,7 +148,7 @@ def process(tmp_path, monkeypatch):
 def test_a_change_of_what_belongs_to_the_process_is_told_where_hooks_are_watched(
     load, generated, ctx, said, process, harm, told, kind
 ):
-    """Case 62: the working folder, the locale and limits."""
+    """The working folder, the locale and limits."""
     told = told.format(cwd=os.getcwd())
     plugins = load(geo=SETUP + hook("slime_reward", "group", f"{harm}; return [1.0, 1.0]", kind))
     ask(plugins, "slime_reward", generated, ctx, **WATCHED)
@@ -159,7 +159,7 @@ def test_a_change_of_what_belongs_to_the_process_is_told_where_hooks_are_watched
 
 @pytest.mark.parametrize("name", ["slime_sampling", "slime_generate"])
 def test_a_change_of_signal_handlers_is_told_where_hooks_are_watched(load, generated, ctx, said, process, name):
-    """Case 62: a handler can be set on the main thread, where these hooks run."""
+    """A handler can be set on the main thread, where these hooks run."""
     body = f"signal.signal(signal.SIGTERM, signal.SIG_IGN); {ANSWERS[name]}"
     kind = "async def" if name == "slime_generate" else "def"
     plugins = load(geo="import signal\n" + hook(name, TAKES.get(name, "group, ctx"), body, kind))
@@ -178,7 +178,7 @@ def test_a_change_of_signal_handlers_is_told_where_hooks_are_watched(load, gener
     ],
 )
 def test_draws_from_global_generators_are_told_where_hooks_are_watched(load, generated, ctx, said, draw, told):
-    """Case 62: they are not put back, or every call of the hook would draw the same."""
+    """They are not put back, or every call of the hook would draw the same."""
     source = "import random, numpy, torch\n" + hook("slime_reward", "group", f"{draw}; return [1.0, 1.0]")
     plugins = load(geo=source)
     ask(plugins, "slime_reward", generated, ctx)
@@ -194,7 +194,7 @@ def test_draws_from_global_generators_are_told_where_hooks_are_watched(load, gen
 
 @pytest.mark.parametrize("kind", ["def", "async def"], ids=["sync", "async"])
 def test_a_hook_that_only_looks_says_nothing(load, generated, ctx, said, kind):
-    """Case 62: no false alarm."""
+    """No false alarm."""
     plugins = load(geo=hook("slime_reward", "group", "return [1.0, 1.0]", kind))
     ask(plugins, "slime_reward", generated, ctx, **WATCHED)
     assert said == []
@@ -225,7 +225,7 @@ MADE = """
 
 @pytest.mark.parametrize("kind", ["async", "now"])
 def test_ctrl_c_of_a_person_is_not_taken_for_the_plugins(kind):
-    """Case 62: it is no error of the hook that runs just then."""
+    """It is no error of the hook that runs just then."""
     call = {"async": "ask(later, 30)", "now": "call_now(answer(spins), {}, about='x')"}[kind]
     done = in_process(
         MADE
@@ -249,7 +249,7 @@ def test_ctrl_c_of_a_person_is_not_taken_for_the_plugins(kind):
 
 
 def test_a_keyboard_interrupt_on_a_hooks_thread_is_the_plugins(load, generated, ctx):
-    """Case 62: Ctrl-C of a person interrupts the main thread alone."""
+    """Ctrl-C of a person interrupts the main thread alone."""
     plugins = load(geo=hook("slime_reward", "group, ctx", "raise KeyboardInterrupt"))
     with pytest.raises(PluginError) as caught:
         ask(plugins, "slime_reward", generated, ctx)
@@ -257,7 +257,7 @@ def test_a_keyboard_interrupt_on_a_hooks_thread_is_the_plugins(load, generated, 
 
 
 def test_a_child_that_a_hook_forks_may_end_itself():
-    """Case 62: a run refuses os._exit to its own process alone."""
+    """A run refuses os._exit to its own process alone."""
     done = in_process(
         MADE
         + """

@@ -104,8 +104,8 @@ def lives(pid):
 
 
 @pytest.mark.parametrize("source", [TYPE, HOOK], ids=["reward type", "hook"])
-def test_60_a_reward_in_a_process_answers_as_one_beside_the_loop_does(alive, source):
-    """Case 60: the isolated kind; the sample and the context arrive as they are."""
+def test_a_reward_in_a_process_answers_as_one_beside_the_loop_does(alive, source):
+    """The isolated kind; the sample and the context arrive as they are."""
     plugins, ctx = alive(source)
     rewards = asyncio.run(plugins.reward(group_of(do="print"), ctx))
     assert [(r.value, r.reason) for r in rewards] == [(0.25, "2"), (0.5, "2")]
@@ -116,8 +116,8 @@ def test_60_a_reward_in_a_process_answers_as_one_beside_the_loop_does(alive, sou
 
 
 @pytest.mark.parametrize("harm", ["spin", "backtrack", "swallow"])
-def test_60_a_reward_that_hangs_in_its_process_is_killed_and_the_next_one_is_judged(alive, harm):
-    """Case 60: even one that holds the interpreter's lock, and one that swallows every exception."""
+def test_a_reward_that_hangs_in_its_process_is_killed_and_the_next_one_is_judged(alive, harm):
+    """Even one that holds the interpreter's lock, and one that swallows every exception."""
     plugins, ctx = alive(TYPE, seconds=1.0)
 
     async def work():
@@ -143,8 +143,8 @@ def test_60_a_reward_that_hangs_in_its_process_is_killed_and_the_next_one_is_jud
         ("raise", "PLG56", "ValueError: no such unit"),
     ],
 )
-def test_62_a_reward_that_ends_its_process_loses_one_answer(alive, harm, code, told):
-    """Case 62: os._exit and a crash are the process's alone."""
+def test_a_reward_that_ends_its_process_loses_one_answer(alive, harm, code, told):
+    """Os._exit and a crash are the process's alone."""
     plugins, ctx = alive(HOOK)
 
     async def work():
@@ -160,8 +160,8 @@ def test_62_a_reward_that_ends_its_process_loses_one_answer(alive, harm, code, t
     assert [r.value for r in after] == [0.25, 0.5]
 
 
-def test_57_what_is_no_json_cannot_travel_and_the_process_stays(alive):
-    """Case 57: told with the fix."""
+def test_what_is_no_json_cannot_travel_and_the_process_stays(alive):
+    """Told with the fix."""
     plugins, ctx = alive(HOOK)
 
     async def work():
@@ -175,8 +175,8 @@ def test_57_what_is_no_json_cannot_travel_and_the_process_stays(alive):
     assert "JSON" in error.why + error.fix
 
 
-def test_60_a_reward_that_is_cancelled_takes_its_process_with_it(alive):
-    """Case 60: an answer that nobody waits for must not be taken for the next one's."""
+def test_a_reward_that_is_cancelled_takes_its_process_with_it(alive):
+    """An answer that nobody waits for must not be taken for the next one's."""
     plugins, ctx = alive(HOOK)
 
     async def work():
@@ -194,8 +194,8 @@ def test_60_a_reward_that_is_cancelled_takes_its_process_with_it(alive):
     assert [r.value for r in after] == [0.25, 0.5]
 
 
-def test_60_a_process_of_a_reward_dies_with_the_run(tmp_path):
-    """Cases 60 and 130: even where the run is killed."""
+def test_a_process_of_a_reward_dies_with_the_run(tmp_path):
+    """Even where the run is killed."""
     program = (
         "import os, signal\nfrom slime_core.config.schema import Config\n"
         "from slime_core.plugins.isolated import IsolatedWorker\nworker = IsolatedWorker(Config())\nworker.load()\n"

@@ -183,7 +183,6 @@ def test_a_broken_run_json_does_not_give_an_epoch_twice(old, info):
 
 
 def test_a_run_that_another_process_holds_is_not_reopened(holder):
-    """Case 16, for a resume."""
     path, _ = holder
     (path / "config.toml").write_text("")
     before = (path / "run.json").read_bytes()

@@ -74,8 +74,8 @@ one.thread.close()
 """
 
 
-def test_96_memory_that_runs_out_names_the_batch_the_largest_pass_and_the_keys_and_changes_nothing(tmp_path):
-    """Case 96: in training and in scoring; the same step is made in smaller passes within the same memory."""
+def test_memory_that_runs_out_names_the_batch_the_largest_pass_and_the_keys_and_changes_nothing(tmp_path):
+    """In training and in scoring; the same step is made in smaller passes within the same memory."""
     found = in_process(TRAIN, tiny_model(tmp_path / "model"))
     for error, what in zip(found["failed"], ("training on", "scoring"), strict=True):
         assert (error["kind"], error["code"]) == ("TrainerError", "TRN96"), error
@@ -130,8 +130,8 @@ thread.close()
 
 
 @pytest.mark.nightly
-def test_96_an_engine_that_runs_out_of_memory_names_its_slots_and_their_length(tmp_path):
-    """Case 96: the embedded engine, with less memory than one sequence takes."""
+def test_an_engine_that_runs_out_of_memory_names_its_slots_and_their_length(tmp_path):
+    """The embedded engine, with less memory than one sequence takes."""
     error = in_process(ENGINE, tiny_model(tmp_path / "model"), 8, 2048, 1 << 20)
     assert (error["kind"], error["code"]) == ("EngineError", "ENG05"), error
     assert "slots of " in error["what"]

@@ -121,7 +121,6 @@ def test_before_the_first_step_there_are_no_moments(bench, tmp_path):
 
 @pytest.mark.parametrize("method", ["create", "write", "sync", "make_folder"])
 def test_a_full_disk_is_the_writers_error_and_the_next_save_works(bench, tmp_path, monkeypatch, method):
-    """Case 109."""
     one = bench()
 
     class Full(Disk):
@@ -140,7 +139,7 @@ def test_a_full_disk_is_the_writers_error_and_the_next_save_works(bench, tmp_pat
 
 
 def test_what_differs_is_listed_in_one_message(bench, tmp_path):
-    """Cases 108 and 115: a checkpoint of another model."""
+    """A checkpoint of another model."""
     one = bench()
     one.call("save", tmp_path / "saved")
     other = bench(folder=tiny_model(tmp_path / "other", hidden=32, layers=1))
@@ -156,7 +155,7 @@ def test_what_differs_is_listed_in_one_message(bench, tmp_path):
 
 @pytest.mark.parametrize("kind", ["parameters", "moments"])
 def test_a_stored_dtype_that_drifted_is_refused(bench, tmp_path, kind):
-    """Case 108: float32 was saved, the file holds bfloat16."""
+    """Float32 was saved, the file holds bfloat16."""
     one = bench()
     one.call("step", made.batch_of())
     one.call("save", tmp_path / "saved")
@@ -265,7 +264,7 @@ SETTINGS = {"advantage_estimator": "ppo", "critic_lr": 1e-3, "kl_loss_coef": 0.0
 
 @pytest.mark.integration
 def test_the_number_of_ranks_may_change_and_change_back(bench, tmp_path):
-    """1 -> 2 -> 1: parameters, moments, reference and critic to the last bit; case 115."""
+    """1 -> 2 -> 1: parameters, moments, reference and critic to the last bit."""
     folder = tiny_model(tmp_path / "model", tied=True)
     one = bench(folder=folder, **SETTINGS)
     batch = made.batch_of()

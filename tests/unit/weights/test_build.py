@@ -92,7 +92,7 @@ def test_a_family_that_transformers_fuses_loads_through_it_and_is_checked(tmp_pa
     assert "1 missing: model.layers.0.self_attn.q_proj.weight" in refused(tmp_path, "TOK46").why
 
 
-def test_46_missing_extra_and_misshaped_tensors_are_listed_together(folder, edit_tensors):
+def test_missing_extra_and_misshaped_tensors_are_listed_together(folder, edit_tensors):
     def change(tensors):
         del tensors["model.layers.0.mlp.up_proj.weight"]
         tensors["model.norm.weight"] = torch.ones(9)
@@ -106,7 +106,7 @@ def test_46_missing_extra_and_misshaped_tensors_are_listed_together(folder, edit
     assert "model.norm.weight is [9] in the folder, [16] in the model" in error.why
 
 
-def test_46_ten_names_are_shown_and_the_rest_counted(folder, edit_tensors):
+def test_ten_names_are_shown_and_the_rest_counted(folder, edit_tensors):
     edit_tensors(folder, lambda t: t.update({f"extra.{i:02d}": torch.ones(1) for i in range(14)}))
     error = refused(folder, "TOK46")
     assert "14 not in the model: extra.00" in error.why
@@ -114,7 +114,7 @@ def test_46_ten_names_are_shown_and_the_rest_counted(folder, edit_tensors):
     assert "extra.10" not in error.why
 
 
-def test_46_a_config_of_another_size_is_found_before_anything_loads(folder, edit_json):
+def test_a_config_of_another_size_is_found_before_anything_loads(folder, edit_json):
     edit_json(folder / "config.json", hidden_size=32)
     with pytest.raises(DataError) as caught:
         ModelFolder.open(folder)
@@ -122,7 +122,7 @@ def test_46_a_config_of_another_size_is_found_before_anything_loads(folder, edit
     assert "[82, 16] in the folder, [82, 32] in the model" in caught.value.why
 
 
-def test_49_tied_weights_may_be_stored_under_either_name(tied_folder, edit_tensors):
+def test_tied_weights_may_be_stored_under_either_name(tied_folder, edit_tensors):
     want = ModelFolder.open(tied_folder).build_model()
     edit_tensors(tied_folder, lambda t: t.update({HEAD: t.pop(EMBED)}))
     assert torch.equal(logits(ModelFolder.open(tied_folder).build_model()), logits(want))
@@ -130,7 +130,7 @@ def test_49_tied_weights_may_be_stored_under_either_name(tied_folder, edit_tenso
     assert torch.equal(logits(ModelFolder.open(tied_folder).build_model()), logits(want))
 
 
-def test_49_tied_weights_that_are_stored_twice_and_differ_are_refused(tied_folder, edit_tensors):
+def test_tied_weights_that_are_stored_twice_and_differ_are_refused(tied_folder, edit_tensors):
     edit_tensors(tied_folder, lambda t: t.update({HEAD: t[EMBED] + 1}))
     error = refused(tied_folder, "TOK49")
     assert EMBED in error.what
@@ -138,12 +138,12 @@ def test_49_tied_weights_that_are_stored_twice_and_differ_are_refused(tied_folde
     assert '"tie_word_embeddings": false' in error.fix
 
 
-def test_49_tied_weights_that_are_nowhere_are_refused(tied_folder, edit_tensors):
+def test_tied_weights_that_are_nowhere_are_refused(tied_folder, edit_tensors):
     edit_tensors(tied_folder, lambda t: t.pop(EMBED))
     assert "neither" in refused(tied_folder, "TOK49").what
 
 
-def test_49_a_head_that_should_have_been_tied_is_refused_with_the_key(tied_folder, edit_json):
+def test_a_head_that_should_have_been_tied_is_refused_with_the_key(tied_folder, edit_json):
     edit_json(tied_folder / "config.json", tie_word_embeddings=False)
     error = refused(tied_folder, "TOK49")
     assert HEAD in error.what

@@ -90,7 +90,7 @@ def test_a_folder_without_tokenizer_is_refused(folder):
     assert "tokenizer.save_pretrained" in refused(folder, "TOK00").fix
 
 
-def test_39_more_ids_than_embedding_rows_is_refused_with_both_numbers(folder):
+def test_more_ids_than_embedding_rows_are_refused_with_both_numbers(folder):
     char_tokenizer(VOCAB + "éà").save_pretrained(str(folder))
     error = refused(folder, "TOK39")
     assert f"{len(VOCAB) + 5} ids" in error.what
@@ -98,14 +98,14 @@ def test_39_more_ids_than_embedding_rows_is_refused_with_both_numbers(folder):
     assert "resize_token_embeddings" in error.fix
 
 
-def test_39_an_added_token_beyond_the_rows_is_found(folder):
+def test_an_added_token_beyond_the_rows_is_found(folder):
     tokenizer = char_tokenizer()
     tokenizer.add_tokens(["<tool>"])
     tokenizer.save_pretrained(str(folder))
     refused(folder, "TOK39")
 
 
-def test_39_padding_rows_of_the_embedding_are_fine_and_noted(tmp_path):
+def test_padding_rows_of_the_embedding_are_fine_and_noted(tmp_path):
     path = tiny_model(tmp_path / "m", hidden=16, layers=1, weights=False)
     char_tokenizer(VOCAB[:-3]).save_pretrained(str(path))
     opened = ModelFolder.open(path, init_weights="random")
@@ -113,7 +113,7 @@ def test_39_padding_rows_of_the_embedding_are_fine_and_noted(tmp_path):
     assert f"{len(VOCAB) + 3} rows, the tokenizer {len(VOCAB)} ids" in opened.notices[0]
 
 
-def test_42_end_tokens_are_the_generation_configs_and_the_tokenizers_own(folder, edit_json):
+def test_end_tokens_are_the_generation_configs_and_the_tokenizers_own(folder, edit_json):
     edit_json(folder / "config.json", eos_token_id=7)
     edit_json(folder / "generation_config.json", eos_token_id=[9, 5])
     assert ModelFolder.open(folder).eos_token_ids == (1, 5, 9)
@@ -121,7 +121,7 @@ def test_42_end_tokens_are_the_generation_configs_and_the_tokenizers_own(folder,
     assert ModelFolder.open(folder).eos_token_ids == (1, 7)
 
 
-def test_42_no_end_token_is_refused_unless_one_is_named(folder, edit_json):
+def test_no_end_token_is_refused_unless_one_is_named(folder, edit_json):
     edit_json(folder / "config.json", eos_token_id=None)
     edit_json(folder / "generation_config.json", eos_token_id=...)
     edit_json(folder / "tokenizer_config.json", eos_token=...)
@@ -131,13 +131,13 @@ def test_42_no_end_token_is_refused_unless_one_is_named(folder, edit_json):
     assert ModelFolder.open(folder, stop_token_ids=(4,)).eos_token_ids == ()
 
 
-def test_42_an_end_token_outside_the_vocabulary_is_refused(folder, edit_json):
+def test_an_end_token_outside_the_vocabulary_is_refused(folder, edit_json):
     edit_json(folder / "generation_config.json", eos_token_id=[1, 50_000])
     assert "50000" in refused(folder, "TOK42").what
 
 
 @pytest.mark.parametrize("pad", ["<eos>", ...], ids=["pad is eos", "no pad"])
-def test_42_a_pad_token_that_is_the_end_token_hides_nothing(folder, edit_json, pad):
+def test_a_pad_token_that_is_the_end_token_hides_nothing(folder, edit_json, pad):
     edit_json(folder / "tokenizer_config.json", pad_token=pad)
     opened = ModelFolder.open(folder)
     assert opened.eos_token_ids == (1,)
@@ -146,7 +146,7 @@ def test_42_a_pad_token_that_is_the_end_token_hides_nothing(folder, edit_json, p
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
-def test_45_code_that_a_model_brings_does_not_run(folder, edit_json, name, tmp_path):
+def test_code_that_a_model_brings_does_not_run(folder, edit_json, name, tmp_path):
     canary = tmp_path / "ran"
     (folder / "evil.py").write_text(f"open({str(canary)!r}, 'w').close()\n")
     edit_json(folder / name, auto_map={"AutoConfig": "evil.Config", "AutoTokenizer": ["evil.T", None]})
@@ -158,12 +158,12 @@ def test_45_code_that_a_model_brings_does_not_run(folder, edit_json, name, tmp_p
     assert "transformers knows qwen3 itself" in error.fix
 
 
-def test_45_an_unknown_model_type_with_code_names_the_key_alone(folder, edit_json):
+def test_an_unknown_model_type_with_code_names_the_key_alone(folder, edit_json):
     edit_json(folder / "config.json", model_type="brand_new", auto_map={"AutoConfig": "evil.Config"})
     assert "\n" not in refused(folder, "TOK45").fix
 
 
-def test_48_a_quantised_model_is_refused(folder, edit_json):
+def test_a_quantised_model_is_refused(folder, edit_json):
     edit_json(folder / "config.json", quantization_config={"quant_method": "fp8"})
     error = refused(folder, "TOK48")
     assert "fp8" in error.what
@@ -171,7 +171,7 @@ def test_48_a_quantised_model_is_refused(folder, edit_json):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "int8"])
-def test_48_a_dtype_that_is_not_trained_in_names_the_key(folder, dtype):
+def test_a_dtype_that_is_not_trained_in_names_the_key(folder, dtype):
     with pytest.raises(DataError, match=dtype) as caught:
         ModelFolder.open(folder).build_model(dtype=dtype)
     assert caught.value.code == "TOK48"
@@ -179,7 +179,7 @@ def test_48_a_dtype_that_is_not_trained_in_names_the_key(folder, dtype):
     assert "train.dtype=float32" in caught.value.fix
 
 
-def test_48_a_gpu_without_bfloat16_names_the_fallback(folder, monkeypatch):
+def test_a_gpu_without_bfloat16_names_the_fallback(folder, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: False)
     with pytest.raises(DataError, match="no bfloat16") as caught:
         ModelFolder.open(folder).build_model(dtype="bfloat16", device="cuda:0")

@@ -50,7 +50,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("data", DAMAGE.values(), ids=DAMAGE)
-def test_47_a_damaged_file_is_a_typed_error(tmp_path, data):
+def test_a_damaged_file_is_a_typed_error(tmp_path, data):
     path = tmp_path / "model.safetensors"
     path.write_bytes(data)
     with pytest.raises(DataError) as caught:
@@ -61,7 +61,7 @@ def test_47_a_damaged_file_is_a_typed_error(tmp_path, data):
     assert "again" in caught.value.fix
 
 
-def test_47_a_model_folder_with_a_truncated_file_is_refused(folder):
+def test_a_model_folder_with_a_truncated_file_is_refused(folder):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(DataError, match="cut short") as caught:
@@ -69,7 +69,7 @@ def test_47_a_model_folder_with_a_truncated_file_is_refused(folder):
     assert caught.value.code == "TOK47"
 
 
-def test_47_a_file_cut_short_while_in_use_is_an_error_and_no_crash(folder):
+def test_a_file_cut_short_while_in_use_is_an_error_and_no_crash(folder):
     opened = ModelFolder.open(folder)
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 4])
@@ -80,7 +80,7 @@ def test_47_a_file_cut_short_while_in_use_is_an_error_and_no_crash(folder):
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.integers(0, 10_000), byte=st.integers(0, 255), cut=st.integers(0, 40))
-def test_47_no_single_changed_byte_or_cut_raises_anything_else(tmp_path, place, byte, cut):
+def test_no_single_changed_byte_or_cut_raises_anything_else(tmp_path, place, byte, cut):
     data = bytearray(file_of(SOUND, bytes(range(16))))
     data[place % len(data)] = byte
     path = tmp_path / "model.safetensors"
@@ -95,7 +95,7 @@ def test_47_no_single_changed_byte_or_cut_raises_anything_else(tmp_path, place, 
 
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "U64", "F4", "nonsense"])
-def test_48_a_dtype_that_does_not_load_is_named(tmp_path, dtype):
+def test_a_dtype_that_does_not_load_is_named(tmp_path, dtype):
     (tmp_path / "model.safetensors").write_bytes(file_of({"a": entry(0, 2, dtype=dtype)}, b"\0" * 2))
     with pytest.raises(DataError, match=dtype) as caught:
         Shards.open(tmp_path)
@@ -152,7 +152,7 @@ def test_shards_are_found_through_their_index(tmp_path):
     assert shards["b"].tolist() == [0, 0, 0]
 
 
-def test_46_a_missing_shard_lists_what_went_with_it(tmp_path):
+def test_a_missing_shard_lists_what_went_with_it(tmp_path):
     save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
     index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors", "c": "two.safetensors"})
     with pytest.raises(DataError, match=r"2 tensors are missing with the shard two.safetensors: b, c") as caught:
@@ -160,7 +160,7 @@ def test_46_a_missing_shard_lists_what_went_with_it(tmp_path):
     assert caught.value.code == "TOK46"
 
 
-def test_46_an_index_that_disagrees_with_its_shards_is_refused(tmp_path):
+def test_an_index_that_disagrees_with_its_shards_is_refused(tmp_path):
     save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
     index(tmp_path, {"a": "one.safetensors", "b": "one.safetensors"})
     with pytest.raises(DataError, match="not in the shards that the index names: b") as caught:
@@ -169,7 +169,7 @@ def test_46_an_index_that_disagrees_with_its_shards_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../one.safetensors", "/etc/passwd", "sub/one.safetensors"])
-def test_47_an_index_may_not_name_files_elsewhere(tmp_path, name):
+def test_an_index_may_not_name_files_elsewhere(tmp_path, name):
     save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
     (tmp_path / "model").mkdir()
     index(tmp_path / "model", {"a": name})
@@ -179,14 +179,14 @@ def test_47_an_index_may_not_name_files_elsewhere(tmp_path, name):
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"weight_map": 3}', "{}"], ids=["empty", "list", "number", "no map"])
-def test_47_a_broken_index_is_refused(tmp_path, text):
+def test_a_broken_index_is_refused(tmp_path, text):
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(DataError, match="weight_map") as caught:
         Shards.open(tmp_path)
     assert caught.value.code == "TOK47"
 
 
-def test_46_pickled_weights_are_named_and_not_read(tmp_path):
+def test_pickled_weights_are_named_and_not_read(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     with pytest.raises(DataError) as caught:
         Shards.open(tmp_path)

@@ -135,7 +135,7 @@ signal.pause()
 
 @pytest.mark.parametrize("killed", ["writer", "reader"])
 def test_after_a_sigkill_of_either_side_no_name_of_the_block_is_left(killed):
-    """The block has no name to begin with; when both are gone the kernel has freed it (case 124)."""
+    """The block has no name to begin with; when both are gone the kernel has freed it."""
     ends = socket.socketpair()
     processes = {}
     for side, end in zip(("writer", "reader"), ends):

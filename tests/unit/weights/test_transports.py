@@ -118,7 +118,7 @@ def test_a_folder_holds_the_cast_bytes_config_and_index(tmp_path, monkeypatch, d
 
 
 def test_the_newest_two_folders_stay_and_leftovers_of_another_process_go(tmp_path):
-    """Also of a run that was killed while it wrote (case 44: such a folder never has its final name)."""
+    """Also of a run that was killed while it wrote: such a folder never has its final name."""
     for name in ("v-7", "v-8", ".v-9.tmp"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(b"half")
@@ -138,7 +138,7 @@ def test_the_newest_two_folders_stay_and_leftovers_of_another_process_go(tmp_pat
 
 
 def test_a_folder_has_its_name_only_when_it_is_whole(tmp_path):
-    """Case 44: whoever looks while it is written finds nothing to read."""
+    """Whoever looks while it is written finds nothing to read."""
     tensors = tensors_of()
     sources = sources_of(tensors)
 

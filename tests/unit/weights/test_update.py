@@ -122,7 +122,6 @@ def test_an_engine_without_a_route_is_compared_by_hugging_face_names():
 
 
 def test_an_engine_that_serves_another_version_is_refused():
-    """Case 83."""
     run = Run()
     run.engine.load = lambda update: asyncio.sleep(0, setattr(run.engine, "version", update.version - 1))
     with pytest.raises(EngineError, match="serves version -1 after version 0 was loaded"):

@@ -184,8 +184,8 @@ def test_an_abort_returns_the_partial_tokens_and_touches_no_other(run: Run) -> N
     run(work)
 
 
-def test_case_69_a_server_that_comes_up_meanwhile_is_found(run: Run) -> None:
-    """Case 69: connection refused at start."""
+def test_a_server_that_comes_up_meanwhile_is_found(run: Run) -> None:
+    """Connection refused at start."""
 
     async def work(client: Client, proxy: FaultProxy) -> None:
         await proxy.down()
@@ -198,8 +198,8 @@ def test_case_69_a_server_that_comes_up_meanwhile_is_found(run: Run) -> None:
     run(work, retries=100)
 
 
-def test_cases_71_74_75_78_and_91_a_spoiled_answer_is_named_or_asked_for_again(run: Run) -> None:
-    """Cases 71 (HTML), 74 (503), 75 (500), 78 (null), 91 (a stated gigabyte)."""
+def test_a_spoiled_answer_is_named_or_asked_for_again(run: Run) -> None:
+    """HTML, 503, 500, null, a stated gigabyte."""
 
     async def work(client: Client, proxy: FaultProxy) -> None:
         proxy.add(faults.html)
@@ -214,8 +214,8 @@ def test_cases_71_74_75_78_and_91_a_spoiled_answer_is_named_or_asked_for_again(r
     run(work)
 
 
-def test_case_72_the_servers_own_word_for_a_long_prompt_is_understood(run: Run) -> None:
-    """Case 72: HTTP 400 (prompt too long), in the words of this version."""
+def test_the_servers_own_word_for_a_long_prompt_is_understood(run: Run) -> None:
+    """HTTP 400 (prompt too long), in the words of this version."""
 
     async def work(client: Client, proxy: FaultProxy) -> None:
         for length in (4091, 4102, 9000):  # near the context of 4,096 the scheduler refuses, above it the front
@@ -227,8 +227,7 @@ def test_case_72_the_servers_own_word_for_a_long_prompt_is_understood(run: Run) 
     run(work, context_len=12000)
 
 
-def test_case_73_a_wrong_token_is_refused_once(run: Run) -> None:
-    """Case 73: 401."""
+def test_a_wrong_token_is_refused_once(run: Run) -> None:
 
     async def work(client: Client, proxy: FaultProxy) -> None:
         assert (await error_of(ask(client), EngineError)).code == "ENG73"
@@ -238,8 +237,8 @@ def test_case_73_a_wrong_token_is_refused_once(run: Run) -> None:
 
 
 @pytest.mark.parametrize("spoiled", [faults.slow, faults.hang])
-def test_case_76_the_deadline_is_of_the_whole_answer(run: Run, spoiled: Any) -> None:
-    """Case 76: slow-loris."""
+def test_the_deadline_is_of_the_whole_answer(run: Run, spoiled: Any) -> None:
+    """Slow-loris."""
 
     async def work(client: Client, proxy: FaultProxy) -> None:
         proxy.add(spoiled)
@@ -249,8 +248,8 @@ def test_case_76_the_deadline_is_of_the_whole_answer(run: Run, spoiled: Any) -> 
 
 
 @pytest.mark.parametrize("spoiled", BROKEN, ids=lambda fault: fault.__name__)
-def test_case_77_an_answer_that_was_lost_on_the_way_is_asked_for_again(run: Run, spoiled: Any) -> None:
-    """Case 77: truncated JSON, chunked cut, wrong Content-Length, gzip garbage."""
+def test_an_answer_that_was_lost_on_the_way_is_asked_for_again(run: Run, spoiled: Any) -> None:
+    """Truncated JSON, chunked cut, wrong Content-Length, gzip garbage."""
 
     async def work(client: Client, proxy: FaultProxy) -> None:
         proxy.add(spoiled)
@@ -260,8 +259,8 @@ def test_case_77_an_answer_that_was_lost_on_the_way_is_asked_for_again(run: Run,
     run(work)
 
 
-def test_case_77_the_old_try_is_over_before_the_next_begins(run: Run, server: RawServer) -> None:
-    """Case 77: the connection breaks while the server computes: its request is aborted there, not left to run."""
+def test_the_old_try_is_over_before_the_next_begins(run: Run, server: RawServer) -> None:
+    """The connection breaks while the server computes: its request is aborted there, not left to run."""
 
     async def work(client: Client, proxy: FaultProxy) -> None:
         async def computing() -> None:
@@ -279,8 +278,7 @@ def test_case_77_the_old_try_is_over_before_the_next_begins(run: Run, server: Ra
 
 
 @pytest.mark.parametrize("case", REJECTED)
-def test_cases_79_to_83_an_impossible_answer_is_rejected(run: Run, case: str) -> None:
-    """Cases 79, 80, 82, 83."""
+def test_an_impossible_answer_is_rejected(run: Run, case: str) -> None:
     spoiled, code = REJECTED[case]
 
     async def work(client: Client, proxy: FaultProxy) -> None:
@@ -292,8 +290,8 @@ def test_cases_79_to_83_an_impossible_answer_is_rejected(run: Run, case: str) ->
     run(work)
 
 
-def test_case_81_an_end_that_is_unknown_or_came_unasked_is_asked_for_again(run: Run) -> None:
-    """Case 81: finish_reason unknown, abort with 0 tokens."""
+def test_an_end_that_is_unknown_or_came_unasked_is_asked_for_again(run: Run) -> None:
+    """``finish_reason`` unknown, abort with 0 tokens."""
 
     async def work(client: Client, proxy: FaultProxy) -> None:
         proxy.add(faults.in_meta(finish_reason={"type": "tired"}), faults.rewrite(faults.emptied))
@@ -303,8 +301,8 @@ def test_case_81_an_end_that_is_unknown_or_came_unasked_is_asked_for_again(run: 
     run(work)
 
 
-def test_case_83_the_servers_own_stamp_is_compared(run: Run, server: RawServer) -> None:
-    """Case 83: weights that somebody else loaded."""
+def test_the_servers_own_stamp_is_compared(run: Run, server: RawServer) -> None:
+    """Weights that somebody else loaded."""
 
     async def work(client: Client, proxy: FaultProxy) -> None:
         for stamp in ("default", "3.6", "3.8", "2.7"):
@@ -314,8 +312,8 @@ def test_case_83_the_servers_own_stamp_is_compared(run: Run, server: RawServer) 
     run(work)
 
 
-def test_cases_87_and_88_answers_to_other_requests_are_ignored_and_counted(run: Run) -> None:
-    """Cases 87 (an earlier try's answer) and 88 (nobody's)."""
+def test_answers_to_other_requests_are_ignored_and_counted(run: Run) -> None:
+    """Of an earlier try, and of nobody."""
 
     async def work(client: Client, proxy: FaultProxy) -> None:
         proxy.add(faults.late, faults.kept, faults.in_meta(id="somebody-else"))

@@ -47,7 +47,7 @@ def test_a_run_through_a_server_that_runs_already(server: RawServer, work: Work,
 @pytest.mark.timeout(1800)
 def test_a_run_whose_driver_and_then_whose_server_is_killed(work: Work, drivers: list[Driver]) -> None:
     """Nothing lost, nothing doubled, nothing left: the servers end with a driver that is killed, and come back in one
-    that goes on (case 84, the ledger's half)."""
+    that goes on."""
     drivers.append(work.start())
     first = drivers[-1]
     first.until(lambda: len(work.lines()) > WARMUP, "a step of the second stage", START_TIMEOUT + 120)

@@ -25,7 +25,7 @@ COUNT = 600
 def test_requests_in_flight_on_a_server_that_is_killed_are_answered_once_by_the_next(
     shared_server: RawServer, other_model: Path, served_model: Path, tmp_path: Path
 ) -> None:
-    """Case 84: all of them, none twice; the new server has the weights of the old, every tensor, before it answers.
+    """All of them, none twice; the new server has the weights of the old, every tensor, before it answers.
 
     Who died is named, and nothing of the old server is left.
     """
@@ -68,7 +68,7 @@ def test_requests_in_flight_on_a_server_that_is_killed_are_answered_once_by_the_
 def test_a_server_that_hangs_is_caught_by_its_tokens(
     shared_server: RawServer, served_model: Path, tmp_path: Path
 ) -> None:
-    """Case 85: its processes live, its port listens, and no token comes. With no restart left the run ends, and says why."""
+    """Its processes live, its port listens, and no token comes. With no restart left the run ends, and says why."""
     server = shared_server
     notes: list[str] = []
 

@@ -74,7 +74,7 @@ def test_sglang_engine_on_a_ray_host(
 def test_a_server_on_a_host_that_is_killed_comes_back_with_its_weights_and_its_requests_are_answered_once(
     hosted: RawServer, other_model: Path, served_model: Path, tmp_path: Path
 ) -> None:
-    """Case 84 on another machine: who died is named, nothing is left there, the next generation has every tensor."""
+    """On another machine: who died is named, nothing is left there, the next generation has every tensor."""
     server, session = hosted.server, hosted.server.pid
     notes: list[str] = []
     folder, scheduler = temporary(session), hosted.scheduler()

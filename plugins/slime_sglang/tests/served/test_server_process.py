@@ -27,7 +27,7 @@ async def until(true):
 
 
 def test_the_token_is_asked_for_and_shows_nowhere(server):
-    """Cases 70 (SGLang's server listens on the port that we hold) and 73."""
+    """SGLang's server listens on the port that we hold."""
     address, log = server.server.address, seen(server.server.log)
     assert address.generation == 1  # the first port it was given was its own
     for path in ("/model_info", "/server_info", "/v1/loads"):
@@ -61,7 +61,7 @@ asyncio.run(main())
 
 
 def test_a_driver_that_is_killed_leaves_nothing_of_its_server_behind(sglang_python, served_model, tmp_path):
-    """Case 124: processes, port, shared memory and temporary files, after SIGKILL of the driver."""
+    """Processes, port, shared memory and temporary files, after SIGKILL of the driver."""
     log = tmp_path / "engine-0.log"
     given = {
         "python": sglang_python,

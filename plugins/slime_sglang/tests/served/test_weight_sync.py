@@ -183,7 +183,7 @@ def test_a_partial_bucket_is_found_by_the_checksums(
 def test_a_damaged_folder_is_refused_and_the_server_serves_on(
     source: Source, server: RawServer, tmp_path: Path, damage: str
 ) -> None:
-    """Case 44 of a truncated shard: left to itself the server would roll back to the same folder, and die."""
+    """Left to itself the server would roll back to the same folder, and die."""
 
     async def damaged() -> None:
         update = await source.publish(6, server, "disk", tmp_path)
@@ -213,7 +213,7 @@ def test_a_damaged_folder_is_refused_and_the_server_serves_on(
 def test_what_the_server_refuses_is_told_with_its_message_and_the_next_update_works(
     source: Source, server: RawServer, tmp_path: Path
 ) -> None:
-    """Case 86: a tensor of a shape that the model has not. (By tensor 0.5.23 does not refuse it, but ends.)"""
+    """A tensor of a shape that the model has not. (By tensor 0.5.23 does not refuse it, but ends.)"""
     transport = "nccl"
 
     async def refused() -> None:
@@ -236,7 +236,7 @@ def test_what_the_server_refuses_is_told_with_its_message_and_the_next_update_wo
 
 
 def test_a_server_that_gives_up_ends_the_trainers_broadcast(source: Source, server: RawServer, tmp_path: Path) -> None:
-    """Case 86: the group's name is known to the server already, so it cannot join; nobody waits for the deadline."""
+    """The group's name is known to the server already, so it cannot join; nobody waits for the deadline."""
 
     async def given_up() -> None:
         update = await source.publish(10, server, "nccl", tmp_path)
