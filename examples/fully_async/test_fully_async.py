@@ -26,7 +26,10 @@ def lengths(length):
 @pytest.fixture(scope="module")
 def run(train, lengths):
     stages = zip(("warmup.num_rollout", "grpo.num_rollout", "grpo.eval_interval"), lengths, strict=True)
-    return train(RECIPE, *(f"stage.{key}={value}" for key, value in stages), "plugin.rm_math.heldout_rows=200")
+    small = ["plugin.rm_math.heldout_rows=200"]
+    if lengths == LENGTHS["short"]:
+        small.append("rollout.rollout_slots=1")  # generation is the slower half, on a fast machine too
+    return train(RECIPE, *(f"stage.{key}={value}" for key, value in stages), *small)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +49,8 @@ def test_it_learns(run, scores):
 def test_every_group_trains_within_the_bound_and_generation_was_ahead(metrics, lengths):
     assert len(metrics) == lengths[1]
     assert [one["staleness/max"] for one in metrics if one["staleness/max"] > BOUND] == []
-    assert max(one["staleness/max"] for one in metrics) == BOUND
+    oldest = max(one["staleness/max"] for one in metrics)
+    assert oldest == BOUND if lengths == LENGTHS["whole"] else oldest > 0
     assert all(one["tis_weight"] != 1 for one in metrics if one["staleness/min"] > 0), "older tokens are not weighed"
 
 
