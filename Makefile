@@ -17,7 +17,7 @@ INSTALL_EXAMPLES := $(addprefix -e ./,$(EXAMPLES))
 MANIFESTS := constraints.txt pyproject.toml $(wildcard plugins/*/pyproject.toml)
 TESTS ?= $(if $(PACKAGE),plugins/slime_$(PACKAGE),tests plugins examples)
 WORKERS ?= 2
-LEARNING := tools/bench_demo.py tools/bench_examples.py tools/bench_kernel_demo.py
+LEARNING := tools/bench/bench_demo.py tools/bench/bench_examples.py tools/bench/bench_kernel_demo.py
 SGLANG_PYTHON = $(or $(SLIME_SGLANG_PYTHON),$(abspath $(VENV_SGLANG))/bin/python)
 PYTEST = SLIME_SGLANG_PYTHON=$(SGLANG_PYTHON) OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS)
 
@@ -44,19 +44,19 @@ check: $(VENV)/.dev  ## formatting, lint, types, layers, names
 	$(BIN)/mypy
 	$(BIN)/mypy $(wildcard plugins/*/src/*)
 	$(BIN)/pytest -q tests/test_layers.py
-	$(BIN)/python tools/check_names.py
+	$(BIN)/python tools/docs/check_names.py
 
 test: $(VENV)/.dev sglang  ## install, then the whole suite that needs no GPU; PACKAGE=sglang: that of plugins/slime_sglang
 	$(PYTEST) -m "not gpu and not nightly" $(TESTS)
 
 nightly: $(VENV)/.nightly sglang  ## the long tests, and the recipes that learn on a processor over several seeds
 	$(PYTEST) -m nightly --no-header $(TESTS) || [ $$? -eq 5 ]
-	$(BIN)/python tools/bench_demo.py --seeds 5
-	$(BIN)/python tools/bench_kernel_demo.py --seeds 3
-	$(BIN)/python tools/bench_examples.py --seeds 3
+	$(BIN)/python tools/bench/bench_demo.py --seeds 5
+	$(BIN)/python tools/bench/bench_kernel_demo.py --seeds 3
+	$(BIN)/python tools/bench/bench_examples.py --seeds 3
 
 bench: $(VENV)/.dev  ## measurements of docs/benchmarks.md, side by side with TRL and transformers
-	set -e; for tool in $(filter-out $(LEARNING),$(sort $(wildcard tools/bench_*.py))); do \
+	set -e; for tool in $(filter-out $(LEARNING),$(sort $(wildcard tools/bench/bench_*.py))); do \
 		echo "== $$tool"; $(BIN)/python $$tool; done
 
 sglang:  ## SGLang for the tests, in an environment of its own; where it cannot be had they are named as not proven

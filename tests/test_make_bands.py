@@ -12,7 +12,7 @@ from slime_core.config.load import read, stages
 
 pytestmark = pytest.mark.unit
 
-TOOL = Path(__file__).parents[1] / "tools" / "make_bands.py"
+TOOL = Path(__file__).parents[1] / "tools" / "bench" / "make_bands.py"
 
 
 @pytest.fixture

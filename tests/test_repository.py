@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 SKIPPED = {".git", "runs", "dist", "build", "wandb", "__pycache__", "node_modules"}
 TEXT = {".py", ".md", ".toml", ".txt", ".json", ".yaml", ".yml", ".cfg", ".sh", ""}
 MARKDOWN = (
-    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "docs/*/*.md"),
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "docs/*/*.md", "tools/README.md"),
     *("plugins/*/README.md", "examples/*/README.md"),
 )
 PLUGIN_FOLDERS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
@@ -309,4 +309,12 @@ def test_the_ci_script_runs_everything() -> None:
     script = ROOT / ".ci" / "run"
     text = script.read_text()
     assert script.stat().st_mode & 0o111
-    assert [part for part in ("make check", "make test", "tools/check_wheels.py") if part not in text] == []
+    assert [part for part in ("make check", "make test", ".ci/check_wheels.py") if part not in text] == []
+
+
+def test_the_readme_of_tools_has_a_line_for_every_tool() -> None:
+    page = ROOT / "tools" / "README.md"
+    rows = [row[0].strip("`") for body in tables(page) for row in body[2:]]
+    files = [path for path in page.parent.rglob("*") if path.suffix in (".py", ".sh", ".txt")]
+    expected = [str(path.relative_to(page.parent)) for path in files if path.name != "__init__.py"]
+    assert sorted(rows) == sorted(expected)

@@ -1,4 +1,4 @@
-"""SIGKILL at random moments, no torch: 0 lost, 0 doubled, the same `final/`. `tools/chaos.py` does it and counts.
+"""SIGKILL at random moments, no torch: 0 lost, 0 doubled, the same `final/`. `tools/durability/kills.py` counts.
 
 Every phase of the driver; `test_processes.py` kills with torch in the loop.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-TOOL = Path(__file__).parents[2] / "tools" / "chaos.py"
+TOOL = Path(__file__).parents[2] / "tools" / "durability" / "kills.py"
 
 
 def kills(*args, timeout):

@@ -1,7 +1,7 @@
 """Every algorithm learns to carry from the same warmed-up model, as well as the stored bands say, seed by seed.
 
-Settings, bands and figures are those of tools/make_bands.py, which also writes the bands: a change that is meant to move
-them runs `python tools/make_bands.py --jobs 2` and says so. A run takes about 20 seconds on one core; warm-ups and the
+Settings, bands and figures are those of tools/bench/make_bands.py, which also writes the bands: a change that is meant to move
+them runs `python tools/bench/make_bands.py --jobs 2` and says so. A run takes about 20 seconds on one core; warm-ups and the
 teacher are made once and shared, also between the workers of pytest-xdist.
 """
 
@@ -14,7 +14,7 @@ import pytest
 
 pytestmark = pytest.mark.nightly
 
-TOOL = Path(__file__).parents[2] / "tools" / "make_bands.py"
+TOOL = Path(__file__).parents[2] / "tools" / "bench" / "make_bands.py"
 
 
 def _load():
@@ -42,7 +42,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("algorithm", bands.ALGORITHMS)
 def test_an_algorithm_learns_and_ends_within_its_band(folder, algorithm, seed):
     stored = bands.stored_bands()["algorithms"]
-    assert algorithm in stored, f"there is no band: python tools/make_bands.py --only {algorithm}"
+    assert algorithm in stored, f"there is no band: python tools/bench/make_bands.py --only {algorithm}"
     one = bands.learn(folder, algorithm, seed)
     assert bands.learnt(one), f"held-out accuracy went from {one.warmup:.3f} to {one.accuracy:.3f}"
     assert bands.outside(one, stored[algorithm]) == []

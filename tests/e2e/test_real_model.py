@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-TOOLS = Path(__file__).parents[2] / "tools"
+TOOLS = Path(__file__).parents[2] / "tools" / "bench"
 pytestmark = [pytest.mark.system, pytest.mark.nightly, pytest.mark.timeout(1200)]
 
 

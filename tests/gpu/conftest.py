@@ -1,6 +1,6 @@
 """A real SGLang server on the GPU, started once; engines of several transports are attached to it.
 
-Needs what tools/gpu_sglang.sh sets up: SGLang in $SGLANG_SITE. Without it these tests are named as not proven.
+Needs what tools/gpu/sglang.sh sets up: SGLang in $SGLANG_SITE. Without it these tests are named as not proven.
 SLIME_GPU_TESTS_DEVICE=cpu tries the tests themselves on a CPU with a tiny model: those of seeds and memory fail there.
 """
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 from carry_runs import make_warm
 
-TOOLS = Path(__file__).parents[2] / "tools"
+TOOLS = Path(__file__).parents[2] / "tools" / "bench"
 DEVICE = os.environ.get("SLIME_GPU_TESTS_DEVICE", "cuda")
 FLAGS = (
     *("--rollout-max-response-len", "64", "--save-interval", "0"),
@@ -28,7 +28,7 @@ OPTIONS = {
     "mem_fraction_static": 0.3,
     "max_running_requests": 128,
 }
-"""A start costs 78 s with these, 124 s with CUDA graphs; what graphs change is seen by tools/bench_rollout.py."""
+"""A start costs 78 s with these, 124 s with CUDA graphs; what graphs change is seen by tools/bench/bench_rollout.py."""
 
 
 @pytest.fixture(scope="session")

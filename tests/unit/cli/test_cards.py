@@ -22,7 +22,7 @@ CARDS = list(cards().values())
 
 @pytest.fixture(scope="module")
 def tool():
-    spec = importlib.util.spec_from_file_location("make_cards", ROOT / "tools" / "make_cards.py")
+    spec = importlib.util.spec_from_file_location("make_cards", ROOT / "tools" / "docs" / "make_cards.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -77,7 +77,7 @@ def test_the_pages_are_up_to_date(tool):
     there = {path.name: path.read_text() for path in tool.PAGES.glob("*.md")}
     made = tool.pages()
     assert sorted(name for name in {*made, *there} if made.get(name) != there.get(name)) == [], (
-        "run: python tools/make_cards.py"
+        "run: python tools/docs/make_cards.py"
     )
 
 

@@ -43,7 +43,7 @@ def test_ten_gigabytes_are_opened_read_and_resumed_in_flat_memory():
     with tempfile.TemporaryDirectory(dir=place) as folder:
         tool = [
             sys.executable,
-            str(ROOT / "tools" / "bench_data.py"),
+            str(ROOT / "tools" / "bench" / "bench_data.py"),
             "--gigabytes",
             "10",
             "--rows",

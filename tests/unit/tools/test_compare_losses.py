@@ -11,7 +11,7 @@ import torch
 
 pytestmark = pytest.mark.unit
 
-TOOLS = Path(__file__).parents[3] / "tools"
+TOOLS = Path(__file__).parents[3] / "tools" / "bench"
 COMMAND = [sys.executable, str(TOOLS / "compare_losses.py")]
 WITHIN = 1e-6
 FORMULAS = ("slime", "verl", "openrlhf")

@@ -1,7 +1,7 @@
 """Runs that learn to carry, on a GPU, trained by Megatron-core and rolled out by SGLang: recipe, command, warm-up.
 
 A warm-up imitates a pupil who loses carries (the embedded engine and FSDP make it, once); each run then goes on from it
-with rewards alone, as tools/make_bands.py has it. With SLIME_GPU_TESTS_DEVICE=cpu all of it is shorter, and learns less.
+with rewards alone, as tools/bench/make_bands.py has it. With SLIME_GPU_TESTS_DEVICE=cpu all of it is shorter, and learns less.
 """
 
 import json

@@ -1,0 +1,120 @@
+"""Check of the vocabulary in CONTRIBUTING.md: names of locals and classes, and first lines of docstrings.
+
+Run over ``slime_core``, ``cli/slime_cli`` and ``plugins/*/src``; prints one line a finding and ends with 1 where there
+are more than the allowances below, which only ever go down.
+
+Example: python tools/docs/check_names.py
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PARTICIPLES = (
+    "asked begun brought drawn found given gone got heard held kept known left lent made said seen taken told"
+)
+PRONOUNS = "each here mine ours own theirs there these wanted what who why"
+BANNED = frozenset(f"{PARTICIPLES} {PRONOUNS}".split())
+PARAMETERS = frozenset({"what", "why"})
+"""Allowed as parameters: parts of an error, and the kinds of memory that an engine or trainer releases."""
+SHARED = {
+    "Model": "the class that KernelBench's format asks of every problem",
+    "Options": "the options of a plugin",
+    "Sample": "slime's own sample under its name, for functions written for it",
+    "Problem": "of a config, and on the wire of the buffer",
+}
+"""Class names that stand in several files, and why."""
+MAX_SHARED = 10
+MAX_LOCALS = 0.01
+WIDTH = 119
+MOULD = re.compile(r"\bin[,;]? [^.]*\bout\b")
+
+
+def sources(root: Path) -> Iterator[tuple[str, ast.Module]]:
+    """Every file of the checked packages with its tree; templates are text."""
+    for folder in (root / "slime_core", root / "cli/slime_cli", *sorted(root.glob("plugins/*/src"))):
+        for path in sorted(folder.rglob("*.py")):
+            if "templates" not in path.parts:
+                yield str(path.relative_to(root)), ast.parse(path.read_text())
+
+
+def bindings(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
+    """Line, name and whether it is a parameter, of whatever a function binds, ``self`` and ``cls`` aside."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    nodes = {id(node): node for function in functions for node in ast.walk(function)}
+    for node in nodes.values():
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id, False
+        elif isinstance(node, ast.arg) and node.arg not in ("self", "cls"):
+            yield node.lineno, node.arg, True
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            yield node.lineno, node.name, False
+
+
+def is_banned(name: str, *, parameter: bool, pairs: bool) -> bool:
+    """Whether a name says nothing of its value; ``left`` beside ``right`` does, which is what ``pairs`` tells."""
+    return name in BANNED and not (parameter and name in PARAMETERS) and not (name == "left" and pairs)
+
+
+def locals_of(file: str, tree: ast.Module) -> tuple[list[str], int]:
+    """Findings on what functions of a file bind, and how many names they bind."""
+    bound = list(bindings(tree))
+    pairs = any(name == "right" for _, name, _ in bound)
+    findings = [
+        f"{file}:{line}: '{name}' does not say what the value is: use a noun"
+        for line, name, parameter in bound
+        if is_banned(name, parameter=parameter, pairs=pairs)
+    ]
+    return findings, len(bound)
+
+
+def first_lines(file: str, tree: ast.Module) -> Iterator[str]:
+    """Findings on docstrings' first lines."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for node in ast.walk(tree):
+        text = (ast.get_docstring(node) or "").split("\n")[0] if isinstance(node, kinds) else ""
+        line = getattr(node, "lineno", 1)
+        if len(text) > WIDTH:
+            yield f"{file}:{line}: the docstring's first line has {len(text)} columns, at most {WIDTH}"
+        if isinstance(node, ast.Module) and MOULD.search(text):
+            yield f"{file}:{line}: the docstring says what goes in and out: say what the module is for"
+
+
+def shared_classes(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
+    """Files by class name, of the names in several files that are not in `SHARED`."""
+    files: defaultdict[str, set[str]] = defaultdict(set)
+    for file, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and node.name not in SHARED:
+                files[node.name].add(file)
+    return {name: places for name, places in sorted(files.items()) if len(places) > 1}
+
+
+def main() -> int:
+    """Print findings; the answer is the exit code."""
+    trees = dict(sources(ROOT))
+    checked = [locals_of(file, tree) for file, tree in trees.items()]
+    unclear, total = [line for findings, _ in checked for line in findings], sum(count for _, count in checked)
+    shared = shared_classes(trees)
+    mould = [line for file, tree in trees.items() for line in first_lines(file, tree)]
+    report = list(mould)
+    if len(unclear) > MAX_LOCALS * total or "--all" in sys.argv:
+        report += unclear
+    if len(shared) >= MAX_SHARED or "--all" in sys.argv:
+        report += [f"class {name} stands in {', '.join(sorted(places))}" for name, places in shared.items()]
+    print(
+        "\n".join(
+            [*report, f"{len(unclear)} of {total} names of locals, {len(shared)} class names, {len(mould)} docstrings"]
+        )
+    )
+    return int(bool(mould) or len(unclear) > MAX_LOCALS * total or len(shared) >= MAX_SHARED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
