@@ -1,9 +1,9 @@
 """Run the examples that learn over several seeds, and write what each learnt into docs/examples.md.
 
-    python tools/bench/bench_examples.py                                 # all, seeds 0 to 4; prints a row a run
-    python tools/bench/bench_examples.py search tool_use --seeds 2     # some of them
-    python tools/bench/bench_examples.py --write                         # the table of docs/examples.md, too
-    python tools/bench/bench_examples.py dr_grpo -- train.lr=2e-3    # with flags
+    python tools/bench/bench_examples.py                            # all, seeds 0 to 4; prints a row a run
+    python tools/bench/bench_examples.py search tool_use --seeds 2  # some of them
+    python tools/bench/bench_examples.py --write                    # the table of docs/examples.md, too
+    python tools/bench/bench_examples.py dr_grpo -- train.lr=2e-3   # with flags
 
 An example learns if its recipe has two stages and an evaluation: what is told are its first evaluation set's mean
 rewards after the first stage and at the end, and the processor time of the whole run. Exit code 1 where a run failed.
