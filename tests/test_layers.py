@@ -24,7 +24,7 @@ LAYERS = {
         "failpoints",
         "notices",
         "memory",
-        "pulse",
+        "heartbeat",
         "service",
     ),
     1: ("protocols", "context", "hookspecs", "backends", "plugins", "algorithms", "config"),

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from slime_cli.failure import Terminated
 from slime_core.errors import END_NOW
-from slime_core.pulse import PULSE
+from slime_core.heartbeat import HEARTBEAT
 
 if TYPE_CHECKING:
     from slime_core.resume import Stop
@@ -80,15 +80,15 @@ class Signals:
     async def drive(self, work: Coroutine[Any, Any, T]) -> T:
         """Await ``work`` where signals wake the event loop."""
         self._loop = asyncio.get_running_loop()
-        PULSE.follow(self._loop)
+        HEARTBEAT.set_loop(self._loop)
         try:
             return await work
         finally:
             self._loop = None
-            PULSE.follow(None)
+            HEARTBEAT.set_loop(None)
 
     def _handle(self, number: int, frame: Any) -> None:
-        PULSE.hear()
+        HEARTBEAT.signal()
         if self._stop is None:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
@@ -157,7 +157,7 @@ async def drive(work: Coroutine[Any, Any, T]) -> T:
         task.cancel()
 
     loop = asyncio.get_running_loop()
-    PULSE.follow(loop)
+    HEARTBEAT.set_loop(loop)
     handles = _can_handle(lambda: loop.add_signal_handler(signal.SIGTERM, stop))
     try:
         return await task
@@ -166,7 +166,7 @@ async def drive(work: Coroutine[Any, Any, T]) -> T:
             raise Terminated from None
         raise
     finally:
-        PULSE.follow(None)
+        HEARTBEAT.set_loop(None)
         if handles:
             loop.remove_signal_handler(signal.SIGTERM)
 

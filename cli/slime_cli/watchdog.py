@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slime_core.errors import SlimeError
-    from slime_core.pulse import Block, HookCall
+    from slime_core.heartbeat import HeartbeatMemory, HookCall
 
 PR_SET_PDEATHSIG = 1
 TICK = 0.5  # seconds
@@ -47,12 +47,12 @@ FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>\
 class Watchdog:
     """See the module."""
 
-    def __init__(self, order: dict[str, Any], block: Block) -> None:
-        self.pid, self.block, self.run_dir = int(order["pid"]), block, Path(order["run_dir"])
+    def __init__(self, order: dict[str, Any], memory: HeartbeatMemory) -> None:
+        self.pid, self.memory, self.run_dir = int(order["pid"]), memory, Path(order["run_dir"])
         self.signals, self.stacks, self.number = order["signals"], order["stacks"], order["signal"]
         self.hang_timeout = float(order["hang_timeout"]) or math.inf
         self.beats, self.silent = 0, 0.0
-        self.turns, self.held, self.look, self.named = 0, 0.0, QUIET, set[str]()
+        self.loop_beats, self.loop_silent, self.look, self.named = 0, 0.0, QUIET, set[str]()
         self.last, self.count, self.unheard, self.told = 0, 0, 0.0, False
 
     def run(self) -> None:
@@ -64,12 +64,13 @@ class Watchdog:
             passed = min(time.monotonic() - before, 2 * TICK)
             if _stat(f"/proc/{self.pid}/stat")[0] in "Tt":
                 continue
-            beats, turns, answered = self.block.beats, self.block.turns, self.block.heard >= self.count
+            beats, loop_beats = self.memory.beats, self.memory.loop_beats
+            answered = self.memory.signals >= self.count
             self.silent = 0.0 if beats != self.beats else self.silent + passed
-            self.held = 0.0 if turns != self.turns else self.held + passed
-            self.look = self.look if self.held else QUIET
+            self.loop_silent = 0.0 if loop_beats != self.loop_beats else self.loop_silent + passed
+            self.look = self.look if self.loop_silent else QUIET
             self.unheard = 0.0 if answered else self.unheard + passed
-            self.beats, self.turns, self.told = beats, turns, self.told and not answered
+            self.beats, self.loop_beats, self.told = beats, loop_beats, self.told and not answered
             if self._unheard() or self._holds() or (self.silent >= QUIET and self._late()):
                 return
 
@@ -94,43 +95,43 @@ class Watchdog:
         if self.unheard < DEAF or self.count < 2:
             return False
         name, status = signal.Signals(self.last).name, "interrupted" if self.last == signal.SIGINT else "terminated"
-        work, stack = self._culprit()
+        call, stack = self._culprit()
         say(f"\n{name} again: ended at once; what was recorded can be resumed")
-        self._end(status, self._error(work, stack))
+        self._end(status, self._error(call, stack))
         return True
 
     def _late(self) -> bool:
         """End a driver whose interpreter has been held for too long."""
-        limits = [work.limit + GRACE for works in self.block.works().values() for work in works]
+        limits = [call.limit + GRACE for calls in self.memory.calls().values() for call in calls]
         if self.silent < min([*limits, self.hang_timeout]):
             return False
-        work, stack = self._culprit()
-        if self.silent < min(work.limit + GRACE if work is not None else math.inf, self.hang_timeout):
+        call, stack = self._culprit()
+        if self.silent < min(call.limit + GRACE if call is not None else math.inf, self.hang_timeout):
             return False
-        if self.block.beats != self.beats:  # it came back meanwhile
+        if self.memory.beats != self.beats:  # it came back meanwhile
             return False
-        self._end("failed", self._error(work, stack, self.silent))
+        self._end("failed", self._error(call, stack, self.silent))
         return True
 
     def _holds(self) -> bool:
         """Name a hook that holds the event loop while Python runs; end the driver where it does so past its limit."""
-        works = self.block.works().get(self.pid, [])
-        if not works or self.silent >= QUIET or self.held < self.look:
+        calls = self.memory.calls().get(self.pid, [])
+        if not calls or self.silent >= QUIET or self.loop_silent < self.look:
             return False
-        self.look = self.held + QUIET
+        self.look = self.loop_silent + QUIET
         stack = self._stack(self.pid)
-        work = owner(works, stack)
-        if work is None or self.block.turns != self.turns:
+        call = owner(calls, stack)
+        if call is None or self.memory.loop_beats != self.loop_beats:
             return False
-        if self.held >= work.limit + GRACE:
-            self._end("failed", self._error(work, stack, self.held, lock="the event loop"))
+        if self.loop_silent >= call.limit + GRACE:
+            self._end("failed", self._error(call, stack, self.loop_silent, lock="the event loop"))
             return True
-        place = innermost(stack, work.home)
-        if self.held >= LAG and place not in self.named:
+        place = innermost(stack, call.source)
+        if self.loop_silent >= LAG and place not in self.named:
             self.named.add(place)
             self._note(
-                f"{work.hook} ({work.about}) holds the event loop for {self.held:.0f} s at {place}: nothing else runs "
-                "meanwhile; await there, or write the hook with def, which gives it a thread"
+                f"{call.hook} ({call.subject}) holds the event loop for {self.loop_silent:.0f} s at {place}: nothing "
+                "else runs meanwhile; await there, or write the hook with def, which gives it a thread"
             )
         return False
 
@@ -139,23 +140,23 @@ class Watchdog:
 
         While Python runs that is the main thread, which alone hears signals.
         """
-        works = self.block.works()
-        threads = self._running(works) if self.silent else [self.pid]
+        calls = self.memory.calls()
+        threads = self._running(calls) if self.silent else [self.pid]
         stacks = [self._stack(thread) for thread in threads]
         for thread, stack in zip(threads, stacks, strict=True):
-            if work := owner(works.get(thread, []), stack):
-                return work, stack
+            if call := owner(calls.get(thread, []), stack):
+                return call, stack
         return None, stacks[0]
 
-    def _running(self, works: dict[int, list[HookCall]]) -> list[int]:
+    def _running(self, calls: dict[int, list[HookCall]]) -> list[int]:
         """The threads that run, hooks' first; where none does, hooks' threads by the shortest limit."""
         before = _spent(self.pid)
         time.sleep(TICK)
         used = {thread: ticks - before.get(thread, ticks) for thread, ticks in _spent(self.pid).items()}
         least = max(BUSY * TICK * os.sysconf("SC_CLK_TCK"), max(used.values(), default=0) / 2)
         busy = [thread for thread in used if used[thread] >= least]
-        in_hooks = [thread for thread in busy or works if thread in works]
-        return [*sorted(in_hooks, key=lambda thread: works[thread][0].limit), *(busy or [self.pid])]
+        in_hooks = [thread for thread in busy or calls if thread in calls]
+        return [*sorted(in_hooks, key=lambda thread: calls[thread][0].limit), *(busy or [self.pid])]
 
     def _stack(self, thread: int) -> str:
         """What faulthandler writes of a thread, innermost frame first; empty where it cannot."""
@@ -167,30 +168,30 @@ class Watchdog:
             text += os.read(self.stacks, 65536)
         return text.decode(errors="replace").strip()
 
-    def _error(self, work: HookCall | None, stack: str, silent: float | None = None, lock: str = "") -> SlimeError:
+    def _error(self, call: HookCall | None, stack: str, silent: float | None = None, lock: str = "") -> SlimeError:
         from slime_core.errors import Hung, PluginError
 
-        place = innermost(stack, work.home if work else None)
+        place = innermost(stack, call.source if call else None)
         since = "no signal was heard" if silent is None else f"nothing else ran for {silent:.0f} s"
         where = f"it holds {lock}" if lock else "it is in C code"
         reason = f"{where}, where Python can end nothing: {since}\n{stack}"
         ledger = (self.run_dir / "ledger.sqlite").exists()  # an evaluation has none
         go_on = f"\nwhat was finished is in the ledger: slime run --resume {self.run_dir}" if ledger else ""
-        if work is None:
+        if call is None:
             return Hung(
                 f"the driver's interpreter stands still at {place}",
                 where=str(self.run_dir),
                 why=reason,
                 fix=f"work that takes longer than that: --hang-timeout SECONDS{go_on}",
             )
-        late = "does not return" if silent is None else f"did not answer in {work.limit:g} s"
+        late = "does not return" if silent is None else f"did not answer in {call.limit:g} s"
         return PluginError(
-            f"{work.hook} {late} for {work.about}",
+            f"{call.hook} {late} for {call.subject}",
             code="PLG60",
-            where=f"{work.provider}, stood at {place}, {work.about}",
+            where=f"{call.provider}, stood at {place}, {call.subject}",
             why=reason,
             fix="bound what it calls (a regular expression, a loop in C), or give it a process, which can be ended: "
-            f"slime_core.hookspecs.own_process\nor raise the limit: {work.key}={2 * work.limit:g}{go_on}",
+            f"slime_core.hookspecs.own_process\nor raise the limit: {call.key}={2 * call.limit:g}{go_on}",
         )
 
     def _note(self, text: str) -> None:
@@ -216,17 +217,17 @@ class Watchdog:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def owner(works: list[HookCall], stack: str) -> HookCall | None:
+def owner(calls: list[HookCall], stack: str) -> HookCall | None:
     """The hook call whose code is on the stack; of several of one hook, which await their turn, any may be it."""
-    matching = [work for work in works if work.home and f'  File "{work.home}' in stack]
-    same = [work for work in matching if work.hook == matching[0].hook]
-    return replace(same[0], about=f"one of {len(same)} calls") if len(same) > 1 else next(iter(same), None)
+    matching = [call for call in calls if call.source and f'  File "{call.source}' in stack]
+    same = [call for call in matching if call.hook == matching[0].hook]
+    return replace(same[0], subject=f"one of {len(same)} calls") if len(same) > 1 else next(iter(same), None)
 
 
-def innermost(stack: str, home: str | None) -> str:
-    """``function (file:line)`` of the innermost frame below ``home``, else of the innermost that is not Python's."""
+def innermost(stack: str, source: str | None) -> str:
+    """``function (file:line)`` of the innermost frame below ``source``, else of the innermost that is not Python's."""
     frames = [(m["file"], f"{m['name']} ({m['file']}:{m['line']})") for m in FRAME.finditer(stack)]
-    inside = [shown for file, shown in frames if home and file.startswith(home)]
+    inside = [shown for file, shown in frames if source and file.startswith(source)]
     library = str(Path(os.__file__).parent)
     outside = [shown for file, shown in frames if not file.startswith(library) or "site-packages" in file]
     return (inside or outside or [shown for _, shown in frames] or ["an unknown place"])[0]
@@ -261,9 +262,9 @@ def main() -> None:
     order = json.loads(sys.argv[1])
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # where it is stopped, with the driver
     sys.path[:0] = order["path"]
-    from slime_core.pulse import Block
+    from slime_core.heartbeat import HeartbeatMemory
 
-    Watchdog(order, Block(order["memory"])).run()
+    Watchdog(order, HeartbeatMemory(order["memory"])).run()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A watchdog process beside a run, which can end it while a hook holds the interpreter, or the event loop.
 
-driver    beats, hooks at work  -> memory of `slime_core.pulse`      -> watchdog
+driver    beats, running hooks -> memory of `slime_core.heartbeat`   -> watchdog
           signals, by Python's C handler, which needs no interpreter -> watchdog
 watchdog  asks a thread for its stack (`STACK`), which faulthandler writes without the interpreter
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import slime_cli
 import slime_core
-from slime_core.pulse import PULSE, TICK, Block
+from slime_core.heartbeat import HEARTBEAT, INTERVAL, HeartbeatMemory
 
 PROGRAM = Path(__file__).with_name("watchdog.py")
 STACK = signal.SIGRTMIN + 11
@@ -31,7 +31,7 @@ STACK = signal.SIGRTMIN + 11
 def watched(run_dir: Path, hang_timeout: float) -> Iterator[None]:
     """Have a process look whether this one's interpreter and event loop run, in this block of the main thread."""
     with ExitStack() as stack:
-        memory = os.memfd_create("slime-pulse")
+        memory = os.memfd_create("slime-heartbeat")
         signals, signalled = os.pipe()
         stacks, written = os.pipe()
         for descriptor in (memory, signals, stacks, written):
@@ -54,7 +54,7 @@ def watched(run_dir: Path, hang_timeout: float) -> Iterator[None]:
             return
         faulthandler.register(STACK, written, all_threads=False)
         stack.callback(faulthandler.unregister, STACK)
-        stack.enter_context(_beating(Block(memory)))
+        stack.enter_context(_beating(HeartbeatMemory(memory)))
         with suppress(ValueError):  # not the main thread
             stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(signalled, warn_on_full_buffer=False))
         yield
@@ -76,19 +76,19 @@ def _end(signalled: int, process: subprocess.Popen[bytes] | None) -> None:
 
 
 @contextmanager
-def _beating(block: Block) -> Iterator[None]:
+def _beating(memory: HeartbeatMemory) -> Iterator[None]:
     over = threading.Event()
 
     def beat() -> None:
-        while not over.wait(TICK):
-            PULSE.beat()
+        while not over.wait(INTERVAL):
+            HEARTBEAT.beat()
 
-    thread = threading.Thread(target=beat, name="slime-pulse", daemon=True)
-    PULSE.start(block)
+    thread = threading.Thread(target=beat, name="slime-heartbeat", daemon=True)
+    HEARTBEAT.start(memory)
     thread.start()
     try:
         yield
     finally:
-        PULSE.stop()
+        HEARTBEAT.stop()
         over.set()
         thread.join()

@@ -2,7 +2,7 @@
 
 A plugin is trusted code, and nothing more is guarded here. `slime plugins check` and `report.check_hooks` look closer.
 A hook that holds the interpreter or the event loop past its limit is ended by a process beside the run, which reads in
-`slime_core.pulse` who is at work.
+`slime_core.heartbeat` who is at work.
 
 A deadline is measured in slices: a process that is stopped (SIGSTOP, a suspended machine, a debugger) would find every
 deadline long past when it goes on. A slice that took much longer than planned counts with its planned length only.
@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slime_core.errors import PluginError, SlimeError, text_of
+from slime_core.heartbeat import HEARTBEAT, HookCall
 from slime_core.memory import shortage
 from slime_core.plugins.provider import CORE, Answer, Provider, signature_of
-from slime_core.pulse import PULSE, HookCall
 
 T = TypeVar("T")
 Frames = Sequence[traceback.FrameSummary]  # outermost first
@@ -355,16 +355,16 @@ def call_now(
 def _at_work(answer: Answer, about: str, limit: float, key: str) -> Iterator[None]:
     """Show who watches from outside that the calling thread is in a plugin's hook, or awaits one."""
     provider = answer.provider
-    if provider.source == CORE or not PULSE.watched:
+    if provider.source == CORE or not HEARTBEAT.watched:
         yield
         return
-    hook, home = f"{provider.name}.{answer.hook}", str(provider.home or "")
-    work = HookCall(limit=limit, hook=hook, provider=str(provider), key=key, home=home, about=about)
-    slot = PULSE.begin(limit, work.packed())
+    hook, source = f"{provider.name}.{answer.hook}", str(provider.home or "")
+    call = HookCall(limit=limit, hook=hook, provider=str(provider), key=key, source=source, subject=about)
+    slot = HEARTBEAT.begin_call(call)
     try:
         yield
     finally:
-        PULSE.end(slot)
+        HEARTBEAT.end_call(slot)
 
 
 def failure(answer: Answer, error: BaseException, about: str) -> SlimeError:

@@ -216,19 +216,19 @@ assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_the_state_of_the_driver_can_be_read_while_it_runs(tmp_path):
-    from slime_core.pulse import Block, HookCall
+    from slime_core.heartbeat import HeartbeatMemory, HookCall
 
-    block = Block(os.memfd_create("pulse"))
-    work = HookCall(
-        limit=3.0, hook="geo.slime_reward", provider="geo", key="k", home="/x", about="prompt " + "é" * 900
+    memory = HeartbeatMemory(os.memfd_create("heartbeat"))
+    call = HookCall(
+        limit=3.0, hook="geo.slime_reward", provider="geo", key="k", source="/x", subject="prompt " + "é" * 900
     )
-    slot = block.begin(work.limit, work.packed())
-    block.beat(), block.hear(), block.hear(), block.turn()
-    other = Block(block.descriptor)
-    assert (other.beats, other.heard, other.turns) == (1, 2, 1)
+    slot = memory.begin_call(call)
+    memory.beat(), memory.signal(), memory.signal(), memory.loop_beat()
+    other = HeartbeatMemory(memory.descriptor)
+    assert (other.beats, other.signals, other.loop_beats) == (1, 2, 1)
     assert json.dumps(
-        [(one.limit, one.hook, one.home) for works in other.works().values() for one in works]
+        [(one.limit, one.hook, one.source) for calls in other.calls().values() for one in calls]
     ) == json.dumps([(3.0, "geo.slime_reward", "/x")])
-    block.end(slot)
-    assert other.works() == {}
-    os.close(block.descriptor)
+    memory.end_call(slot)
+    assert other.calls() == {}
+    os.close(memory.descriptor)
