@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from slime_core.config.problems import Origins, Problem
     from slime_core.config.schema import Config
-    from slime_core.protocols import Engine, Parts, ServerProcess
+    from slime_core.protocols import Engine, RunComponents, ServerProcess
     from slime_core.types import WeightRoute
 
 
@@ -142,16 +142,16 @@ class TrainerBackend(Backend):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ClusterBackend(Backend):
-    """What `cluster_backend` names: ``parts`` starts everything and takes it down again.
+    """What `cluster_backend` names: ``start`` starts everything and takes it down again.
 
     ``device`` is cuda or cpu, empty where the machines cannot say: then it is this machine's. ``detached`` keeps
     drivers that outlive the command (`slime run --detach`).
 
     Example:
-        ClusterBackend(name="mine", parts=my_cluster, remote=True)
+        ClusterBackend(name="mine", start=my_cluster, remote=True)
     """
 
-    parts: Callable[[Config, Any, Any], AbstractAsyncContextManager[Parts]]
+    start: Callable[[Config, Any, Any], AbstractAsyncContextManager[RunComponents]]
     remote: bool = False  # ranks and engines may live on other machines
     device: Callable[[Config], str] = lambda _: ""
     detached: Any = None  # slime_cli.detaching.Detaching

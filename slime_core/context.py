@@ -12,9 +12,9 @@ from slime_core.types import Completion, GenerateRequest, Sample, SamplingParams
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
-    from slime_core.protocols import Engine, Recalled
+    from slime_core.protocols import Engine, GroupRecord
 
-    Recall = Callable[[Sequence[str]], Awaitable[Mapping[str, Recalled]]]
+    ReadGroups = Callable[[Sequence[str]], Awaitable[Mapping[str, GroupRecord]]]
 
 FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
@@ -40,7 +40,7 @@ class Context:
     version: int = 0  # of the weights in training
     stage: str = "main"
     evaluation: bool = False
-    recall: Recall | None = None  # what the run's ledger has of prompts' groups, by prompt id
+    recorded_groups: ReadGroups | None = None  # the run's ledger: records of prompts' groups, by prompt id
     shared: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)  # by all calls of hooks
 
     def with_options(self, options: Any) -> Context:

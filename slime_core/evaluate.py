@@ -128,7 +128,7 @@ class Evaluations:
     """A stage's evaluations: in place, or one at a time beside training, where ``hold`` lends an engine for them.
 
     Example:
-        async with Evaluations(evaluator, parts.hold) as evaluations:
+        async with Evaluations(evaluator, components.reserve_engine) as evaluations:
             await evaluations.begin(4)              # on the engines that serve version 4
             ...                                     # steps
             await evaluations.settle()              # version 4's figures are reported
@@ -198,13 +198,13 @@ def holder(config: Config, hold: Hold | None) -> Hold | None:
     """What lends an engine to a stage's evaluations; None where they are in place.
 
     Raises:
-        ConfigError: CFG04 `eval.eval_async` where none can be held.
+        ConfigError: CFG04 `eval.eval_async` where none can be reserved.
     """
     if not config.eval.eval_async or config.rollout.debug_train_only:
         return None
     if hold is None:
         raise ConfigError(
-            "eval_async = true with engines of which none can be held",
+            "eval_async = true with engines of which none can be reserved",
             code="CFG04",
             where="eval.eval_async",
             why="one engine keeps the weights that are evaluated, and rollouts need another, chosen by slime itself",

@@ -19,8 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 INTERVAL = 0.25  # seconds between two beats
-COUNT = struct.Struct("<Q")
-HEAD = 3 * COUNT.size  # beats, signals, loop_beats
+HEAD = 3 * 8  # bytes of beats, signals, loop_beats
 SLOT = struct.Struct("<QdH1000s")  # thread, limit, length of the text, the text
 SLOTS = 1024
 SIZE = HEAD + SLOTS * SLOT.size
@@ -28,7 +27,7 @@ TEXT = 1000  # bytes
 NONE = -1
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(slots=True, frozen=True)
 class HookCall:
     """One running hook call.
 
@@ -51,8 +50,7 @@ class HookCall:
     @classmethod
     def unpacked(cls, limit: float, text: bytes) -> HookCall:
         """Decode :meth:`packed`."""
-        hook, provider, key, source, subject, *_ = [*text.decode(errors="replace").split("\0"), "", "", "", ""]
-        return cls(limit=limit, hook=hook, provider=provider, key=key, source=source, subject=subject)
+        return cls(limit, *[*text.decode(errors="replace").split("\0"), "", "", "", ""][:5])
 
 
 class HeartbeatMemory:
@@ -69,34 +67,35 @@ class HeartbeatMemory:
         if os.fstat(descriptor).st_size < SIZE:
             os.ftruncate(descriptor, SIZE)
         self._memory = mmap.mmap(descriptor, SIZE)
+        self._counts = memoryview(self._memory)[:HEAD].cast("Q")
         self._free = list(range(SLOTS))
 
     @property
     def beats(self) -> int:
         """How often the interpreter has shown that it runs."""
-        return self._count(0)
+        return self._counts[0]
 
     @property
     def signals(self) -> int:
         """How many signals Python's handlers have seen."""
-        return self._count(1)
+        return self._counts[1]
 
     @property
     def loop_beats(self) -> int:
         """How often the event loop has shown that it runs."""
-        return self._count(2)
+        return self._counts[2]
 
     def beat(self) -> None:
         """Show that the interpreter runs."""
-        self._increment(0)
+        self._counts[0] += 1
 
     def signal(self) -> None:
         """Show that a signal came through."""
-        self._increment(1)
+        self._counts[1] += 1
 
     def loop_beat(self) -> None:
         """Show that the event loop runs."""
-        self._increment(2)
+        self._counts[2] += 1
 
     def begin_call(self, call: HookCall) -> int:
         """Show that the calling thread runs or awaits a hook; returns the slot for :meth:`end_call`."""
@@ -111,7 +110,7 @@ class HeartbeatMemory:
     def end_call(self, slot: int) -> None:
         """Show that the hook has ended."""
         if slot != NONE:
-            COUNT.pack_into(self._memory, HEAD + slot * SLOT.size, 0)
+            SLOT.pack_into(self._memory, HEAD + slot * SLOT.size, 0, 0.0, 0, b"")
             self._free.append(slot)
 
     def calls(self) -> dict[int, list[HookCall]]:
@@ -122,12 +121,6 @@ class HeartbeatMemory:
             if thread:
                 calls.setdefault(thread, []).append(HookCall.unpacked(limit, text[:length]))
         return {thread: sorted(of_thread, key=lambda call: call.limit) for thread, of_thread in calls.items()}
-
-    def _count(self, index: int) -> int:
-        return int(COUNT.unpack_from(self._memory, index * COUNT.size)[0])
-
-    def _increment(self, index: int) -> None:
-        COUNT.pack_into(self._memory, index * COUNT.size, self._count(index) + 1)
 
 
 class Heartbeat:

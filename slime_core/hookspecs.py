@@ -406,7 +406,7 @@ def slime_cluster() -> list[ClusterBackend]:  # type: ignore[empty-body]
 
     @slime_core.hookimpl
     def slime_cluster():
-        return [ClusterBackend(name="mine", parts=my_cluster)]
+        return [ClusterBackend(name="mine", start=my_cluster)]
     """
 
 

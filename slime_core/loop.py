@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from slime_core.checkpoint import LoadedCheckpoint
     from slime_core.config.schema import Config
     from slime_core.plugins import Plugins
-    from slime_core.protocols import Parts
+    from slime_core.protocols import RunComponents
     from slime_core.report import Report
     from slime_core.rollout.groups import GroupSource
 
 
-BuildCluster = Callable[["Config", "Plugins", "Report"], AbstractAsyncContextManager["Parts"]]
+BuildCluster = Callable[["Config", "Plugins", "Report"], AbstractAsyncContextManager["RunComponents"]]
 Checked = Callable[[dict[str, float]], dict[str, float]]
 
 
@@ -90,15 +90,15 @@ async def run(
     config = resolve_machine(config)
     ended = plugins.running(Context(config=config, run_dir=report.run_dir.path))
     with notices_to(report.note):
-        async with cluster(config, plugins, report) as parts, ended:
+        async with cluster(config, plugins, report) as components, ended:
             progress = await begin(
-                config, plugins, report, parts, checkpoint=checkpoint, stop=stop or Stop(), exact=exact
+                config, plugins, report, components, checkpoint=checkpoint, stop=stop or Stop(), exact=exact
             )
             for index, stage in list(enumerate(stages(config)))[progress.stage :]:
-                await run_stage(stage, index, parts, plugins, report, progress, verify_step)
+                await run_stage(stage, index, components, plugins, report, progress, verify_step)
             await progress.checkpoints.settle()
             if config.report.export_final and not config.rollout.debug_rollout_only:
-                await export(parts, report)
+                await export(components, report)
             report.note(await progress.conserve())
             report.settle()
     return progress.version
@@ -107,18 +107,18 @@ async def run(
 async def run_stage(
     config: Config,
     index: int,
-    parts: Parts,
+    components: RunComponents,
     plugins: Plugins,
     report: Report,
     progress: Progress,
     verify_step: int = 0,
 ) -> None:
     """Run one stage from where ``progress`` stands; it then stands at the next."""
-    stage = open_stage(config, parts, plugins, report, progress)
+    stage = open_stage(config, components, plugins, report, progress)
     rollout, interval = config.rollout, config.eval.eval_interval
-    async with parts.turns.training() if progress.served else nullcontext():  # it needs room for all of its state
+    async with components.turns.training() if progress.served else nullcontext():  # it needs room for all of its state
         report.starting("loading the model into the trainer, and trying what packing and fusing change")
-        await parts.trainer.begin(config)
+        await components.trainer.begin(config)
         await progress.restore_trainer(config)
     report.starting("sending the weights to the engine, and checking what it serves")
     await stage.sync(progress.version, first=True)
@@ -128,7 +128,7 @@ async def run_stage(
         while progress.step < rollout.num_rollout:
             clock, version = Clock(progress.seconds(), report.phase), progress.version
             with clock.part("rollout"):
-                recorded = positions(await parts.ledger.composition(version + 1))
+                recorded = positions(await components.ledger.composition(version + 1))
                 batch = collector.take(rollout.rollout_batch_size, recorded)
                 groups = await progress.stop.unless(batch, evaluations)
             if groups is None:
@@ -138,7 +138,7 @@ async def run_stage(
                     await stage.keep(version + 1, groups)
             checked = partial(write_verification, report, version + 1) if version + 1 == verify_step else None
             exact = progress.exact or not recorded
-            metrics = await train_on(groups, version, parts, plugins, stage.ctx, clock, checked, exact=exact)
+            metrics = await train_on(groups, version, components, plugins, stage.ctx, clock, checked, exact=exact)
             progress.version, progress.step = version + 1, progress.step + 1
             last = progress.step == rollout.num_rollout
             progress.eval_due = last or bool(interval and progress.step % interval == 0)
@@ -175,10 +175,10 @@ async def evaluate_if_due(
     progress.eval_due = False
 
 
-async def export(parts: Parts, report: Report) -> None:
+async def export(components: RunComponents, report: Report) -> None:
     """Write ``final/`` aside and put it in place by one rename."""
     aside = report.run_dir.final.with_name(".final")
-    await parts.trainer.export(aside)
+    await components.trainer.export(aside)
     publish_folder(aside, report.run_dir.final)
     failpoint("loop.exported")
 
@@ -186,7 +186,7 @@ async def export(parts: Parts, report: Report) -> None:
 async def train_on(
     groups: list[Group],
     version: int,
-    parts: Parts,
+    components: RunComponents,
     plugins: Plugins,
     ctx: Context,
     clock: Clock,
@@ -201,23 +201,23 @@ async def train_on(
     """
     batch: Batch = make_batch(version, ctx.stage, groups)
     if ctx.config.rollout.debug_rollout_only:
-        await let_go(parts.ledger, groups)
+        await let_go(components.ledger, groups)
         return batch_metrics(batch)
-    await parts.ledger.journal(batch)
+    await components.ledger.journal(batch)
     train = ctx.config.train
-    async with parts.turns.training():
+    async with components.turns.training():
         with clock.part("score"):
-            columns = await parts.trainer.score(batch, plugins.needs(train))
+            columns = await components.trainer.score(batch, plugins.needs(train))
         batch = plugins.advantage(batch, columns, train)
         plugins.batch(batch, ctx)
         verified: dict[str, float] = {}
         if checked is not None:
             with clock.part("verify"):
-                verified = checked(await parts.trainer.verify(batch))
+                verified = checked(await components.trainer.verify(batch))
         with clock.part("train"):
-            metrics = await parts.trainer.step(batch) | batch_metrics(batch) | verified
+            metrics = await components.trainer.step(batch) | batch_metrics(batch) | verified
         with clock.part("fingerprint"):  # while the trainer has its state: summing it in main memory takes seconds
-            weights = await parts.trainer.fingerprint() if exact else ""
+            weights = await components.trainer.fingerprint() if exact else ""
     failpoint("loop.stepped")
-    await parts.ledger.trained(version + 1, weights)
+    await components.ledger.trained(version + 1, weights)
     return metrics

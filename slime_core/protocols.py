@@ -217,8 +217,8 @@ class RequestTurn:
 
 
 @dataclass(slots=True, kw_only=True)
-class Recalled:
-    """What a ledger knows of one prompt's group, over the latest attempt of each sample.
+class GroupRecord:
+    """A ledger's record of one prompt's group, over the latest attempt of each sample.
 
     ``pending``: not finished, and generated again. ``finished`` and ``trained``: ``samples`` are stored and in the
     group's order. ``dropped``: nothing of it trains; it has ``samples`` where it had been finished before.
@@ -256,8 +256,8 @@ class Ledger(Protocol):
         """Move samples to their final state dropped(reason), all in one transaction; the first reason stands."""
         ...
 
-    async def recall(self, prompt_ids: Sequence[str]) -> dict[str, Recalled]:
-        """What is known of these prompts' groups, by prompt id; those that were never issued are left out."""
+    async def groups(self, prompt_ids: Sequence[str]) -> dict[str, GroupRecord]:
+        """Records of these prompts' groups, by prompt id; groups that were never issued are left out."""
         ...
 
     async def suspend(self, turns: Mapping[str, Sequence[RequestTurn]]) -> None:
@@ -356,13 +356,13 @@ class Serving:
 
 
 @dataclass(slots=True, kw_only=True)
-class Parts(Serving):
+class RunComponents(Serving):
     """What a cluster hands to the loop."""
 
     trainer: Trainer
     ledger: Ledger
     turns: Turns
-    hold: Callable[[], AbstractAsyncContextManager[Engine]] | None = None  # lends an engine whose weights stay
+    reserve_engine: Callable[[], AbstractAsyncContextManager[Engine]] | None = None  # one whose weights stay
 
 
 class PromptSource(Protocol):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.evaluate import Evaluations
     from slime_core.plugins import Plugins
-    from slime_core.protocols import Parts
+    from slime_core.protocols import RunComponents
     from slime_core.report import Report
     from slime_core.rollout.groups import GroupSource
 
@@ -88,7 +88,7 @@ class Progress:
     config: Config
     plugins: Plugins
     report: Report
-    parts: Parts
+    components: RunComponents
     stop: Stop
     checkpoints: Checkpoints
     found: LoadedCheckpoint | None = None
@@ -147,7 +147,7 @@ class Progress:
             machine=machine_facts(self.config),
             epoch=self.report.run_dir.epoch,
         )
-        await self.checkpoints.begin(self.version, about, self.parts.trainer, self.parts.ledger)
+        await self.checkpoints.begin(self.version, about, self.components.trainer, self.components.ledger)
         if not self.config.report.async_save:
             await self.checkpoints.settle()
         self._saved = self.version
@@ -183,7 +183,7 @@ class Progress:
         if self.collector is None:
             self.eval_due = not stage.eval.skip_eval_before_train
         elif self.found is not None:
-            await self.parts.trainer.restore(self.found.trainer)
+            await self.components.trainer.restore(self.found.trainer)
 
     def seconds(self) -> dict[str, float]:
         """What the last checkpoint took from the run: the time of a step begins with it."""
@@ -200,20 +200,20 @@ class Progress:
         Raises:
             StorageError: STO00 with the counts, where they do not add up.
         """
-        return f"version {self.version}: {conservation(await self.parts.ledger.counts())}"
+        return f"version {self.version}: {conservation(await self.components.ledger.counts())}"
 
     async def prune(self) -> None:
         """Forget payloads that no checkpoint needs, by ``report.ledger_keep_steps``."""
         keep, oldest = self.config.report.ledger_keep_steps, self.checkpoints.oldest()
         if keep and oldest is not None and oldest > keep:
-            await self.parts.ledger.prune(oldest - keep)
+            await self.components.ledger.prune(oldest - keep)
 
 
 async def begin(
     config: Config,
     plugins: Plugins,
     report: Report,
-    parts: Parts,
+    components: RunComponents,
     *,
     checkpoint: LoadedCheckpoint | None,
     stop: Stop,
@@ -232,15 +232,15 @@ async def begin(
         config=config,
         plugins=plugins,
         report=report,
-        parts=parts,
+        components=components,
         stop=stop,
         checkpoints=checkpoints,
         found=checkpoint,
         exact=exact and (checkpoint is None or checkpoint.machine == machine_facts(config)),
     )
-    progress.resumed = (await parts.ledger.counts())["issued"] > 0
+    progress.resumed = (await components.ledger.counts())["issued"] > 0
     if progress.resumed:
-        await parts.ledger.rewind(checkpoint.version if checkpoint else 0)
+        await components.ledger.rewind(checkpoint.version if checkpoint else 0)
     if checkpoint is not None:
         state = checkpoint.state
         plugins.load_state(state["plugins"])

@@ -24,7 +24,7 @@ from slime_core.weights.update import Canary, sync_weights
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.plugins import Plugins
-    from slime_core.protocols import Parts
+    from slime_core.protocols import RunComponents
     from slime_core.report import Report
     from slime_core.resume import Progress, Stop
     from slime_core.rollout.groups import GroupSource
@@ -35,7 +35,7 @@ class Stage:
     """See the module. ``source`` is None where groups come from a dump."""
 
     config: Config
-    parts: Parts
+    components: RunComponents
     plugins: Plugins
     report: Report
     ctx: Context
@@ -56,8 +56,8 @@ class Stage:
         if rollout.debug_train_only or (rollout.debug_rollout_only and not first):
             return
         check = self.canary.check(version, first=first, last=version == self.last)
-        trainer, engines = self.parts.trainer, self.parts.engines
-        async with self.parts.turns.syncing():
+        trainer, engines = self.components.trainer, self.components.engines
+        async with self.components.turns.syncing():
             await sync_weights(trainer, engines, served(self.config, version), canary=self.canary, check=check)
         await self.canary.compare_log_probs(engines)
 
@@ -83,17 +83,11 @@ class Stage:
         metrics |= rollout_metrics(groups, sampling, counts.drops, counts.issued) | counts.metrics
         if self.source is not None:
             metrics |= {f"data/{name}": float(count) for name, count in self.source.counts().items()}
-        metrics |= ledger_metrics(await self.parts.ledger.counts()) | self.plugins.pop_metrics()
-        metrics |= self.parts.turns.metrics | self.canary.pop_metrics()
+        metrics |= ledger_metrics(await self.components.ledger.counts()) | self.plugins.pop_metrics()
+        metrics |= self.components.turns.metrics | self.canary.pop_metrics()
         self.report.samples(progress.version, groups)
-        done = StepReport(
-            version=progress.version,
-            stage=self.ctx.stage,
-            step=progress.step - 1,
-            of=self.config.rollout.num_rollout,
-            metrics=metrics,
-            seconds=seconds,
-        )
+        version, step, steps = progress.version, progress.step - 1, self.config.rollout.num_rollout
+        done = StepReport(version=version, stage=self.ctx.stage, step=step, of=steps, metrics=metrics, seconds=seconds)
         self.report.step(done)
         self.plugins.step_done(done, self.ctx)
 
@@ -103,7 +97,9 @@ def served(config: Config, version: int) -> int:
     return 0 if config.rollout.debug_rollout_only else version
 
 
-def open_stage(config: Config, parts: Parts, plugins: Plugins, report: Report, progress: Progress) -> Stage:
+def open_stage(
+    config: Config, components: RunComponents, plugins: Plugins, report: Report, progress: Progress
+) -> Stage:
     """Open a stage's data and evaluation sets, and a collector that stands where ``progress`` does.
 
     Raises:
@@ -111,29 +107,28 @@ def open_stage(config: Config, parts: Parts, plugins: Plugins, report: Report, p
     """
     ctx = Context(
         config=config,
-        engine=parts.engines,
-        engines=parts.roles,
-        tokenizer=parts.tokenizer,
+        engine=components.engines,
+        engines=components.roles,
+        tokenizer=components.tokenizer,
         sampling=training_params(config),
         run_dir=report.run_dir.path,
         version=served(config, progress.version),
         stage=stage_name(config),
-        recall=parts.ledger.recall,
+        recorded_groups=components.ledger.groups,
     )
     dump = Dump(config, report.run_dir.path, report.note)
-    source = None if dump.loads else open_source(config, plugins, parts.tokenizer, ctx)
-    evaluator = Evaluator(parts.vocab_size, plugins, ctx, report)
-    evaluations = progress.evaluations = Evaluations(evaluator, holder(config, parts.hold))
-    collector: GroupSource
-    if source is None:
-        collector = DumpedGroups(dump, parts.ledger, plugins, ctx, report.note)
-    else:
+    source = None if dump.loads else open_source(config, plugins, components.tokenizer, ctx)
+    evaluator = Evaluator(components.vocab_size, plugins, ctx, report)
+    evaluations = progress.evaluations = Evaluations(evaluator, holder(config, components.reserve_engine))
+    canary = Canary(config=config, vocab_size=components.vocab_size, text=source.text if source else lambda count: ())
+    collector: GroupSource = DumpedGroups(dump, components.ledger, plugins, ctx, report.note)
+    if source is not None:
         collector = Collector(
             source=source,
-            ledger=parts.ledger,
+            ledger=components.ledger,
             plugins=plugins,
             ctx=ctx,
-            vocab_size=parts.vocab_size,
+            vocab_size=components.vocab_size,
             steps=config.rollout.num_rollout - progress.step,
             note=report.note,
             resumed=progress.resumed,
@@ -141,7 +136,7 @@ def open_stage(config: Config, parts: Parts, plugins: Plugins, report: Report, p
         )
     return Stage(
         config=config,
-        parts=parts,
+        components=components,
         plugins=plugins,
         report=report,
         ctx=ctx,
@@ -149,6 +144,6 @@ def open_stage(config: Config, parts: Parts, plugins: Plugins, report: Report, p
         source=source,
         evaluations=evaluations,
         collector=collector,
-        canary=Canary(config=config, vocab_size=parts.vocab_size, text=source.text if source else lambda count: ()),
+        canary=canary,
         last=progress.version + config.rollout.num_rollout - progress.step,
     )

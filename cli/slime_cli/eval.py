@@ -136,16 +136,16 @@ async def alone(config: Config, plugins: Plugins, report: Report) -> dict[str, d
     from slime_core.errors import ConfigError
     from slime_core.evaluate import Evaluator
 
-    async with build_serving(config) as parts:
+    async with build_serving(config) as serving:
         ctx = Context(
             config=config,
-            engine=parts.engines,
-            engines=parts.roles,
-            tokenizer=parts.tokenizer,
+            engine=serving.engines,
+            engines=serving.roles,
+            tokenizer=serving.tokenizer,
             run_dir=report.run_dir.path,
             stage="eval",
         )
-        evaluator = Evaluator(parts.vocab_size, plugins, ctx, report)
+        evaluator = Evaluator(serving.vocab_size, plugins, ctx, report)
         if not evaluator.sets:
             raise ConfigError(
                 "there is nothing to evaluate", code="CFG04", fix="set eval.eval_prompt_data or [[eval.eval_tasks]]"

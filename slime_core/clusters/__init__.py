@@ -12,14 +12,14 @@ from slime_core.plugins.backends import cluster_of
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.plugins import Plugins
-    from slime_core.protocols import Parts, Serving
+    from slime_core.protocols import RunComponents, Serving
     from slime_core.report import Report
     from slime_core.trainers.fsdp import FsdpTrainer
 
 
-def build_cluster(config: Config, plugins: Plugins, report: Report) -> AbstractAsyncContextManager[Parts]:
+def build_cluster(config: Config, plugins: Plugins, report: Report) -> AbstractAsyncContextManager[RunComponents]:
     """Everything a run needs, by ``cluster_backend``; started on entering, taken down on leaving."""
-    return cluster_of(config).parts(config, plugins, report)
+    return cluster_of(config).start(config, plugins, report)
 
 
 def build_serving(config: Config) -> AbstractAsyncContextManager[Serving]:
@@ -44,7 +44,7 @@ def slime_trainer() -> list[TrainerBackend]:
 @hookimpl(trylast=True)
 def slime_cluster() -> list[ClusterBackend]:
     """This machine."""
-    return [ClusterBackend(name="local", parts=_local)]
+    return [ClusterBackend(name="local", start=_local)]
 
 
 def _fsdp() -> type[FsdpTrainer]:
@@ -53,7 +53,7 @@ def _fsdp() -> type[FsdpTrainer]:
     return FsdpTrainer
 
 
-def _local(config: Config, plugins: Plugins, report: Report) -> AbstractAsyncContextManager[Parts]:
+def _local(config: Config, plugins: Plugins, report: Report) -> AbstractAsyncContextManager[RunComponents]:
     from slime_core.clusters.local import local_cluster
 
     return local_cluster(config, plugins, report)

@@ -1,6 +1,6 @@
 """Several engines of the same weights as one `protocols.Engine`: a request goes to the one with the fewest tokens.
 
-One of them can be held: it keeps its weights through updates, for whoever holds it alone, while the others go on.
+One of them can be reserved: it keeps its weights through updates, for whoever holds it alone, while the others go on.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from slime_core.protocols import Ability, Engine, PauseMode
     from slime_core.types import Completion, GenerateRequest, WeightCheck, WeightRoute, WeightUpdate
 
-APART = 1 << 60
-"""Tokens that an engine is said to owe while it is held, so that no request is sent to it."""
+RESERVED = 1 << 60
+"""Tokens that an engine counts as queued while it is reserved, so that no request is sent to it."""
 
 
 class Loads:
@@ -55,8 +55,8 @@ class EngineSet:
         self._engines = tuple(engines)
         self._loads = Loads(len(self._engines))
         self._where: dict[str, int] = {}
-        self._held: set[int] = set()
-        self._behind: set[int] = set()  # no longer held, and without the newest weights: the next update brings them
+        self._reserved: set[int] = set()
+        self._stale: set[int] = set()  # released without the newest weights, which the next update brings
         self._newest = -1  # version of the last update, loaded or under way
         self._paused: PauseMode | None = None
 
@@ -67,7 +67,7 @@ class EngineSet:
 
     @property
     def version(self) -> int:
-        """The oldest that one of them serves; the held ones serve whoever holds them."""
+        """The oldest that one of them serves; reserved ones serve whoever reserved them."""
         return min(self._engines[number].version for number in self._serving())
 
     @property
@@ -76,42 +76,42 @@ class EngineSet:
         return int(getattr(self._engines[0], "epoch", 0))
 
     def _serving(self) -> list[int]:
-        apart = self._held | self._behind
+        apart = self._reserved | self._stale
         return [number for number in range(len(self._engines)) if number not in apart]
 
     @property
-    def lends(self) -> bool:
-        """Whether :meth:`hold` would find an engine."""
+    def can_reserve(self) -> bool:
+        """Whether :meth:`reserve` would find an engine."""
         return len(self._serving()) > 1 and self._paused is None
 
     @asynccontextmanager
-    async def hold(self) -> AsyncIterator[Engine]:
-        """The engine that owes the fewest tokens, for a while: it gets no other requests, and takes no update.
+    async def reserve(self) -> AsyncIterator[Engine]:
+        """Reserve the least loaded engine: it gets no other requests, and takes no update.
 
         Requests that it has end on it. Afterwards it serves with the others, at once or from the next update on.
 
         Raises:
             EngineError: no engine would be left, or all are paused.
         """
-        if not self.lends:
+        if not self.can_reserve:
             reason = "they are paused" if self._paused is not None else "no other would serve requests"
-            raise EngineError(f"none of {len(self._engines)} engines can be held", why=reason)
+            raise EngineError(f"none of {len(self._engines)} engines can be reserved", why=reason)
         number = self._loads.least()
-        self._held.add(number)
-        self._loads.add(number, APART)
+        self._reserved.add(number)
+        self._loads.add(number, RESERVED)
         try:
             yield self._engines[number]
         finally:
-            self._held.remove(number)
-            self._behind.add(number)
+            self._reserved.remove(number)
+            self._stale.add(number)
             if self._engines[number].version == self._newest:
                 await self._rejoin(number)
 
     async def _rejoin(self, number: int) -> None:
         if self._paused is not None:
             await self._engines[number].pause(self._paused)
-        self._behind.remove(number)
-        self._loads.add(number, -APART)
+        self._stale.remove(number)
+        self._loads.add(number, -RESERVED)
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """See `protocols.Engine`."""
@@ -142,8 +142,8 @@ class EngineSet:
         return [done for part in ended for done in part]
 
     async def load(self, update: WeightUpdate) -> None:
-        """See `protocols.Engine`; every one takes the update but those that are held."""
-        self._newest, back = update.version, set(self._behind)
+        """See `protocols.Engine`; every one takes the update but the reserved ones."""
+        self._newest, back = update.version, set(self._stale)
         await self._all("load", update, among=sorted({*self._serving(), *back}))
         for number in back:
             await self._rejoin(number)
@@ -204,6 +204,6 @@ def as_one(engines: Sequence[Engine]) -> Engine:
     return engines[0] if len(engines) == 1 else whole
 
 
-def holding(engine: Any) -> Callable[[], AbstractAsyncContextManager[Engine]] | None:
-    """See `protocols.Parts.hold`: of a set of engines, or of servers as one, that have one to hold."""
-    return engine.hold if getattr(engine, "lends", False) else None
+def engine_reservation(engine: Any) -> Callable[[], AbstractAsyncContextManager[Engine]] | None:
+    """See `protocols.RunComponents.reserve_engine`: for a set of engines, or servers as one, with one to spare."""
+    return engine.reserve if getattr(engine, "can_reserve", False) else None

@@ -1,6 +1,6 @@
 """A run's parts, wherever a cluster has places for them; and this machine as a cluster.
 
-    Places --assembled--> servers -> ranks and engines, side by side -> turns, teacher, ledger: `protocols.Parts`
+    Places --assembled--> servers -> ranks and engines, side by side -> turns, ledger: `protocols.RunComponents`
 
 On this machine, on-policy, the embedded engine shares the trainer's process and takes turns with it. Where a stage
 runs ahead (``max_staleness`` above 0) or evaluates beside training it has its own process, or `rollout_num_engines` of
@@ -23,7 +23,7 @@ from slime_core.clusters.channel import Start, start_here
 from slime_core.clusters.debug import AbsentEngine, IdleTrainer
 from slime_core.clusters.embedded import context_len, embedded_engine, open_folder
 from slime_core.clusters.engine_process import EngineProcess, FrameSender
-from slime_core.clusters.engine_set import as_one, holding
+from slime_core.clusters.engine_set import as_one, engine_reservation
 from slime_core.clusters.hangs import Servers, Watched, watching
 from slime_core.clusters.machine import engines_apart
 from slime_core.clusters.ranks import RankTrainer
@@ -33,7 +33,7 @@ from slime_core.errors import ConfigError
 from slime_core.ledger.ledger import SqliteLedger
 from slime_core.notices import notice
 from slime_core.plugins.backends import cluster_of, engine_of, trainer_of
-from slime_core.protocols import Parts, Serving
+from slime_core.protocols import RunComponents, Serving
 from slime_core.threads import TorchThread
 from slime_core.trainers.roles import open_model
 from slime_core.types import WeightUpdate
@@ -67,7 +67,7 @@ class Places:
 @asynccontextmanager
 async def assembled(
     config: Config, plugins: Plugins, report: Report, place: Callable[[AsyncExitStack], Awaitable[Places]]
-) -> AsyncIterator[Parts]:
+) -> AsyncIterator[RunComponents]:
     """Start everything at the places that ``place`` finds; take it down at the end, whatever happened.
 
     Raises:
@@ -144,7 +144,7 @@ async def assembled(
             report.note(f"the teacher {teacher} is an engine of its own, at temperature 1")
         ledger = watch.ledger = SqliteLedger(run_dir, config.report.ledger_dir)
         stack.push_async_callback(ledger.close)
-        yield Parts(
+        yield RunComponents(
             engines=engine,
             tokenizer=folder.tokenizer(),
             vocab_size=folder.vocab_size,
@@ -152,7 +152,7 @@ async def assembled(
             trainer=trainer,
             ledger=ledger,
             turns=turns,
-            hold=holding(engine),
+            reserve_engine=engine_reservation(engine),
         )
 
 
@@ -208,7 +208,7 @@ def _trainer(config: Config, plugins: Plugins, report: Report, folder: ModelFold
     return trainer
 
 
-def local_cluster(config: Config, plugins: Plugins, report: Report) -> AbstractAsyncContextManager[Parts]:
+def local_cluster(config: Config, plugins: Plugins, report: Report) -> AbstractAsyncContextManager[RunComponents]:
     """Start everything on this machine; take it down at the end, whatever happened."""
     cluster = config.cluster
     world = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node

@@ -22,7 +22,7 @@ from slime_core.ledger.commits import Commits, Points
 from slime_core.ledger.rows import LedgerTables, forget_payloads, living, remove_segments
 from slime_core.ledger.schema import copy_database, damaged, database_path, sweep_copies
 from slime_core.ledger.segments import Segments
-from slime_core.protocols import Drops, Recalled, RequestTurn
+from slime_core.protocols import Drops, GroupRecord, RequestTurn
 from slime_core.types import Batch, Group, Sample
 
 ISSUE = Points(before="ledger.issue.before", after="ledger.issue.after")
@@ -89,14 +89,14 @@ class SqliteLedger:
         rows = sum(len(samples) for samples, _ in drops)
         await self.commits.run(lambda: self.rows.drop(drops), rows=rows, points=DROP)
 
-    async def recall(self, prompt_ids: Sequence[str]) -> dict[str, Recalled]:
+    async def groups(self, prompt_ids: Sequence[str]) -> dict[str, GroupRecord]:
         """See `protocols.Ledger`. Samples of a trained group whose payloads are pruned are left out.
 
         Raises:
             StorageError: STO111 or STO112, a segment that is gone or damaged.
         """
         ids = list(prompt_ids)
-        return await self.commits.run(lambda: self.rows.recall(ids))
+        return await self.commits.run(lambda: self.rows.groups(ids))
 
     async def suspend(self, turns: Mapping[str, Sequence[RequestTurn]]) -> None:
         """See `protocols.Ledger`. Samples that finished or were dropped meanwhile keep nothing.

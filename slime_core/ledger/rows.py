@@ -23,7 +23,7 @@ from slime_core.errors import StorageError
 from slime_core.ledger.codec import array_refs, cut, decode, decode_turns, encode, encode_turns, plain_reward
 from slime_core.ledger.schema import DROPPED, FINISHED, PENDING, STATES, TRAINED
 from slime_core.ledger.segments import RecordPlace, Segments
-from slime_core.protocols import Drops, Recalled, RequestTurn
+from slime_core.protocols import Drops, GroupRecord, RequestTurn
 from slime_core.types import Group, Sample
 
 REPLACED = "replaced"  # issued, but a fan-out returned other samples in its place
@@ -61,7 +61,7 @@ WHERE {OF_PROMPT.replace("id ", "samples.id ").replace("(id", "(samples.id")} OR
 
 
 class _Known(NamedTuple):
-    """What `recall` looks at of a row."""
+    """What `groups` looks at of a row."""
 
     id: str
     attempt: int
@@ -228,14 +228,14 @@ class LedgerTables:
         query = "SELECT id FROM members JOIN samples USING (serial) WHERE members.version = ? ORDER BY members.place"
         return [name for (name,) in self._db.execute(query, (version,))]
 
-    def recall(self, prompt_ids: Sequence[str]) -> dict[str, Recalled]:
+    def groups(self, prompt_ids: Sequence[str]) -> dict[str, GroupRecord]:
         """See `protocols.Ledger`. Samples of a trained group whose payloads are pruned are left out."""
-        recalled = {}
+        records = {}
         for prompt_id in prompt_ids:
             rows = [_Known(*row) for row in self._db.execute(KNOWN, of_prompt(prompt_id))]
             if rows:
-                recalled[prompt_id] = self._recalled(_latest(rows))
-        return recalled
+                records[prompt_id] = self._group_record(_latest(rows))
+        return records
 
     def samples(self, ids: Sequence[str]) -> list[Sample]:
         """See `protocols.Ledger`."""
@@ -330,7 +330,7 @@ class LedgerTables:
             f"UPDATE samples SET state = {DROPPED}, reason = ? WHERE serial = ?", (self._reason(reason), serial)
         )
 
-    def _recalled(self, rows: list[_Known]) -> Recalled:
+    def _group_record(self, rows: list[_Known]) -> GroupRecord:
         states = {row.state for row in rows}
         state = next(s for s in (PENDING, TRAINED, FINISHED, DROPPED) if s in states)
         newest = max((row.newest for row in rows if row.newest is not None), default=-1)
@@ -344,7 +344,7 @@ class LedgerTables:
             for row in places_stored
             if row.segment is not None
         ]
-        return Recalled(
+        return GroupRecord(
             state=STATES[state],  # type: ignore[arg-type]
             attempt=max(row.attempt for row in rows),
             version=(places_stored[0].step or 0) if state == TRAINED else 0,

@@ -31,7 +31,7 @@ from slime_core.types import Drop, Group
 if TYPE_CHECKING:
     from slime_core.context import Context
     from slime_core.plugins import Plugins
-    from slime_core.protocols import Drops, Engine, Ledger, Recalled
+    from slime_core.protocols import Drops, Engine, GroupRecord, Ledger
 
 P = ParamSpec("P")
 
@@ -220,7 +220,7 @@ class Collector(GroupSource):
                 await self._launch(groups, recalled)
                 self._issued = max([self._issued, *(prompt.position + 1 for prompt in prompts)])
 
-    async def _launch(self, groups: Sequence[Group], recalled: Mapping[int, Recalled]) -> None:
+    async def _launch(self, groups: Sequence[Group], recalled: Mapping[int, GroupRecord]) -> None:
         config, by_plugin = self._ctx.config, self._plugins.generates_itself
         if self._selection is not None and recalled:
             ids = [sample.id for group in groups for sample in group.samples if group.prompt.position in recalled]

@@ -20,7 +20,7 @@ from slime_core.types import Group, Prompt, Sample, SamplingParams
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
-    from slime_core.protocols import Drops, Recalled
+    from slime_core.protocols import Drops, GroupRecord
 
 SLACK = 1e-4  # a log-prob may exceed 0 by rounding
 
@@ -66,7 +66,7 @@ class Counts:
     tokens: int = 0  # response tokens of kept and dropped groups
     metrics: dict[str, float] = field(default_factory=dict)  # of the groups that were taken
 
-    def add(self, drops: Drops, past: Recalled | None = None) -> None:
+    def add(self, drops: Drops, past: GroupRecord | None = None) -> None:
         """Count drops, or those that an earlier process recorded."""
         if past is not None and past.state != "pending":
             self.drops.update(past.drops)
@@ -85,7 +85,7 @@ class InFlight:
     start: int = 0  # tick
     task: asyncio.Task[None] | None = None
     generated: bool = False  # and not yet kept or dropped
-    past: Recalled | None = None  # what an earlier process made of it
+    past: GroupRecord | None = None  # what an earlier process made of it
     carried: bool = False  # it was finished when the step began
     stale: bool = False  # it is too old to train and being given up
 

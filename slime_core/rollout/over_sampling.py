@@ -28,7 +28,7 @@ from slime_core.types import Group, Sample
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
-    from slime_core.protocols import Recalled
+    from slime_core.protocols import GroupRecord
     from slime_core.rollout.groups import InFlight
     from slime_core.rollout.partial_rollout import SuspendableEngine
 
@@ -63,7 +63,7 @@ class OverSampling:
         if not (self.lockstep and by_plugin):
             self.engine.watch(flight.ids)
 
-    async def repeat(self, flight: InFlight, past: Recalled, version: int) -> None:
+    async def repeat(self, flight: InFlight, past: GroupRecord, version: int) -> None:
         """Take as many ticks as the group did in the step of ``version``."""
         flight.carried = past.newest < version
         ticks = {} if flight.carried else past.ticks

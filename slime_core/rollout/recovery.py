@@ -9,7 +9,7 @@ from slime_core.rollout.over_sampling import OVER_SAMPLED
 from slime_core.types import Group, Prompt
 
 if TYPE_CHECKING:
-    from slime_core.protocols import Ledger, Recalled
+    from slime_core.protocols import GroupRecord, Ledger
 
 
 class Recovery:
@@ -22,7 +22,7 @@ class Recovery:
 
     Example:
         recovery = Recovery(ledger, saved)
-        found = await recovery.of(groups)          # position -> Recalled, for groups that were issued before
+        found = await recovery.of(groups)          # position -> GroupRecord, for groups that were issued before
     """
 
     def __init__(self, ledger: Ledger, state: Mapping[str, Any] | None) -> None:
@@ -35,11 +35,11 @@ class Recovery:
         """Whether the group was trained or dropped before the checkpoint."""
         return position < self.issued and position not in self._open
 
-    async def of(self, groups: Sequence[Group]) -> dict[int, Recalled]:
+    async def of(self, groups: Sequence[Group]) -> dict[int, GroupRecord]:
         """What is known of these groups, by position; the attempt is noted on their samples."""
         if not self._known:
             return {}
-        recalled = await self._ledger.recall([group.prompt.id for group in groups])
+        recalled = await self._ledger.groups([group.prompt.id for group in groups])
         self._known = bool(recalled) or groups[-1].prompt.position < self.issued
         recovered = {
             group.prompt.position: recalled[group.prompt.id] for group in groups if group.prompt.id in recalled
@@ -51,7 +51,7 @@ class Recovery:
         return recovered
 
 
-def stands(recalled: Recalled, version: int, *, ranked: bool) -> bool:
+def stands(recalled: GroupRecord, version: int, *, ranked: bool) -> bool:
     """Whether a group is as it was at once, or runs (again).
 
     Where the order in which groups end matters (``ranked``: over-sampling in lockstep), a group that ended in a later
@@ -62,7 +62,7 @@ def stands(recalled: Recalled, version: int, *, ranked: bool) -> bool:
     return recalled.state != "pending" and not (ranked and (recalled.newest > version or unnoted))
 
 
-def stored_group(prompt: Prompt, recalled: Recalled) -> Group:
+def stored_group(prompt: Prompt, recalled: GroupRecord) -> Group:
     """The finished group as the ledger has it."""
     rollouts: dict[int, list[int]] = {}
     for place, sample in enumerate(recalled.samples):

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from slime_core.config.schema import Config
 from slime_core.durable import sha256_of
 from slime_core.errors import EngineError, SlimeError
-from slime_core.protocols import Engine, Parts, Role, Trainer
+from slime_core.protocols import Engine, Role, RunComponents, Trainer
 from slime_core.types import (
     ArrayRef,
     Batch,
@@ -94,9 +94,9 @@ def sample_group(position: int = 0, *, fan_out: bool = False) -> Group:
 
 @dataclass(slots=True, kw_only=True)
 class ClusterCase:
-    """A way to start a cluster's parts, again and again, their stage, and the ids of its living processes."""
+    """A way to start a cluster's components, again and again, their stage, and the ids of its living processes."""
 
-    start: Callable[[], AbstractAsyncContextManager[Parts]]
+    start: Callable[[], AbstractAsyncContextManager[RunComponents]]
     stage: Config
     alive: Callable[[], Sequence[int]]
 
@@ -335,16 +335,16 @@ async def _published(case: TrainerCase, version: int) -> dict[str, NDArray[Any]]
 
 async def cluster_serves_the_weights_of_its_trainer(case: ClusterCase) -> None:
     """Its parts belong together: what the trainer publishes its engines take, in their turn."""
-    async with case.start() as parts:
-        async with parts.turns.training():
-            await parts.trainer.begin(case.stage)
-        async with parts.turns.syncing():
-            route = await parts.engines.route("all")
-            await parts.engines.load(await parts.trainer.publish(3, route))
+    async with case.start() as run:
+        async with run.turns.training():
+            await run.trainer.begin(case.stage)
+        async with run.turns.syncing():
+            route = await run.engines.route("all")
+            await run.engines.load(await run.trainer.publish(3, route))
         params = SamplingParams(max_new_tokens=4, ignore_eos=True)
-        done = await parts.engines.generate(GenerateRequest(id="a", tokens=[1, 2], params=params, seed=7))
+        done = await run.engines.generate(GenerateRequest(id="a", tokens=[1, 2], params=params, seed=7))
         assert done.versions == [3] * 4, f"tokens of versions {done.versions} under 3"
-        assert max(done.tokens) < parts.vocab_size, f"token {max(done.tokens)} of a vocabulary of {parts.vocab_size}"
+        assert max(done.tokens) < run.vocab_size, f"token {max(done.tokens)} of a vocabulary of {run.vocab_size}"
 
 
 async def cluster_takes_everything_down_and_starts_again(case: ClusterCase) -> None:
@@ -355,18 +355,18 @@ async def cluster_takes_everything_down_and_starts_again(case: ClusterCase) -> N
     except ArithmeticError:
         pass
     assert not (remaining := case.alive()), f"processes {remaining} are left"
-    async with case.start() as parts:
-        await parts.ledger.counts()
+    async with case.start() as run:
+        await run.ledger.counts()
 
 
 async def cluster_says_that_a_process_is_gone(case: ClusterCase) -> None:
     """Calls of killed processes raise slime's own errors, which say that they were lost."""
-    async with case.start() as parts:
+    async with case.start() as run:
         if not (pids := case.alive()):
             return  # all of it lives in this process
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
-        for call in (parts.trainer.begin(case.stage), parts.engines.resume()):
+        for call in (run.trainer.begin(case.stage), run.engines.resume()):
             (answer,) = await asyncio.wait_for(asyncio.gather(call, return_exceptions=True), PATIENCE)
             assert isinstance(answer, SlimeError), f"a call of a killed process ended with {answer!r}"
             assert answer.lost, f"{answer} does not say that it was lost"

@@ -23,7 +23,7 @@ from ledger_rows import REASONS, Model, N, Row, group_of, is_free, is_pending, p
 
 from slime_core.errors import StorageError
 from slime_core.ledger.ledger import SqliteLedger
-from slime_core.protocols import Recalled
+from slime_core.protocols import GroupRecord
 from slime_core.trainers.batch import make_batch
 from slime_core.types import Drop, Group, Sample
 
@@ -262,9 +262,9 @@ class Life:
             self._check_rows()
 
     async def _ask(self, prompts: list[str], samples: list[str]) -> Any:
-        return await self.ledger.recall(prompts), await self.ledger.suspended(samples, before=1 << 30)
+        return await self.ledger.groups(prompts), await self.ledger.suspended(samples, before=1 << 30)
 
-    def _check_group(self, rows: list[Row], found: Recalled) -> None:
+    def _check_group(self, rows: list[Row], found: GroupRecord) -> None:
         states = [row.state for row in rows]
         state = next(s for s in ("pending", "trained", "finished", "dropped") if s in states)
         kept = [row for row in rows if row.state == state and (state != "dropped" or row.payload is not None)]

@@ -30,12 +30,12 @@ from slime_cli.starts import begin, end
 from slime_cli.trim import trim_figures
 from slime_core import durable, loop
 from slime_core.checkpoint import Checkpoints
-from slime_core.clusters.engine_set import as_one, holding
+from slime_core.clusters.engine_set import as_one, engine_reservation
 from slime_core.clusters.turns import FreeTurns, QuietTurns
 from slime_core.config.load import load_config
 from slime_core.ledger.ledger import SqliteLedger
 from slime_core.plugins import load_plugins
-from slime_core.protocols import Parts
+from slime_core.protocols import RunComponents
 from slime_core.report.report import Report
 from slime_core.report.rundir import RunDir
 from slime_core.seeds import seed_of
@@ -275,21 +275,21 @@ class World:
             end(run_dir, "finished", {"version": version})
 
     @asynccontextmanager
-    async def cluster(self, config: Any, plugins: Any, report: Any) -> AsyncIterator[Parts]:
+    async def cluster(self, config: Any, plugins: Any, report: Any) -> AsyncIterator[RunComponents]:
         """One class each for engine and trainer; the ledger is the real one."""
         engines = [HashEngine() for _ in range(config.rollout.rollout_num_engines or 1)]
         engine: Any = as_one(engines)
         ledger = SlowLedger(self.run_dir)
         ledger.turns = self.slow
         try:
-            yield Parts(
+            yield RunComponents(
                 engines=engine,
                 tokenizer=CharTokenizer(),
                 vocab_size=VOCAB,
                 trainer=HashTrainer(),
                 ledger=ledger,
                 turns=FreeTurns() if config.rollout.max_staleness else QuietTurns(engine),
-                hold=holding(engine),
+                reserve_engine=engine_reservation(engine),
             )
         finally:
             await ledger.close()

@@ -55,12 +55,12 @@ def _one_step(tmp_path):
 
     @asynccontextmanager
     async def watched(config, plugins, report):
-        async with build_cluster(config, plugins, report) as parts:
-            yield parts
-            seen["samples"] = await parts.ledger.samples(await parts.ledger.composition(1))
+        async with build_cluster(config, plugins, report) as components:
+            yield components
+            seen["samples"] = await components.ledger.samples(await components.ledger.composition(1))
             (tmp_path / "state").mkdir()
-            await parts.trainer.save(tmp_path / "state")
-            await parts.trainer.saved()
+            await components.trainer.save(tmp_path / "state")
+            await components.trainer.saved()
 
     with RunDir.create("one", at=tmp_path / "run") as run_dir:
         report = Report(run_dir, config)

@@ -45,7 +45,7 @@ from slime_core.clusters.turns import FreeTurns
 from slime_core.config.load import load_config
 from slime_core.ledger.ledger import SqliteLedger
 from slime_core.plugins import load_plugins
-from slime_core.protocols import Parts
+from slime_core.protocols import RunComponents
 from slime_core.report.report import Report
 from slime_core.report.rundir import RunDir
 from slime_core.testing.fakes import CharTokenizer
@@ -150,7 +150,7 @@ def simulate(args: argparse.Namespace, mode: str, ahead: int, folder: Path) -> M
         ledger = SqliteLedger(report.run_dir.path)
         engine: Any = EngineSet([TimedEngine(gpus, done) for _ in range(count)])
         try:
-            yield Parts(
+            yield RunComponents(
                 engines=engine,
                 tokenizer=CharTokenizer(),
                 vocab_size=16,

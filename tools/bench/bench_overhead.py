@@ -44,7 +44,7 @@ from slime_core.config.load import load_config
 from slime_core.config.schema import Config
 from slime_core.ledger.ledger import SqliteLedger
 from slime_core.plugins import load_plugins
-from slime_core.protocols import Parts, Role
+from slime_core.protocols import Role, RunComponents
 from slime_core.report import Report
 from slime_core.report.rundir import RunDir
 from slime_core.testing.fakes import CharTokenizer, FakeEngine
@@ -190,7 +190,7 @@ def run(samples: int, ledger: str, steps: int, folder: Path, ranks: int = 0, ray
     silent: Any = Silent()
 
     @asynccontextmanager
-    async def fakes(*_: Any) -> AsyncIterator[Parts]:
+    async def fakes(*_: Any) -> AsyncIterator[RunComponents]:
         engine, trainer = QuickEngine(vocab_size=VOCAB), QuickTrainer()
         kept: Any = SqliteLedger(folder / "run") if ledger == "durable" else Uncounted()
         async with AsyncExitStack() as stack:
@@ -199,7 +199,7 @@ def run(samples: int, ledger: str, steps: int, folder: Path, ranks: int = 0, ray
                 given: dict[str, Any] = {"world": ranks, "run_dir": folder / "run"}
                 start = idle(await stack.enter_async_context(places(config, ray)))
                 trainer = Dealt(await stack.enter_async_context(RankTrainer(config, plugins, start=start, **given)))
-            yield Parts(
+            yield RunComponents(
                 engines=engine,
                 tokenizer=CharTokenizer(),
                 vocab_size=VOCAB,

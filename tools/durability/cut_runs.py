@@ -18,11 +18,11 @@ from durability.fake_trainer import FakeTrainer
 from slime_cli.trim import evaluations_kept, trim_figures
 from slime_core import loop
 from slime_core.checkpoint import Checkpoints
-from slime_core.clusters.engine_set import holding
+from slime_core.clusters.engine_set import engine_reservation
 from slime_core.clusters.turns import FreeTurns, QuietTurns
 from slime_core.ledger.ledger import SqliteLedger
 from slime_core.plugins import load_plugins
-from slime_core.protocols import Parts
+from slime_core.protocols import RunComponents
 from slime_core.report.report import Report
 from slime_core.report.rundir import RunDir
 from slime_core.testing.fakes import CharTokenizer, FakeEngine
@@ -103,17 +103,17 @@ class CutRun:
                 report.finish()
 
     @asynccontextmanager
-    async def _cluster(self, config: Config, plugins: Plugins, report: Report) -> AsyncIterator[Parts]:
+    async def _cluster(self, config: Config, plugins: Plugins, report: Report) -> AsyncIterator[RunComponents]:
         self.engine, ledger = self._engine(report.run_dir.epoch), SqliteLedger(report.run_dir.path)
         try:
-            yield Parts(
+            yield RunComponents(
                 engines=self.engine,
                 tokenizer=self.tokenizer,
                 vocab_size=self.vocab_size,
                 trainer=self.trainer,
                 ledger=ledger,
                 turns=QuietTurns(self.engine) if config.cluster.colocate else FreeTurns(),
-                hold=holding(self.engine),
+                reserve_engine=engine_reservation(self.engine),
             )
         finally:
             await ledger.close()

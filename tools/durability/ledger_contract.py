@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 from slime_core.errors import SlimeError
-from slime_core.protocols import Ledger, Recalled, RequestTurn
+from slime_core.protocols import GroupRecord, Ledger, RequestTurn
 from slime_core.testing.contracts import sample_group
 from slime_core.types import Completion, Drop, GenerateRequest, Group, SamplingParams
 
@@ -73,10 +73,10 @@ async def ledger_recalls_what_it_knows_of_a_group(ledger: Ledger) -> None:
     await ledger.drop([(gone.samples[:1], Drop(reason="empty")), (gone.samples[1:], Drop(reason="equal_rewards"))])
     rest = Group(prompt=part.prompt, samples=part.samples[1:], rollouts={7: [0]})
     await ledger.finish(rest, [(part.samples[:1], Drop(reason="infra_error"))])
-    known = await ledger.recall(["main/0", "main/1", "main/2", "main/3", "main/99"])
+    known = await ledger.groups(["main/0", "main/1", "main/2", "main/3", "main/99"])
     assert list(known) == ["main/0", "main/1", "main/2", "main/3"], list(known)
     assert [r.state for r in known.values()] == ["pending", "finished", "dropped", "finished"], known
-    assert known["main/0"] == Recalled(state="pending"), known["main/0"]
+    assert known["main/0"] == GroupRecord(state="pending"), known["main/0"]
     got = [sample.to_dict() for sample in known["main/1"].samples]
     assert got == [sample.to_dict() for sample in done.samples], "samples are not as they were, in the group's order"
     assert (known["main/1"].newest, known["main/1"].ticks) == (0, dict.fromkeys((s.id for s in done.samples), 2))
@@ -100,7 +100,7 @@ async def ledger_goes_back_to_an_earlier_version(ledger: Ledger) -> None:
     for _ in range(2):
         await ledger.rewind(1)
         assert await _balance(ledger) == (6, 2, 0, 4)
-    known = await ledger.recall([group.id for group in groups])
+    known = await ledger.groups([group.id for group in groups])
     assert [(r.state, r.version) for r in known.values()] == [("trained", 1), ("finished", 0), ("finished", 0)], known
     assert await ledger.composition(2) == [s.id for s in groups[1].samples]
     await _refused(ledger.journal(make_batch(1, "main", [groups[2]])), "a version has another composition")
@@ -119,11 +119,11 @@ async def ledger_keeps_one_attempt_of_a_sample(ledger: Ledger) -> None:
     await ledger.issue([_issued(first)])
     await ledger.finish(first)
     await ledger.issue([second])
-    known = (await ledger.recall(["main/0"]))["main/0"]
+    known = (await ledger.groups(["main/0"]))["main/0"]
     assert (known.state, known.attempt, known.drops) == ("pending", 1, {}), known
     await _refused(ledger.finish(first), "an attempt that was given up finished")
     await ledger.finish(second)
-    known = (await ledger.recall(["main/0"]))["main/0"]
+    known = (await ledger.groups(["main/0"]))["main/0"]
     assert (known.state, [s.response for s in known.samples]) == ("finished", ["again", "again"]), known
     assert (await ledger.counts())["dropped/restarted"] == 3
     assert await _balance(ledger) == (5, 0, 3, 2)
@@ -148,11 +148,11 @@ async def ledger_keeps_suspended_turns(ledger: Ledger) -> None:
     await ledger.drop([(groups[1].samples, Drop(reason="x"))])
     await ledger.suspend({name: kept[:1] for name, kept in turns.items()})
     assert await ledger.suspended(names, before=100) == turns, "a step made again needs what samples kept that ended"
-    known = (await ledger.recall([groups[1].prompt.id]))[groups[1].prompt.id]
+    known = (await ledger.groups([groups[1].prompt.id]))[groups[1].prompt.id]
     assert (known.state, known.samples, known.drops) == ("dropped", [], {"x": 2}), known
-    known = (await ledger.recall([groups[0].prompt.id]))[groups[0].prompt.id]
+    known = (await ledger.groups([groups[0].prompt.id]))[groups[0].prompt.id]
     await ledger.drop([(groups[0].samples, Drop(reason="surplus"))])
-    again = (await ledger.recall([groups[0].prompt.id]))[groups[0].prompt.id]
+    again = (await ledger.groups([groups[0].prompt.id]))[groups[0].prompt.id]
     assert (again.state, again.last_reason, again.drops) == ("dropped", "surplus", {}), again
     assert again.samples == known.samples, "what was finished before it was dropped is still there"
 
@@ -190,7 +190,7 @@ async def ledger_forgets_payloads_and_no_rows(ledger: Ledger) -> None:
     kept = [sample for group in (groups[2], groups[4]) for sample in group.samples]
     assert [s.to_dict() for s in await ledger.samples([s.id for s in kept])] == [s.to_dict() for s in kept]
     assert await ledger.composition(1) == [sample.id for sample in groups[0].samples]
-    assert (await ledger.recall(["main/0"]))["main/0"] == Recalled(
+    assert (await ledger.groups(["main/0"]))["main/0"] == GroupRecord(
         state="trained", version=1, newest=0, ticks={"main/0-0": 2, "main/0-1": 2}
     )
     await ledger.rewind(2)

@@ -10,7 +10,7 @@ from typing import Literal
 
 from slime_core.errors import StorageError
 from slime_core.ledger.codec import cut
-from slime_core.protocols import Drops, Recalled, RequestTurn
+from slime_core.protocols import Drops, GroupRecord, RequestTurn
 from slime_core.types import Batch, Group, Prompt, Sample
 
 ORDER: tuple[Literal["pending", "trained", "finished", "dropped"], ...] = ("pending", "trained", "finished", "dropped")
@@ -84,10 +84,10 @@ class MemoryLedger:
                 row.place = place
                 self._drop(row, reason)
 
-    async def recall(self, prompt_ids: Sequence[str]) -> dict[str, Recalled]:
+    async def groups(self, prompt_ids: Sequence[str]) -> dict[str, GroupRecord]:
         """See `protocols.Ledger`."""
         groups = {name: [row for row in self.rows.values() if row.prompt == name] for name in prompt_ids}
-        return {name: self._recalled(rows) for name, rows in groups.items() if rows}
+        return {name: self._group_record(rows) for name, rows in groups.items() if rows}
 
     async def suspend(self, turns: Mapping[str, Sequence[RequestTurn]]) -> None:
         """See `protocols.Ledger`."""
@@ -197,7 +197,7 @@ class MemoryLedger:
     def _drop(self, row: Row, reason: str) -> None:
         row.state, row.reason = "dropped", reason
 
-    def _recalled(self, rows: Iterable[Row]) -> Recalled:
+    def _group_record(self, rows: Iterable[Row]) -> GroupRecord:
         rows = sorted(rows, key=lambda row: row.place)
         state = next(state for state in ORDER if any(row.state == state for row in rows))
         kept = [row for row in rows if row.state == state and row.stored]
@@ -206,7 +206,7 @@ class MemoryLedger:
         ended = [row for row in rows if row.state != "pending"]
         newest = max((v for row in ended for v in row.sample.weight_versions), default=-1)
         ticks = {row.sample.id: row.sample.weight_versions.count(newest) for row in ended if newest >= 0}
-        return Recalled(
+        return GroupRecord(
             state=state,
             attempt=max(row.sample.attempt for row in rows),
             version=max(row.step or 0 for row in rows if row.state == state) if state == "trained" else 0,

@@ -34,7 +34,7 @@ from slime_core.types import Group
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.plugins import Plugins
-    from slime_core.protocols import Parts, Trainer
+    from slime_core.protocols import RunComponents, Trainer
     from slime_core.types import Batch
 
 WORST = 10
@@ -142,8 +142,8 @@ async def replay(
         alone = config.rollout.model_copy(update={"debug_train_only": True, "save_debug_rollout_data": ""})
         local = config.report.model_copy(update={"ledger_dir": ""})
         quiet = config.model_copy(update={"rollout": alone, "report": local})
-        async with build_cluster(quiet, plugins, Report(copy, quiet)) as parts:
-            await _Making(recorded, steps, quiet, plugins, parts, copy.path, note, verify).run(answer, checkpoint)
+        async with build_cluster(quiet, plugins, Report(copy, quiet)) as components:
+            await _Making(recorded, steps, quiet, plugins, components, copy.path, note, verify).run(answer, checkpoint)
         _compare_metrics(run_dir, answer)
     return answer
 
@@ -157,14 +157,14 @@ class _Making:
         steps: Mapping[int, Step],
         config: Config,
         plugins: Plugins,
-        parts: Parts,
+        components: RunComponents,
         folder: Path,
         note: Note,
         verify: bool,
     ) -> None:
         self._recorded, self._steps, self._config, self._plugins = recorded, steps, config, plugins
-        self._watched = WatchedTrainer(parts.trainer)
-        self._parts = replace(parts, trainer=cast("Trainer", self._watched))
+        self._watched = WatchedTrainer(components.trainer)
+        self._components = replace(components, trainer=cast("Trainer", self._watched))
         self._folder, self._note, self._verify = folder, note, verify
 
     async def run(self, answer: Replayed, checkpoint: LoadedCheckpoint | None) -> None:
@@ -177,9 +177,9 @@ class _Making:
             first, past = past, past + stage.rollout.num_rollout
             if first >= answer.step or (checkpoint is not None and index < checkpoint.state["stage"]):
                 continue
-            await self._parts.trainer.begin(stage)
+            await self._components.trainer.begin(stage)
             if checkpoint is not None and index == checkpoint.state["stage"]:
-                await self._parts.trainer.restore(checkpoint.trainer)
+                await self._components.trainer.restore(checkpoint.trainer)
             for version in range(max(first, answer.began) + 1, min(past, answer.step) + 1):
                 await self._make(version, stage, answer)
 
@@ -191,20 +191,20 @@ class _Making:
         age.took(groups, version - 1)  # what was too old to train then is masked again
         for group in groups:
             self._plugins.seen(group, stage)
-        await self._parts.ledger.issue(groups)
+        await self._components.ledger.issue(groups)
         for group in groups:
-            await self._parts.ledger.finish(group)
+            await self._components.ledger.finish(group)
         ctx = Context(
             config=stage,
-            engine=self._parts.engines,
-            tokenizer=self._parts.tokenizer,
+            engine=self._components.engines,
+            tokenizer=self._components.tokenizer,
             run_dir=self._folder,
             version=version - 1,
             stage=stage_name(stage),
         )
         checked = self._keep(answer) if last and self._verify else None
-        metrics = await train_on(groups, version - 1, self._parts, self._plugins, ctx, Clock(), checked)
-        computed, recorded = await self._parts.trainer.fingerprint(), self._steps[version].fingerprint
+        metrics = await train_on(groups, version - 1, self._components, self._plugins, ctx, Clock(), checked)
+        computed, recorded = await self._components.trainer.fingerprint(), self._steps[version].fingerprint
         if recorded and recorded != computed:
             answer.parted.append(version)
         self._note(f"step {version}: " + ("other weights" if version in answer.parted else "done"))
@@ -253,7 +253,7 @@ class _Making:
                 )
             )
         if compared:
-            answer.worst = _worst(batch, np.where(trained, np.abs(gap), -1.0), self._parts.tokenizer)
+            answer.worst = _worst(batch, np.where(trained, np.abs(gap), -1.0), self._components.tokenizer)
 
 
 def stage_draws(config: Config, stage: str) -> bool:

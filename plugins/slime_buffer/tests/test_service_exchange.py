@@ -15,7 +15,7 @@ from slime_core.context import Context
 from slime_core.errors import ConfigError, DataError
 from slime_core.plugins import load_plugins, option_models
 from slime_core.plugins.router import INFRA
-from slime_core.protocols import Recalled
+from slime_core.protocols import GroupRecord
 from slime_core.rollout.groups import pending_group
 from slime_core.types import Prompt, Reward, SamplingParams, Status
 
@@ -28,11 +28,11 @@ class Books:
     def __init__(self):
         self.known = {}
 
-    async def recall(self, prompt_ids):
+    async def groups(self, prompt_ids):
         return {name: self.known[name] for name in prompt_ids if name in self.known}
 
     def has(self, name, state="finished", attempt=0, reason=""):
-        self.known[name] = Recalled(state=state, attempt=attempt, last_reason=reason)
+        self.known[name] = GroupRecord(state=state, attempt=attempt, last_reason=reason)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def exchange(monkeypatch):
 
         monkeypatch.setattr("slime_buffer.exchange.BufferClient", client)
         monkeypatch.setattr("slime_buffer.exchange.WAIT", 0.2)
-        return Exchange("http://buffer.example", world.token, run, books.recall, patience=20)
+        return Exchange("http://buffer.example", world.token, run, books.groups, patience=20)
 
     return make
 

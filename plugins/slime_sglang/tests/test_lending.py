@@ -23,7 +23,7 @@ def test_it_keeps_its_weights_through_updates_and_gets_no_other_requests(tmp_pat
     async def work():
         async with serving(tmp_path, 2) as (engine, fakes):
             await engine.load(update(tmp_path, 1))
-            async with engine.hold() as lent:
+            async with engine.reserve() as lent:
                 held = fakes[lent.lane.number]
                 await engine.load(update(tmp_path, 2))
                 others = await asked(engine, "a")
@@ -42,7 +42,7 @@ def test_with_older_weights_it_waits_for_the_next_update(tmp_path):
     async def work():
         async with serving(tmp_path, 2) as (engine, fakes):
             await engine.load(update(tmp_path, 1))
-            async with engine.hold() as lent:
+            async with engine.reserve() as lent:
                 await engine.load(update(tmp_path, 2))
             held = fakes[lent.lane.number]
             assert {version for one in await asked(engine, "a") for version in one.versions} == {2}
@@ -59,7 +59,7 @@ def test_with_the_newest_weights_it_serves_again_at_once(tmp_path):
     async def work():
         async with serving(tmp_path, 2) as (engine, fakes):
             await engine.load(update(tmp_path, 1))
-            async with engine.hold() as lent:
+            async with engine.reserve() as lent:
                 assert len(engine.router.lanes) == 1
             await asked(engine, "a")
             assert fakes[lent.lane.number].bodies
@@ -73,7 +73,7 @@ def test_an_update_whose_route_was_made_without_it_does_not_reach_it(tmp_path):
     async def work():
         async with serving(tmp_path, 2, device="cuda") as (engine, fakes):
             await engine.load(update(tmp_path, 1))
-            async with engine.hold() as lent:
+            async with engine.reserve() as lent:
                 await engine.load(update(tmp_path, 2))
                 await engine.route("none")
             await engine.load(update(tmp_path, 3, "tensor"))
@@ -92,7 +92,7 @@ def test_what_it_ran_ends_on_it_with_its_version(tmp_path):
         async with serving(tmp_path, 2) as (engine, fakes):
             await engine.load(update(tmp_path, 1))
             running = await begun(engine, fakes, ["p0-0", "p1-0"])
-            async with engine.hold() as lent:
+            async with engine.reserve() as lent:
                 number = lent.lane.number
                 for fake in fakes:
                     fake.go.set()
@@ -110,7 +110,7 @@ def test_a_lent_server_that_fails_ends_the_borrowing_and_comes_back_with_the_new
             Watch(engine.servers, engine.fleet, QUICK) as engine.fleet.watch,
         ):
             await engine.load(update(tmp_path, 1))
-            async with engine.hold() as lent:
+            async with engine.reserve() as lent:
                 number = lent.lane.number
                 await engine.load(update(tmp_path, 2))
                 error = EngineError("it hangs", code="ENG85")
@@ -129,9 +129,9 @@ def test_the_only_server_is_not_lent(tmp_path):
     async def work():
         async with serving(tmp_path, 1) as (engine, _):
             await engine.load(update(tmp_path, 1))
-            assert not engine.lends
+            assert not engine.can_reserve
             with pytest.raises(EngineError, match="no other would serve"):
-                async with engine.hold():
+                async with engine.reserve():
                     pass
             assert len(engine.router.lanes) == 1
 

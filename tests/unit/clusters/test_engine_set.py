@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from slime_core.clusters.embedded import embedded_engine
-from slime_core.clusters.engine_set import EngineSet, Loads, holding
+from slime_core.clusters.engine_set import EngineSet, Loads, engine_reservation
 from slime_core.clusters.machine import resolve_machine
 from slime_core.config.load import load_config
 from slime_core.errors import EngineError
@@ -128,7 +128,7 @@ def test_a_held_engine_keeps_its_weights_and_gets_no_requests_until_the_next_upd
         await them.load(update(1))
         begun = asyncio.create_task(them.generate(request("begun", 4)))
         await asyncio.sleep(0)
-        async with them.hold() as held:
+        async with them.reserve() as held:
             assert held is engines[1]  # the first owes tokens
             await them.load(update(2))
             assert [engine.version for engine in engines] == [2, 1, 2]
@@ -161,13 +161,13 @@ def test_an_engine_that_missed_no_update_serves_again_at_once_and_one_that_comes
         engines = [Gate(vocab_size=16, stop_token=99), FakeEngine(vocab_size=16, stop_token=99)]
         them = EngineSet(engines)
         await them.load(WeightUpdate(version=1, epoch=1, transport="tensors"))
-        async with them.hold():
+        async with them.reserve():
             pass
         await asyncio.gather(*(them.generate(request(str(i), 4)) for i in range(2)))
         assert [len(engine.served) for engine in engines] == [1, 1]
         busy = asyncio.create_task(them.generate(request("busy", 400)))
         await asyncio.sleep(0)
-        async with them.hold() as held:
+        async with them.reserve() as held:
             assert held is engines[1]
             load = asyncio.create_task(them.load(WeightUpdate(version=2, epoch=1, transport="tensors")))
             await loading.wait()
@@ -187,12 +187,12 @@ def test_an_engine_is_held_only_where_another_serves(state):
             them = EngineSet([FakeEngine() for _ in range(1 if state == "one engine" else 2)])
             await them.load(WeightUpdate(version=1, epoch=1, transport="tensors"))
             if state == "held already":
-                await stack.enter_async_context(them.hold())
+                await stack.enter_async_context(them.reserve())
             if state == "paused":
                 await them.pause("keep")
-            assert holding(them) is None
-            with pytest.raises(EngineError, match="engines can be held"):
-                await stack.enter_async_context(them.hold())
+            assert engine_reservation(them) is None
+            with pytest.raises(EngineError, match="engines can be reserved"):
+                await stack.enter_async_context(them.reserve())
 
     asyncio.run(run())
 
@@ -202,7 +202,7 @@ def test_one_that_comes_back_while_the_others_are_paused_is_paused_too():
         engines = [FakeEngine(vocab_size=16, stop_token=99) for _ in range(2)]
         them = EngineSet(engines)
         await them.load(WeightUpdate(version=1, epoch=1, transport="tensors"))
-        async with them.hold() as held:
+        async with them.reserve() as held:
             await them.pause("keep")
         tasks = [asyncio.create_task(them.generate(request(name, 4))) for name in ("a", "b")]
         for _ in range(20):

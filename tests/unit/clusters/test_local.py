@@ -69,12 +69,12 @@ def test_engine_and_updates_carry_the_epoch_of_the_run_whichever_process_they_li
 
     async def look(run_dir):
         report = Report(run_dir, config)
-        async with local_cluster(config, plugins, report) as parts:
-            await parts.trainer.begin(config)
-            update = await parts.trainer.publish(0)
+        async with local_cluster(config, plugins, report) as components:
+            await components.trainer.begin(config)
+            update = await components.trainer.publish(0)
             kinds = (EngineProcess, FreeTurns) if ahead else (LocalEngine, QuietTurns)
-            assert (type(parts.engines), type(parts.turns)) == kinds
-            return parts.engines.epoch, update.epoch
+            assert (type(components.engines), type(components.turns)) == kinds
+            return components.engines.epoch, update.epoch
 
     with RunDir.reopen(tmp_path / "run") as run_dir:
         assert asyncio.run(look(run_dir)) == (2, 2)

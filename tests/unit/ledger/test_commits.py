@@ -167,7 +167,7 @@ def test_a_call_that_was_taken_back_before_it_began_changes_nothing(use):
         await asyncio.gather(waiting, return_exceptions=True)
         gate.set()
         await asyncio.gather(busy, staying)
-        return list(await ledger.recall(["main/0", "main/1"]))
+        return list(await ledger.groups(["main/0", "main/1"]))
 
     assert use(body) == ["main/1"]
 

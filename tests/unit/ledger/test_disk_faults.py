@@ -128,7 +128,7 @@ def test_each_call_that_meets_a_full_disk_fails_alone_and_can_be_repeated(with_l
         monkeypatch.setattr(durable, "disk", Faulty(call, number))
         await ledger.issue([sample_group(7)])
         await refused(ledger.finish(sample_group(7)), "STO109")
-        assert (await ledger.recall(["main/7"]))["main/7"].state == "pending"
+        assert (await ledger.groups(["main/7"]))["main/7"].state == "pending"
         await ledger.finish(sample_group(7))
         assert len(await ledger.samples(["main/0-0", "main/2-1", "main/7-0"])) == 3
 
@@ -139,15 +139,15 @@ def test_a_file_whose_sync_failed_is_never_written_or_believed_again(with_ledger
     async def body(ledger):
         await fill(ledger, 0, 1)
         await ledger.issue([sample_group(1)])
-        before = (await ledger.recall(["main/0"]))["main/0"]
+        before = (await ledger.groups(["main/0"]))["main/0"]
         monkeypatch.setattr(durable, "disk", Faulty("sync", errno.EIO))
         await refused(ledger.finish(sample_group(1)), "STO121")
-        assert (await ledger.recall(["main/1"]))["main/1"].state == "pending", "it would name bytes that may be gone"
+        assert (await ledger.groups(["main/1"]))["main/1"].state == "pending", "it would name bytes that may be gone"
         size = ledger.segments.path(1).stat().st_size
         await ledger.finish(sample_group(1))
         assert ledger.segments.path(1).stat().st_size == size
         assert ledger.segments.path(2).exists()
-        assert (await ledger.recall(["main/0"]))["main/0"] == before
+        assert (await ledger.groups(["main/0"]))["main/0"] == before
 
     with_ledger(body)
 

@@ -78,9 +78,9 @@ def test_a_group_that_was_dropped_lately_keeps_its_payload(with_ledger):
         await ledger.finish(group)
         await ledger.drop([(group.samples, Drop(reason="x"))])
         await ledger.prune(4)
-        assert len((await ledger.recall(["main/0"]))["main/0"].samples) == 2
+        assert len((await ledger.groups(["main/0"]))["main/0"].samples) == 2
         await ledger.prune(5)
-        assert (await ledger.recall(["main/0"]))["main/0"].samples == []
+        assert (await ledger.groups(["main/0"]))["main/0"].samples == []
 
     with_ledger(body)
 

@@ -101,7 +101,7 @@ class Twins(RuleBasedStateMachine):
 
     @rule(positions=st.lists(POSITIONS, min_size=1, max_size=2, unique=True), ahead=st.integers(0, 1))
     def journal(self, positions, ahead):
-        known = self.run(self.model.recall([f"main/{p}" for p in positions]))
+        known = self.run(self.model.groups([f"main/{p}" for p in positions]))
         groups = [
             Group(prompt=sample_group(p).prompt, samples=known[f"main/{p}"].samples, rollouts={})
             for p in positions
@@ -143,7 +143,7 @@ class Twins(RuleBasedStateMachine):
             conservation(counts)
             stored = [name for name in ids[:4] if await readable(ledger, name)]
             turns, step = await ledger.suspended(ids, before=4), await ledger.composition(self.version + 1)
-            return counts, await ledger.recall(prompts), turns, step, await ledger.samples(stored)
+            return counts, await ledger.groups(prompts), turns, step, await ledger.samples(stored)
 
         assert self.both(look) != "refused"
 

@@ -60,7 +60,7 @@ def test_opening_and_the_calls_of_a_step_scan_no_table_of_samples(tmp_path):
         await ledger.journal_step(1, "main", ["main/0-0", "main/0-1"])
         await ledger.trained(1, "f")
         await ledger.drop([(groups[1].samples, Drop(reason="x"))])
-        await ledger.recall(["main/0", "main/3"])
+        await ledger.groups(["main/0", "main/3"])
         await ledger.suspended(["main/0-0"], 5)
         await ledger.samples(["main/2-0"])
         await ledger.rewind(0)

@@ -44,7 +44,7 @@ async def fill(run):
 async def look(run):
     ledger = SqliteLedger(run)
     try:
-        known = await ledger.recall([f"main/{position}" for position in range(4)])
+        known = await ledger.groups([f"main/{position}" for position in range(4)])
         states = [(known[name].state, len(known[name].samples)) for name in sorted(known)]
         suspended = await ledger.suspended([sample_group(2).samples[0].id], before=100)
         return await audit(ledger), dict(await ledger.counts()), states, suspended

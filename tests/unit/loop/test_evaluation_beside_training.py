@@ -328,7 +328,7 @@ def test_tokens_of_other_weights_end_the_run_instead_of_becoming_a_figure(tmp_pa
 
 def test_one_engine_is_refused_before_anything_is_trained(run):
     one = run("one", "--eval-async", engines=1)
-    with pytest.raises(ConfigError, match="none can be held") as caught:
+    with pytest.raises(ConfigError, match="none can be reserved") as caught:
         one.start()
     assert caught.value.code == "CFG04"
     assert "--rollout-num-engines 2" in caught.value.fix

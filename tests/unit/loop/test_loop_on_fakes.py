@@ -17,7 +17,7 @@ from slime_core.clusters.turns import FreeTurns, QuietTurns, SwappingTurns
 from slime_core.config.load import load_config
 from slime_core.errors import EngineError, PluginError
 from slime_core.plugins import load_plugins
-from slime_core.protocols import Parts
+from slime_core.protocols import RunComponents
 from slime_core.report.report import Report
 from slime_core.report.rundir import RunDir
 from slime_core.testing.fakes import CharTokenizer, FakeEngine
@@ -102,13 +102,13 @@ def _run(tmp_path, trainer, *, engine=None, turns=QuietTurns, flags=(), ledger=N
     engine, ledger = engine or FakeEngine(), ledger or MemoryLedger()
     if isinstance(turns, type):
         turns = turns(*{FreeTurns: (), QuietTurns: (engine,), SwappingTurns: (engine, trainer)}[turns])
-    parts = Parts(
+    components = RunComponents(
         engines=engine, tokenizer=CharTokenizer(), vocab_size=16, trainer=trainer, ledger=ledger, turns=turns
     )
 
     @asynccontextmanager
     async def fakes(config, plugins, report):
-        yield parts
+        yield components
 
     with RunDir.create("fakes", at=tmp_path / "run") as run_dir:
         report = Report(run_dir, config)

@@ -14,7 +14,7 @@ from slime_core.config.load import load_config
 from slime_core.errors import PluginError
 from slime_core.ledger.ledger import SqliteLedger
 from slime_core.plugins import load_plugins
-from slime_core.protocols import Parts
+from slime_core.protocols import RunComponents
 from slime_core.report.report import Report
 from slime_core.report.rundir import RunDir
 from slime_core.testing.fakes import CharTokenizer, FakeEngine
@@ -86,14 +86,14 @@ def run(tmp_path, install_plugin, hook, *flags):
     with RunDir.create("fakes", at=tmp_path / "run") as run_dir:
         ledger = SqliteLedger(run_dir.path)
         report = Report(run_dir, config)
-        parts = Parts(
+        components = RunComponents(
             engines=engine, tokenizer=CharTokenizer(), vocab_size=16, trainer=FakeTrainer(), ledger=ledger,
             turns=QuietTurns(engine),
         )  # fmt: skip
 
         @asynccontextmanager
         async def fakes(config, plugins, report):
-            yield parts
+            yield components
 
         async def work():
             nonlocal error

@@ -15,7 +15,7 @@ from slime_core.config.load import load_config
 from slime_core.errors import TrainerError
 from slime_core.ledger.ledger import SqliteLedger
 from slime_core.plugins import load_plugins
-from slime_core.protocols import Parts
+from slime_core.protocols import RunComponents
 from slime_core.report.report import Report
 from slime_core.report.rundir import RunDir
 from slime_core.testing.fakes import CharTokenizer, FakeEngine
@@ -86,7 +86,7 @@ class Run:
         async def fakes(config, plugins, report):
             ledger = SqliteLedger(report.run_dir.path)
             try:
-                yield Parts(
+                yield RunComponents(
                     engines=self.engine,
                     tokenizer=CharTokenizer(),
                     vocab_size=16,

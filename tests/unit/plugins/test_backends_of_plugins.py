@@ -133,7 +133,7 @@ def test_a_name_that_nobody_brings_says_that_a_package_may(install_plugin):
     ],
 )
 def test_a_plugin_that_brings_a_name_of_the_core_is_refused(install_plugin, hook, kind, name):
-    more = {"EngineBackend": "", "TrainerBackend": ", trainer=object", "ClusterBackend": ", parts=object"}[kind]
+    more = {"EngineBackend": "", "TrainerBackend": ", trainer=object", "ClusterBackend": ", start=object"}[kind]
     install_plugin(
         "taken",
         f"import slime_core\nfrom slime_core.backends import {kind}\n@slime_core.hookimpl\n"

@@ -25,7 +25,7 @@ from slime_core.errors import DataError, StorageError
 from slime_core.plugins.boundary import wait_for_future
 
 if TYPE_CHECKING:
-    from slime_core.context import Recall
+    from slime_core.context import ReadGroups
 
 Key = tuple[str, int]  # group id and attempt
 FILE = "rollout_buffer.json"  # in the run directory
@@ -40,9 +40,9 @@ TIMED_OUT = "timeout"
 class Exchange:
     """Lives on one event loop. ``patience``: seconds that the service may be away."""
 
-    def __init__(self, url: str, token: str, run: str, recall: Recall | None, *, patience: float) -> None:
+    def __init__(self, url: str, token: str, run: str, recorded_groups: ReadGroups | None, *, patience: float) -> None:
         self.run = run
-        self._recall = recall
+        self._recorded_groups = recorded_groups
         self._client = BufferClient(url, token, deadline=patience)
         self._engine: models.EngineDoor | None = None
         self._queue: list[models.AskedGroup] = []
@@ -146,9 +146,9 @@ class Exchange:
 
     async def _settle_now(self) -> bool:
         keys = [*self._claims, *(self._left - set(self._claims))]
-        if self._recall is None or not keys:
+        if self._recorded_groups is None or not keys:
             return False
-        groups = await self._recall([name for name, _ in keys])
+        groups = await self._recorded_groups([name for name, _ in keys])
         ended = {key for key in keys if key[0] in groups and groups[key[0]].state != "pending"}
         ended |= {key for key in keys if key[0] in groups and groups[key[0]].attempt > key[1]}
         ended -= set(self._waiting)

@@ -61,7 +61,11 @@ class BufferRollout:
             token = token_of(ctx.config)
             patience = min(PATIENCE, rollout.generate_timeout)
             url = rollout.rollout_buffer_url
-            self._exchange = loop, url, Exchange(url, token, run_name(ctx.run_dir), ctx.recall, patience=patience)
+            self._exchange = (
+                loop,
+                url,
+                Exchange(url, token, run_name(ctx.run_dir), ctx.recorded_groups, patience=patience),
+            )
         return self._exchange[2]
 
     def _engine(self, ctx: Context) -> models.EngineDoor | None:

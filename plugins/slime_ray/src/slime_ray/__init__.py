@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.plugins import Plugins
-    from slime_core.protocols import Parts
+    from slime_core.protocols import RunComponents
     from slime_core.report import Report
 
 LOCAL = "local"
@@ -28,7 +28,7 @@ def address_of(config: Config) -> str:
     return config.cluster.ray_address or os.environ.get("RAY_ADDRESS", "") or LOCAL
 
 
-def ray_cluster(config: Config, plugins: Plugins, report: Report) -> AbstractAsyncContextManager[Parts]:
+def ray_cluster(config: Config, plugins: Plugins, report: Report) -> AbstractAsyncContextManager[RunComponents]:
     """See `cluster.ray_cluster`; Ray reads these variables when it is imported."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address_of(config) == LOCAL:

@@ -22,11 +22,11 @@ from slime_ray.travelling import check_travelling
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.plugins import Plugins
-    from slime_core.protocols import Parts
+    from slime_core.protocols import RunComponents
     from slime_core.report import Report
 
 
-def ray_cluster(config: Config, plugins: Plugins, report: Report) -> AbstractAsyncContextManager[Parts]:
+def ray_cluster(config: Config, plugins: Plugins, report: Report) -> AbstractAsyncContextManager[RunComponents]:
     """Join the cluster, place and start everything; give it all back at the end, whatever happened.
 
     Raises:

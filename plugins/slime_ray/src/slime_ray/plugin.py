@@ -24,7 +24,7 @@ def slime_cluster() -> list[ClusterBackend]:
             library="ray",
             rules=_rules,
             plan=_plan,
-            parts=ray_cluster,
+            start=ray_cluster,
             remote=True,
             device=_device,
             detached=RayDetached(),

@@ -200,12 +200,12 @@ class SglangEngine:
         await self.fleet.each([lane for lane in lanes if lane.fenced is None], lambda lane: lane.client.resume())
 
     @property
-    def lends(self) -> bool:
-        """Whether :meth:`hold` would find a server."""
+    def can_reserve(self) -> bool:
+        """Whether :meth:`reserve` would find a server."""
         return self.fleet.lending.lends
 
     @asynccontextmanager
-    async def hold(self) -> AsyncIterator[LentServer]:
+    async def reserve(self) -> AsyncIterator[LentServer]:
         """The least loaded server, for a while: it gets no other requests, and takes no update.
 
         What it runs ends on it. Afterwards it serves with the others, at once or from the next update on.
@@ -213,7 +213,7 @@ class SglangEngine:
         Raises:
             EngineError: no other would serve, or SGLang's router spreads the requests.
         """
-        self._require_weights("hold")
+        self._require_weights("reserve")
         async with self.fleet.lent(self._middleware) as server:
             yield server
 

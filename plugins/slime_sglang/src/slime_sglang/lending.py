@@ -30,7 +30,7 @@ class LentServer:
     """One server as an engine that generates and scores, of one version; see `protocols.Engine`.
 
     Example:
-        async with engine.hold() as lent:
+        async with engine.reserve() as lent:
             done = await lent.generate(request)  # whatever version the others have by now
     """
 
