@@ -1,4 +1,4 @@
-"""What a plugin brings as engine, trainer or cluster; `plugins.backends` finds them by name."""
+"""What a plugin provides as engine, trainer or cluster; `plugins.backends` finds them by name."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Backend:
     problems: Callable[[Config, Origins], Iterable[Problem]] = nothing  # of [NAME] by itself, used or not
     rules: Callable[[Config], Iterable[Problem]] = nothing  # what cannot hold where it is used
     notices: Callable[[Config], Iterable[str]] = nothing
-    plan: Callable[[Planning], Plan | None] | None = None  # what it checks before anything starts
+    plan: Callable[[Planning], Plan | None] | None = None  # its checks before anything starts
     resumable: frozenset[str] = frozenset()  # keys of [NAME] that may differ when a run is resumed
 
 
@@ -110,7 +110,7 @@ class EngineBackend(Backend):
 
     start: Callable[[EngineStart], AbstractAsyncContextManager[ServedEngines]] | None = None
     gpus: Callable[[Config], Sequence[Sequence[int]]] | None = None  # of each server, numbered over the run
-    count: Callable[[Config], int] | None = None  # engines that the config asks for
+    count: Callable[[Config], int] | None = None  # number of engines in the config
     spreads: Callable[[Config], bool] = lambda _: False  # others than slime choose the server of a request
     senders: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     """Transports of its routes but ``disk``: each makes a `weights.transports.senders.Sender` of a torch.device."""

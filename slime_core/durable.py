@@ -40,7 +40,7 @@ class Disk:
             view, offset = view[count:], offset + count
 
     def sync(self, fd: int) -> None:
-        """Make what was written through ``fd`` durable. After an error nothing is known of the file."""
+        """Make the writes through ``fd`` durable. After an error the file's content is unknown."""
         os.fsync(fd)
 
     def close(self, fd: int) -> None:
@@ -77,10 +77,10 @@ disk = Disk()
 
 
 def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileMark:
-    """A new durable file; the mark is of the bytes that were meant. The folder is not synced.
+    """A new durable file; the mark is of the intended bytes. The folder is not synced.
 
     Raises:
-        OSError: it exists, the disk is full, or the device failed; what the file then holds is unknown.
+        OSError: it exists, the disk is full, or the device failed; its content is then unknown.
     """
     digest, size = hashlib.sha256(), 0
     fd = disk.create(path)
@@ -113,7 +113,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def sha256_of(path: Path) -> FileMark:
-    """The mark of a file as it is on disk.
+    """The mark of a file, read from disk.
 
     Raises:
         OSError: it cannot be read.

@@ -9,10 +9,10 @@
     |- StorageError           7    also OSError        STO..
     |- SandboxError           8    also RuntimeError   SBX..
     |- Hung                   9    also TimeoutError   HNG125
-    `- Preempted             75    stopped in order; `slime run --resume` goes on
+    `- Preempted             75    stopped on request; `slime run --resume` continues
 
 Plugin and user code raises plain Python errors; the boundary that called it turns them into one of these and says
-where they came from. One with ``lost`` came from a process, server or machine that is gone, so the same work may
+where they came from. One with ``lost`` came from a process, server or machine that died, so the same work may
 succeed elsewhere, or later. A SlimeError stays itself through pickle, so that workers can hand it to the driver.
 """
 
@@ -32,7 +32,7 @@ UPDATE = "update slime: git pull in its clone, or install its newer wheels"
 
 
 class SlimeError(Exception):
-    """An error for a person: what happened, where, why, and the key or command that mends it.
+    """An error for a person: what happened, where, why, and the key or command that fixes it.
 
     Example:
         raise ConfigError("unknown key 'train.lrr'", code="CFG01", where="recipe.toml:12", why="no section has it",
@@ -76,7 +76,7 @@ def _rebuild(kind: type[SlimeError], parts: dict[str, Any]) -> SlimeError:
 
 
 def remade(kind: str, parts: Mapping[str, Any], otherwise: type[SlimeError]) -> SlimeError:
-    """The error that another process told by its class's name and its ``as_dict``; ``otherwise`` for another name."""
+    """Rebuild another process's error from its class's name and ``as_dict``; ``otherwise`` for an unknown name."""
     kind_class = globals().get(kind)
     if isinstance(kind_class, type) and issubclass(kind_class, SlimeError):
         return kind_class(**parts)
@@ -126,7 +126,7 @@ class StorageError(SlimeError, OSError):
 
 
 class SandboxError(SlimeError, RuntimeError):
-    """A sandbox that cannot give the isolation that was asked for."""
+    """A sandbox that cannot provide the requested isolation."""
 
     exit_code = 8
     default_code = "SBX00"

@@ -1,4 +1,4 @@
-"""Named places where a process may be told to die, so that tests can prove what survives.
+"""Named places where a process can be made to die, so that tests can prove what survives.
 
     SLIME_FAILPOINT=ledger.journal.after:2=kill slime run ...        the second time it gets there: SIGKILL
 
@@ -43,13 +43,13 @@ NAMES = (
     "loop.synced",  # the engine serves the new version
     "loop.told",  # the step's metrics are written
     "loop.exported",  # final/ is written, the run does not say so yet
-    "rundir.metrics.trimmed",  # metrics of steps that will be made again are gone
+    "rundir.metrics.trimmed",  # metrics of steps that will be repeated are removed
 )
 
 SERVICE_NAMES = (
     "buffer.commit.before",  # of the rollout buffer service's own tables
     "buffer.commit.after",
-    "buffer.ledger.before",  # its tables know of groups that are asked for or dropped, the ledger does not
+    "buffer.ledger.before",  # its tables hold requested or dropped groups that the ledger lacks
     "buffer.ledger.after",
     "buffer.write.staged",  # the last rollout of a group is stored, the ledger does not have the group
     "buffer.write.finished",  # the ledger has it, the tables do not say so
@@ -60,7 +60,7 @@ SERVICE_NAMES = (
 
 
 class _Armed:
-    """What the environment asks for, read once."""
+    """The environment's setting, read once."""
 
     def __init__(self, text: str) -> None:
         place, _, self.action = text.partition("=")
@@ -79,7 +79,7 @@ _armed = _Armed(os.environ.get("SLIME_FAILPOINT", ""))
 def failpoint(name: str) -> None:
     """Die here, if the environment says so: ``kill`` is SIGKILL to this process, ``raise`` a StorageError.
 
-    ``stop`` is SIGSTOP: whoever waits for this process may then kill it here, or let it go on.
+    ``stop`` is SIGSTOP: the waiting parent may then kill the process here, or continue it.
     """
     if _armed.name != name:
         return
@@ -93,6 +93,6 @@ def failpoint(name: str) -> None:
 
 
 def arm(text: str) -> None:
-    """Set what the environment variable would (for processes that are forked, not started)."""
+    """Set the failpoint as the environment variable does, for forked processes."""
     global _armed  # noqa: PLW0603
     _armed = _Armed(text)

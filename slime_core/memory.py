@@ -75,7 +75,7 @@ def shortage(error: BaseException) -> TrainerError:
 
 
 def available_memory() -> int:
-    """Bytes that this process may still take: what the machine has free, or what is left of the container's share."""
+    """Bytes that this process may still allocate: the machine's free memory, or the rest of the container's limit."""
     free = _meminfo().get("MemAvailable", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     for most, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),

@@ -129,14 +129,14 @@ class Trainer(Protocol):
     async def save(self, path: Path) -> None:
         """Begin to write parameters and training state into the new folder ``path``.
 
-        On return the state is copied and training may go on; :meth:`saved` tells when it is on disk.
+        On return the state is copied and training may continue; :meth:`saved` waits until it is on disk.
         """
         ...
 
     async def saved(self) -> dict[str, FileMark]:
         """Wait for the last :meth:`save`: every file of it is durable, by its path relative to the folder.
 
-        The marks are taken from the bytes that were meant, not read back. Raises StorageError where writing failed.
+        The marks are of the intended bytes, not read back. Raises StorageError if writing failed.
         """
         ...
 
@@ -167,17 +167,17 @@ Drops = Sequence[tuple[Sequence["Sample"], "Drop"]]
 
 @dataclass(slots=True, kw_only=True)
 class RequestTurn:
-    """One request of a sample to its engine and what it has brought: whole, or in pieces between which it stood.
+    """One request of a sample to its engine and its result: whole, or in pieces if it was suspended.
 
     Whoever stops a request between two tokens (a gate before the engine, an engine whose server went away or takes new
-    weights) keeps one, asks for its rest, and hands one Completion back.
+    weights) keeps one, requests its rest, and returns one Completion.
 
     Example: RequestTurn(request=request, pieces=[completion], finish="stop")
     """
 
     request: GenerateRequest
     pieces: list[Completion] = field(default_factory=list)
-    finish: Literal["stop", "length", "abort", ""] = ""  # empty while it goes on
+    finish: Literal["stop", "length", "abort", ""] = ""  # empty while unfinished
 
     @property
     def tokens(self) -> list[int]:
@@ -248,7 +248,7 @@ class Ledger(Protocol):
     async def finish(self, group: Group, drops: Drops = ()) -> None:
         """Store what of a group trains, and drop the rest of it, in one transaction.
 
-        Fan-out siblings that were not issued are added. A group that is finished stays as it was.
+        Fan-out siblings that were not issued are added. A finished group is left unchanged.
         """
         ...
 
@@ -261,7 +261,7 @@ class Ledger(Protocol):
         ...
 
     async def suspend(self, turns: Mapping[str, Sequence[RequestTurn]]) -> None:
-        """Keep what unfinished samples have generated, by sample id; it replaces what was kept of them before."""
+        """Keep what unfinished samples have generated, by sample id; it replaces what an earlier call kept."""
         ...
 
     async def suspended(self, ids: Sequence[str], before: int) -> dict[str, list[RequestTurn]]:
@@ -310,7 +310,7 @@ class Ledger(Protocol):
 class Turns(Protocol):
     """Who holds the accelerators: a no-op where training and rollout have their own."""
 
-    metrics: dict[str, float]  # what the last turn cost
+    metrics: dict[str, float]  # cost of the last hand-over
 
     def training(self) -> AbstractAsyncContextManager[None]:
         """Engines are quiet and have given their memory to the trainer inside this block."""
@@ -438,7 +438,7 @@ class Loss:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Check:
-    """One row of `slime doctor`: ``run`` answers ok, or why not and the fix."""
+    """One row of `slime doctor`: ``run`` returns ok, or the problem and its fix."""
 
     name: str
     run: Callable[[], CheckResult]

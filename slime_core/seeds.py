@@ -1,4 +1,4 @@
-"""64-bit seeds by name: every draw of a run is keyed by what it is for, never by when it happens.
+"""64-bit seeds by name: every draw of a run is keyed by its purpose, never by its time.
 
 What else draws, a plugin or a library, does so from the process's global generators; these come and go as JSON.
 """

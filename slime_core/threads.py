@@ -17,10 +17,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 PERIOD = 0.5  # seconds between two looks
-SLACK = 0.25  # cores that others may use beside all of our threads
+SLACK = 0.25  # cores that other processes may use while all threads run
 CALM = 6  # looks in a row without a crowd after which waits are long again
 ASKED = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-"""Variables with which somebody has decided this already."""
+"""Variables by which the user has set the number already."""
 BUSY = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal: columns of /proc/stat
 
 
@@ -110,7 +110,7 @@ class Crowding:
 
 
 def busy_seconds(cores: set[int]) -> float:
-    """Seconds that these cores have worked since the machine started; 0 where the system does not tell."""
+    """Busy seconds of these cores since the machine started; 0 where the system has no figure."""
     ticks = 0
     with suppress(OSError):
         for line in Path("/proc/stat").read_text().splitlines():

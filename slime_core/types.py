@@ -17,14 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 Message = dict[str, Any]
-"""One chat message: ``role`` and ``content``, and whatever the chat template reads beside them."""
+"""One chat message: ``role`` and ``content``, and any further fields that the chat template reads."""
 
 Columns = dict[str, NDArray[Any]]
 """Name to a flat array over the R response tokens of a whole step, in batch order."""
 
 
 class Status(StrEnum):
-    """Where a sample stands. ``pending`` and ``aborted`` may be generated further; the others are final."""
+    """State of a sample. ``pending`` and ``aborted`` may be generated further; the others are final."""
 
     PENDING = "pending"
     COMPLETED = "completed"
@@ -230,7 +230,7 @@ class Group:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Reward:
-    """What a reward function answers for one sample.
+    """A reward function's result for one sample.
 
     ``score`` is a judgement; ``failed`` is a judgement too (the candidate broke, its ``value`` is its score);
     ``infra_error`` says that nothing could be judged: such a sample is dropped and never trained on.
@@ -274,7 +274,7 @@ class SamplingParams:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class GenerateRequest:
-    """Tokens in: what an engine is asked to continue.
+    """A request to an engine: the tokens to continue.
 
     The draw at absolute position t is a function of ``(seed, t)`` alone: continuing a request repeats nothing.
 
@@ -308,7 +308,7 @@ class Completion:
     id: str
     tokens: list[int]
     log_probs: list[float]  # under the distribution drawn from: temperature, top-p and top-k applied
-    plain_log_probs: list[float]  # under the plain softmax, temperature 1; empty where the engine cannot tell
+    plain_log_probs: list[float]  # under the plain softmax, temperature 1; empty if the engine has none
     finish: Literal["stop", "length", "abort"]
     versions: list[int]  # weights that made each token
     epoch: int = 0  # process start of the engine
@@ -399,7 +399,7 @@ class WeightUpdate:
     transport: str  # "shared": the engine reads the trainer's storage; "tensors": `tensors` holds them; more by issue
     tensors: Mapping[str, Any] = field(default_factory=dict)
     fingerprints: dict[str, str] = field(default_factory=dict)  # name -> checksum of the trainer's bytes
-    handle: Any = None  # what the transport needs beside
+    handle: Any = None  # further data of the transport
 
 
 Transport = Literal["disk", "tensor", "nccl"]
@@ -448,7 +448,7 @@ class RankTensor:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class WeightRoute:
-    """How one update travels: what an engine asks of the trainer, which starts it in its ranks.
+    """Route of one weight update: requested by an engine, started by the trainer in its ranks.
 
         Engine.route(check) -> WeightRoute -> Trainer.publish(version, route) -> WeightUpdate -> Engine.load
 
@@ -464,7 +464,7 @@ class WeightRoute:
     dtype: str  # of the engine's tensors: "float32" or "bfloat16"
     folder: str = ""  # disk: where folders v-VERSION are put
     buffer_bytes: int = 512 << 20  # tensor, nccl: of one bucket
-    copies: tuple[int, ...] = ()  # tensor: trainer ranks beside 0 whose GPUs servers share: each holds a copy
+    copies: tuple[int, ...] = ()  # tensor: trainer ranks other than 0 that share a GPU with servers: each holds a copy
     address: str = ""  # nccl: HOST:PORT of the rendezvous
     world: int = 0  # nccl: ranks of all servers, and one of the trainer, which is rank 0
     group: str = ""  # nccl: name of the process group

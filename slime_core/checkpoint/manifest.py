@@ -61,7 +61,7 @@ class LoadedCheckpoint:
 
     @property
     def ledger_copy(self) -> Path | None:
-        """The ledger's database as it was; None in a checkpoint of an earlier slime."""
+        """The copy of the ledger's database; None in a checkpoint of an earlier slime."""
         path = self.path / LEDGER
         return path if path.is_file() else None
 
@@ -89,7 +89,7 @@ def _seal(data: Mapping[str, Any]) -> str:
 
 
 def names_in(folder: Path) -> list[tuple[int, Path]]:
-    """Version and folder of what is published, newest first. Whether it is whole is another question."""
+    """Versions and folders of the published checkpoints, newest first; their content is not verified."""
     steps = [(int(name[1]), path) for path in folder.glob(f"{PREFIX}*") if (name := NAME.fullmatch(path.name))]
     return sorted(steps, reverse=True)
 
@@ -145,7 +145,7 @@ def compare(path: Path, marks: Mapping[str, FileMark], *, full: bool) -> None:
 
 
 def check_file(file: Path, mark: FileMark, *, full: bool) -> None:
-    """Refuse a file that is not what was meant.
+    """Verify a file against its manifest entry.
 
     Raises:
         StorageError: STO112.
@@ -257,7 +257,7 @@ def _encodes(text: str) -> bool:
 
 
 def check_dtype(checkpoint: LoadedCheckpoint, dtype: str, forced: Collection[str] = ()) -> None:
-    """Refuse to go on in another dtype than the run computed in: ``train.dtype = auto`` follows the machine.
+    """Refuse to resume in another dtype than the run computed in: ``train.dtype = auto`` follows the machine.
 
     Parameters and moments are float32 in every checkpoint; steps would round otherwise than those before them.
 

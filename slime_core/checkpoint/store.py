@@ -1,4 +1,4 @@
-"""A run's checkpoints: written aside while training goes on, published by one rename, verified when read.
+"""A run's checkpoints: written in the background, published by one rename, verified when read.
 
     begin: trainer.save -> .tmp-N-ID/trainer     then, in the background:
     trainer.saved -> state.json -> MANIFEST.json -> fsync -> rename to step-N -> fsync -> verify -> retention
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class _PendingCheckpoint:
-    """What a checkpoint says, as it was when it was begun: the loop goes on and changes it."""
+    """A snapshot of the loop's state when the checkpoint began; the loop changes its own meanwhile."""
 
     def __init__(
         self, version: int, about: CheckpointMetadata, counts: dict[str, int], random: dict[str, Any]
@@ -47,7 +47,7 @@ class Checkpoints:
     Example:
         checkpoints = Checkpoints(run_dir.checkpoints, keep=2, note=report.note)
         found = checkpoints.latest()
-        await checkpoints.begin(12, about, trainer, ledger)        # training goes on
+        await checkpoints.begin(12, about, trainer, ledger)        # training continues
         checkpoints.raise_failed()                                 # at every step boundary
         await checkpoints.settle()
     """
@@ -55,14 +55,14 @@ class Checkpoints:
     def __init__(self, folder: Path, *, keep: int, note: Callable[[str], None]) -> None:
         self.folder, self.keep, self._note = folder, keep, note
         self._task: asyncio.Task[None] | None = None
-        self._aside: Path | None = None  # what is being written
+        self._aside: Path | None = None  # the checkpoint that is being written
         self._verified: set[int] = set()  # versions whose hashes this process has read back
         self.seconds = 0.0  # the longest way of one, from begun to published
 
     async def begin(self, version: int, about: CheckpointMetadata, trainer: Trainer, ledger: Ledger) -> None:
         """Copy the trainer's state, and write and publish the rest in the background.
 
-        One that is under way is waited for. A version that is there and whole stays as it is.
+        Waits for one in progress. A version that exists and verifies is left unchanged.
 
         Raises:
             StorageError: this one cannot be begun, or the one before it failed.
@@ -166,20 +166,20 @@ class Checkpoints:
         return aside
 
     def _drop_aside(self) -> None:
-        """Make room: what was being written is worth nothing now."""
+        """Remove the unfinished checkpoint."""
         aside, self._aside = self._aside, None
         if aside is not None and aside.exists():
             with suppress(OSError):
                 durable.disk.remove_tree(aside)
 
     def sweep(self) -> None:
-        """Remove what processes that are gone were writing, or removing. Raises OSError."""
+        """Remove what dead processes left half written or half removed. Raises OSError."""
         for path in self.folder.glob(f"{manifest.ASIDE}*"):
             if path != self._aside:
                 durable.disk.remove_tree(path)
 
     def _retire(self, newest: int) -> None:
-        """Keep the newest ``keep`` that verify, ``newest`` first; what is older goes."""
+        """Keep the newest ``keep`` that verify, ``newest`` first, and remove the older ones."""
         self.sweep()
         saved = manifest.names_in(self.folder)
         if len(saved) <= self.keep:
@@ -205,7 +205,7 @@ class Checkpoints:
         durable.disk.remove_tree(aside)
 
     def _quarantine(self, path: Path, error: StorageError) -> Path:
-        """Give what is damaged another name; nothing of it is changed."""
+        """Rename a damaged checkpoint; its content is not changed."""
         corrupt = self.folder / f"{manifest.CORRUPT}{path.name}-{uuid.uuid4().hex[:8]}"
         try:
             durable.disk.rename(path, corrupt)
@@ -217,11 +217,11 @@ class Checkpoints:
         return corrupt
 
     def oldest(self) -> int | None:
-        """The version of the oldest checkpoint that is kept; None where there is none."""
+        """The version of the oldest checkpoint; None without checkpoints."""
         return min((version for version, _ in manifest.names_in(self.folder)), default=None)
 
     def latest(self, *, strict: bool = False) -> LoadedCheckpoint | None:
-        """The newest checkpoint whose every file is what was written; None where there is none.
+        """The newest checkpoint whose files all verify; None without one.
 
         One that is damaged is said loudly, renamed to `corrupt-...`, and the one before it is taken.
 

@@ -30,7 +30,7 @@ _FOLLOWS = {  # evaluation keys that fall back on training's where they are 0
 
 
 def flat(config: Config) -> dict[str, Any]:
-    """Every core key by its own name, which is unique over sections; what is empty is None, as in slime."""
+    """Every core key by its own name, which is unique over sections; empty values are None, as in slime."""
     config = config.model_copy(update={"train": settle(config.train)})
     values: dict[str, Any] = {}
     for section in SECTIONS:
@@ -100,7 +100,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
 
 
 def _derived(config: Config, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys that slime has and a config of ours answers in other words."""
+    """Keys of slime that a config here holds under another name."""
     return {
         "seed": config.seed,
         "rollout_seed": config.seed,
@@ -155,7 +155,7 @@ class Loopback(Protocol):
     """What has the loopback `/generate` of a run."""
 
     def server(self) -> Any:
-        """The server; its ``port(ctx)`` is opened when it is first asked for."""
+        """The server; ``port(ctx)`` opens it at its first call."""
         ...
 
 

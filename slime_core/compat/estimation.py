@@ -33,7 +33,7 @@ def estimator(
     post_process: Function | None,
     advantage: Function | None,
 ) -> Estimator:
-    """``inner`` behind what the config names, in slime's order: convert, post-process rewards, advantages."""
+    """``inner`` behind the config's functions, in slime's order: convert, post-process rewards, advantages."""
 
     def fn(batch: Batch, train: Any) -> Columns:
         args = session.args(config)

@@ -1,4 +1,4 @@
-"""Functions given by path, as answers to hooks. Nothing is loaded for an empty key."""
+"""Functions given by path, as hook implementations. Nothing is loaded for an empty key."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ ADAPTERS: dict[str, dict[str, Callable[[Function, CompatSession], Function]]] = 
 
 
 def source_file(fn: Function) -> Path | None:
-    """The file that defines ``fn``; None where there is none, as of a module frozen into Python."""
+    """The file that defines ``fn``; None if it has no file, such as a module frozen into Python."""
     file = inspect.getsourcefile(inspect.unwrap(fn))
     return Path(file) if file and Path(file).is_file() else None
 
@@ -94,7 +94,7 @@ class FunctionsByPath(Functions):
         self._session.plugins = plugins
 
     def owner(self, hook: str, config: Config, evaluation: bool) -> Answer | None:
-        """The function that answers an owner hook for the whole run."""
+        """The function that implements an owner hook for the whole run."""
         self._note(config)
         keys = list(ADAPTERS.get(hook, ()))
         key = keys[-1 if evaluation else 0] if keys else ""
@@ -117,7 +117,7 @@ class FunctionsByPath(Functions):
         return answers
 
     def evaluation_listeners(self, config: Config) -> list[Answer]:
-        """Functions that are told of an evaluation: ``sets``, ``metrics``, ``ctx``."""
+        """Functions called after an evaluation with ``sets``, ``metrics``, ``ctx``."""
         key = "report.custom_eval_rollout_log_function_path"
         path = _value(config, key)
         if not path:
@@ -126,7 +126,7 @@ class FunctionsByPath(Functions):
         return [Answer(provider=self._provider(key, path), hook="slime_step_done", fn=fn, takes=None)]
 
     def estimator(self, inner: Estimator, train: Any) -> Estimator:
-        """``inner``, or what stands in its place."""
+        """``inner``, or its replacement."""
         config = self._config_of(train)
         paths = {name: _named(config, key) for name, key in ESTIMATION.items()}
         if not any(paths.values()):
@@ -145,7 +145,7 @@ class FunctionsByPath(Functions):
         )
 
     def loss(self, inner: Loss) -> Loss:
-        """``inner``, or what stands before it in any stage."""
+        """``inner``, or the wrapper that any stage puts before it."""
         if not any(fn for config in self._configs for fn in self._losses(config.train).values()):
             return inner
         from slime_core.compat.losses import wrap
@@ -212,7 +212,7 @@ class FunctionsByPath(Functions):
         return self._located[key, path]
 
     def _guarded(self, key: str, path: str, hook: str = "slime_advantage") -> Function:
-        """A function of the training side, whose exceptions are told with its own place."""
+        """A function of the training side, whose exceptions name the file and line in it."""
         if (key, path) not in self._guards:
             fn = self._locate(key, path)
             call = Answer(provider=self._provider(key, path), hook=hook, fn=fn, takes=None)

@@ -93,7 +93,7 @@ def postprocess(fn: Function, session: CompatSession) -> Function:
 
 
 PREFIXES = {"reference": "ref_", "teacher": "teacher_"}
-"""slime's names of what a forward-only pass computes, by role; of the others the name is empty."""
+"""slime's names of the results of a forward-only pass, by role; empty for other roles."""
 
 
 def megatron_init(fn: Function, session: CompatSession) -> Function:

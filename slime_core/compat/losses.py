@@ -27,7 +27,7 @@ MASK = "slime_mask"
 
 
 def extra_columns(batch: Batch, config: Config) -> None:
-    """Add what the functions need of every token: its sample, weight, and its optimizer step's denominator."""
+    """Add a column each for a token's sample, its weight, and its optimizer step's denominator."""
     from slime_core.algorithms.shared.aggregate import token_weights
     from slime_core.trainers.packing import split_rollouts
 
@@ -136,7 +136,7 @@ def _corrected(
 
 
 def _reduced(fn: Function, pg: Any, columns: Mapping[str, Any], train: Any) -> Any:
-    """The policy loss whose weighted sum is what the reducer makes of it; a reducer is linear."""
+    """The policy loss, scaled so that its weighted sum equals the reducer's result; a reducer is linear."""
     import torch
 
     responses, totals = _lengths(columns)

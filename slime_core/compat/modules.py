@@ -1,6 +1,6 @@
 """What functions by path ask of the plugin `compat`: slime's modules, and `/generate` before the run's engine.
 
-It is looked up by name and never imported. Where it is not installed, who needs it is told what installs it.
+It is looked up by name and never imported. Where it is not installed, the error says what installs it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class GenerateEndpoint(Protocol):
 
 
 class Modules(Protocol):
-    """What stands where functions import `slime`."""
+    """What functions get when they import `slime`."""
 
     def check(self, key: str, path: str) -> None:
         """Refuse the function that ``key`` names if it imported another slime: PluginError PLG50."""

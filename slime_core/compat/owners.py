@@ -94,7 +94,7 @@ def _parts(group: Group, samples: Sequence[Sample]) -> list[list[int]]:
 
 
 def _spread(group: Group, parts: list[list[int]], answers: list[Any], group_rm: bool) -> Any:
-    """The answers as one list over the group; a group's own answer is left for the border to check."""
+    """The results as one list over the group; a result for the whole group is checked by the caller."""
     if group_rm:
         return answers[0]
     values: list[Any] = [sample.reward for sample in group.samples]
@@ -110,7 +110,7 @@ def _spread(group: Group, parts: list[list[int]], answers: list[Any], group_rm: 
 
 
 async def _with_log_probs(sample: CoreSample, ctx: Context) -> CoreSample:
-    """Log-probs for a function that kept none, where the engine can tell them exactly: draws from the plain softmax.
+    """Log-probs for a function that kept none, where the engine can score them exactly: draws from the plain softmax.
 
     Elsewhere they stay unknown, and the border before training refuses the sample.
     """

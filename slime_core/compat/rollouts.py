@@ -114,7 +114,7 @@ def _trainable(sample: CoreSample, ctx: Context) -> CoreSample:
 
 
 class PulledRows:
-    """A slime data source as rows by number: pulled in order, and kept while they may be asked for again."""
+    """A slime data source as rows by number: read in order, and cached while they may be needed again."""
 
     KEPT = 100_000
 
@@ -129,10 +129,10 @@ class PulledRows:
         return len(self._source)
 
     def at(self, position: int) -> Prompt:
-        """The row at ``position``; the source is asked for all rows before it, in order.
+        """The row at ``position``; all rows before it are read first, in order.
 
         Raises:
-            IndexError: a row that was asked for long ago.
+            IndexError: a row that has left the cache.
         """
         while self._pulled <= position:
             groups = self._source.get_samples(1)
@@ -146,7 +146,7 @@ class PulledRows:
         return self._rows[position]
 
     def state(self) -> dict[str, Any]:
-        """A source by path has no fingerprint of its own; its class's name stands in."""
+        """The class's name: a source by path has no fingerprint."""
         return {"source": f"{type(self._source).__module__}.{type(self._source).__qualname__}"}
 
 

@@ -29,7 +29,7 @@ class GenerationCall:
     seed: int
     asked: Counter[int] = field(default_factory=Counter)  # tokens' hash -> how often they were continued
     version: int | None = None  # the oldest weights that made a token
-    error: SlimeError | None = None  # what a request of it met
+    error: SlimeError | None = None  # the error of one of its requests
 
     def note(self, versions: Sequence[int]) -> None:
         """Remember the oldest weights of a completion."""
@@ -42,7 +42,7 @@ class CompatSession:
 
     def __init__(self) -> None:
         self.plugins: Plugins | None = None
-        self.state: Any = None  # slime's GenerateState, made when first asked for
+        self.state: Any = None  # slime's GenerateState, created at its first use
         self.threads = HookThreads()
         self.step: dict[str, Any] = {}  # slime's samples of the last step, by id
         self._flat: dict[int, tuple[Config, dict[str, Any]]] = {}
@@ -61,7 +61,7 @@ class CompatSession:
         """The block in which a function generates one sample; its draws are keyed by the sample's id alone.
 
         Raises:
-            SlimeError: what a request of the block met in the engine, in place of the function's own exception.
+            SlimeError: an engine error of a request in the block, in place of the function's own exception.
         """
         kind = "eval" if ctx.evaluation else "sample"
         call = GenerationCall(seed=seed_of(ctx.config.seed, kind, sample.id, sample.attempt))
@@ -76,7 +76,7 @@ class CompatSession:
             del self._calls[call.seed]
 
     def server(self) -> GenerateEndpoint:
-        """The server of /generate, which starts when its port is first asked for.
+        """The server of /generate, started when its port is first needed.
 
         Raises:
             PluginError: PLG51 slime-compat is not installed.

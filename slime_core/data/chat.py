@@ -20,7 +20,7 @@ EXPECTED = 'a string, or a list of messages like [{"role": "user", "content": ".
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Ids of a text as it stands, nothing added."""
+    """Ids of a text without special tokens."""
     return [int(i) for i in tokenizer.encode(text, add_special_tokens=False)]
 
 

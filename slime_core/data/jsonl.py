@@ -90,7 +90,7 @@ class JsonlRows(DataRows):
         return f"{self.path}:{self.line_of(row)}"
 
     def raw(self, row: int) -> bytes:
-        """The line as it stands, cut at the cap."""
+        """The line unchanged, cut at the cap."""
         try:
             return self._line(row)[1]
         except DataError:
@@ -306,7 +306,7 @@ class Pin:
         self._seen = _key(status)
 
     def lost(self, what: str, detail: str) -> DataError:
-        """The error of a file that is no longer what it was."""
+        """The error of a file that has changed."""
         return DataError(
             f"{self.path.name} {what} during the run",
             code="DAT37",

@@ -49,7 +49,7 @@ class EvalSet:
 def open_source(config: Config, plugins: Plugins, tokenizer: Any, ctx: Context) -> DataSource:
     """Open a stage's data and check it: small sets whole, large ones at their beginning.
 
-    What the rows were when the stage was first opened is kept in ``data.json`` of the run directory. A later opening
+    The rows' fingerprint at the stage's first opening is kept in ``data.json`` of the run directory. A later opening
     must find the same: a file that has grown since is read, and checked, as far as it reached then.
 
     Raises:
@@ -142,7 +142,7 @@ def train_tasks(config: Config) -> list[tuple[DataTask, str]]:
 
 
 def no_data(task: str, key: str) -> ConfigError:
-    """CFG04: nobody brings prompts of a task."""
+    """CFG04: no plugin and no file provides a task's prompts."""
     return ConfigError(
         f"task {task!r} has no data" if task != "default" else "no data is named",
         code="CFG04",
@@ -220,7 +220,7 @@ def _supply(
 
 
 def _same_as(mark: Mapping[str, Any], rows: DataRows, task: DataTask) -> None:
-    """Refuse another file than the saved run had, before its rows are judged; tell of one that has grown."""
+    """Refuse another file than the saved run had, before its rows are checked; report one that has grown."""
     digest_mark = rows.mark() or {}
     if digest_mark.get("sha256") != mark["sha256"]:
         rows.close()

@@ -52,7 +52,7 @@ class Keys:
     category: str = ""  # of evaluation sets
     media: Mapping[str, str] = field(default_factory=dict)  # kind -> column
     columns: frozenset[str] = field(init=False, compare=False)  # all of them, for readers that decode by column
-    required: tuple[tuple[str, str], ...] = field(init=False, compare=False)  # what a row must have, and its setting
+    required: tuple[tuple[str, str], ...] = field(init=False, compare=False)  # key of every row, and its setting
 
     @classmethod
     def of(cls, config: Config, task: DataTask) -> Keys:
@@ -81,7 +81,7 @@ class Keys:
 
 
 def parse_row(row: dict[str, Any], keys: Keys, where: str, root: Path | None) -> Parsed:
-    """Take what the keys name out of a row.
+    """Read the configured keys from a row.
 
     Raises:
         DataError: DAT18 a key that the row lacks, DAT24 a wrong type, DAT25 a broken message, DAT31 a number that is
@@ -139,7 +139,7 @@ def parse_of(rows: DataRows, index: int, keys: Keys, row: dict[str, Any] | None 
     except DataError as error:
         lacking = [name for name, _ in keys.required if name not in row]
         if error.code == "DAT18" and lacking and len(rows) > 1:
-            with suppress(DataError):  # the neighbour is broken in another way, and tells so itself
+            with suppress(DataError):  # the neighbour is invalid too and reports that itself
                 if lacking[0] in rows[index - 1 if index else 1]:
                     error.why += f"; other rows have {lacking[0]!r}"
                     error.fix = "complete the row, or leave such rows out: data.max_bad_rows=1"
@@ -198,10 +198,10 @@ class Encoder:
         )
 
     def of_plugin(self, item: Prompt, *, id: str, task: str, position: int, where: str) -> Prompt | None:
-        """A prompt from `slime_prompts`, numbered, and encoded unless the plugin brought tokens.
+        """A prompt from `slime_prompts`, numbered, and encoded unless the plugin set tokens.
 
         Raises:
-            DataError: as :meth:`prompt`; DAT24 and DAT25 for what the plugin put in it.
+            DataError: as :meth:`prompt`; DAT24 and DAT25 for the plugin's values.
         """
         metadata = {"row_id": item.id or where, **item.metadata}
         text, tokens = item.prompt, list(item.tokens)
@@ -298,7 +298,7 @@ def _metadata(value: Any, key: str, where: str) -> dict[str, Any]:
 
 
 def _more(row: dict[str, Any], keys: Keys, where: str, root: Path | None) -> dict[str, Any]:
-    """What is kept in the metadata beside the row's own: its category, and references to its media."""
+    """Metadata added to the row's own: its category, and references to its media."""
     metadata: dict[str, Any] = {}
     if keys.category:
         metadata[CATEGORY] = row[keys.category]

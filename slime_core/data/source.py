@@ -1,4 +1,4 @@
-"""The run's prompts, one position after another: the order of tasks, epochs and rows, and where a run goes on.
+"""The run's prompts, one position after another: the order of tasks, epochs and rows, and where a run resumes.
 
     task draw at a position -> its stream -> permutation of the epoch -> row -> Prompt "STAGE/POSITION"
 
@@ -130,7 +130,7 @@ class Stream:
         skipped: Counter[str] = Counter()
         while skipped.total() < patience:
             if count is not None and self.cursor % count == 0:
-                skipped.clear()  # an epoch is told whole, each row once
+                skipped.clear()  # a new epoch reports each row once again
             index = self.cursor if count is None else self._index(*divmod(self.cursor, count), count)
             try:
                 prompt = self.supply.make(index, id=id, position=position)
@@ -158,7 +158,7 @@ class Stream:
         return tokens[:count]
 
     def state(self) -> dict[str, Any]:
-        """Where the stream stands, and what must be equal to go on from there."""
+        """Position of the stream, and what must be equal to resume from it."""
         return {
             "cursor": self.cursor,
             "prompts": self.prompts,

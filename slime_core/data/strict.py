@@ -20,7 +20,7 @@ HINT = "correct the line, or skip unreadable rows with data.max_bad_rows"
 
 
 def converted(command: str, file: str | Path, mark: str) -> str:
-    """A shell command that writes what it makes of ``file`` beside it, and never over it.
+    """A shell command that writes its result next to ``file``, never over it.
 
     Example: converted("gunzip -c <", "a.jsonl", "unpacked") begins with "gunzip -c < a.jsonl > a.unpacked.jsonl"
     """

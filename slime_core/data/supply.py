@@ -69,7 +69,7 @@ class Supply(Protocol):
         """How many there are; None for an endless source."""
 
     def make(self, index: int, *, id: str, position: int) -> Prompt | str:
-        """The prompt of an index, or the reason why there is none; IndexError past an endless source's end."""
+        """The prompt of an index, or the reason for having none; IndexError past an endless source's end."""
 
     def fingerprint(self) -> str:
         """Equal only for the same prompts."""

@@ -1,4 +1,4 @@
-"""A chat template is code that a model folder brings: it is tried once, in a process with bounded time and memory.
+"""Trial of a chat template, which is foreign code: rendered once in a process with bounded time and memory.
 
 Jinja's sandbox keeps a template from reaching anything; it bounds neither loops nor the sizes of what they make.
 """
@@ -24,7 +24,7 @@ FULL = 3  # exit code of a trial that ran out of memory
 
 
 def try_template(tokenizer: Any, kwargs: Mapping[str, Any], *, seconds: int = SECONDS, memory: int = MEMORY) -> None:
-    """Render one message in a process of its own, once; one that raises is left to the rows, whose error names it.
+    """Render one message in a separate process. A template that raises passes: the error of the first row names it.
 
     Raises:
         DataError: TOK50 it takes more than ``seconds`` of processor time or ``memory`` bytes.

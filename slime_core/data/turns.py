@@ -9,9 +9,9 @@ before it, and the ids before it must come out as they are alone (an **exact pre
 that the model would read there, whatever the tokenizer merges or puts in front of a text. Another mark is tried where
 the border is not clean; with none that is, the template cannot be used so, and that is an error.
 
-Words are a text, which is one user message, or messages of any role: what a tool answered, what several people said.
+Words are a text, which is one user message, or messages of any role: a tool's result, or several speakers.
 An answer that ends with the first of these ids (the end of a turn, which the engine samples) does not get it twice.
-Special tokens that words quote, from an answer's own code, are broken up: nobody forges a turn.
+Special tokens quoted in the words are split, so that no text can forge a turn.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ USER: Message = {"role": "user", "content": "x"}
 
 @dataclass(slots=True)
 class Speech:
-    """A tokenizer's way to put words between answers.
+    """Encodes words between two answers with one tokenizer.
 
     Example:
         speech = Speech(tokenizer, template=True)
@@ -41,7 +41,7 @@ class Speech:
     tokenizer: Any
     template: bool  # whether prompts went through the chat template
     kwargs: Mapping[str, Any] = field(default_factory=dict)  # of the template, as for prompts
-    plain: str = "\n\n{{feedback}}\n\n"  # where there is no template: what stands around a text between two answers
+    plain: str = "\n\n{{feedback}}\n\n"  # without a template: the text around words between two answers
     _header: tuple[list[int], list[int]] | None = None
     _open: bool | None = None
 

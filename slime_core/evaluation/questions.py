@@ -1,7 +1,7 @@
 """Records of an evaluated set, one a question: its category, what each sample scored and answered.
 
 The answer of a sample, for majority votes, is the first of
-    metadata["extracted_answer"]   set by the reward function or by generation; "" says that there is none
+    metadata["extracted_answer"]   set by the reward function or by generation; "" for no answer
     the last \\boxed{...}           balanced braces
     what follows the last "####"   (GSM8K), or the last line that begins with "Answer:" (DAPO)
 and none otherwise: a sample without one does not vote.
@@ -20,7 +20,7 @@ from slime_core.types import Group, Sample
 
 ANSWER = "extracted_answer"  # not "answer", under which many data sets keep the label
 CATEGORY = "category"
-MAX_ANSWER = 200  # characters; of a longer answer the beginning and a hash are kept, and vote
+MAX_ANSWER = 200  # characters; a longer answer votes by its beginning and a hash
 BOXED = "\\boxed{"
 LABELLED = re.compile(r"^\W*(?:final )?answer\W*:(.*)$", re.IGNORECASE | re.MULTILINE)
 HASHES = re.compile(r"####(.*)")
@@ -35,7 +35,7 @@ class Question:
     """
 
     id: str  # eval/NAME/ROW
-    key: str  # hash of the row's label: two evaluations that are compared must have asked the same
+    key: str  # hash of the row's label: evaluations are comparable only where it agrees
     category: str  # empty where rows have none
     scores: list[float | None]  # rewards; None where the reward could not judge
     answers: list[str | None]
@@ -72,7 +72,7 @@ def key_of(label: Any) -> str:
 
 
 def answer_of(sample: Sample) -> str | None:
-    """What a sample votes for, white space made even; None where it answers nothing."""
+    """The answer that a sample votes for, white space normalised; None without an answer."""
     answer = sample.metadata.get(ANSWER)
     text = answer if answer is not None else final_answer(sample.response)
     shown = " ".join(str(text).split()) if text is not None else ""

@@ -4,7 +4,7 @@
     maj@k      the mean over all k of a question's n samples, as pass@k is, of "the most frequent answer is right"
     intervals  Wilson's where a figure lies in [0, 1]; a percentile bootstrap over questions for anything else
 
-Questions are what is drawn at random: samples of one question are alike, so they are never counted as independent.
+The sampling unit is the question: samples of one question are correlated and never counted as independent.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def majority_at_k(votes: Sequence[tuple[int, float]], k: int, *, silent: int = 0
     """Chance that the most frequent answer among k of a question's samples is right.
 
     It is the mean over all subsets of k samples, so it is unbiased for k new samples, as pass@k is. Answers that are
-    equally frequent win equally often; a subset in which nobody answers is wrong.
+    equally frequent win equally often; a subset without an answer is wrong.
 
     Args:
         votes: a pair an answer: how many samples gave it, and how right it is (0 to 1).
@@ -68,7 +68,7 @@ def majority_at_k(votes: Sequence[tuple[int, float]], k: int, *, silent: int = 0
 def wilson(mean: float, trials: float, z: float = Z95) -> tuple[float, float]:
     """Wilson's score interval of a share ``mean`` of so many trials; never a point, never outside [0, 1].
 
-    E. B. Wilson 1927. Near 0 and 1, where most benchmarks are, it covers what it says, unlike mean ± z·SE.
+    E. B. Wilson 1927. It keeps its coverage near 0 and 1, where most benchmarks are, unlike mean ± z·SE.
 
     Example:
         wilson(0.0, 10)   # (0.0, 0.278)

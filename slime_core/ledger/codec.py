@@ -34,7 +34,7 @@ PLAIN = tuple(item.name for item in fields_of(Sample) if item.name not in ("toke
 DEFAULTS = {name: getattr(Sample(), name) for name in PLAIN}  # a field that has its default is not written
 TURN_INTS = ("tokens", "versions")  # of a Completion, one entry a new token
 TURN_LOGS = ("log_probs",)
-TURN_PLAIN = "plain_log_probs"  # empty where the engine cannot tell; NaN in a record
+TURN_PLAIN = "plain_log_probs"  # empty where the engine has none; NaN in a record
 
 
 def encode(sample: Sample) -> list[bytes | memoryview]:
@@ -199,7 +199,7 @@ def decode_turns(body: bytes) -> list[RequestTurn]:
 def cut(turns: Iterable[RequestTurn], before: int) -> list[RequestTurn]:
     """The turns up to the first token that version ``before`` or a later one made.
 
-    A turn that loses tokens goes on again (``finish`` is empty, the cut piece ends in ``abort`` without its text); one
+    A turn that loses tokens continues (``finish`` is empty, the cut piece ends in ``abort`` without its text); one
     that keeps no token is left out, and so is everything behind it.
 
     Example: one turn of versions [3, 3] and [3, 4], before 4, keeps [3, 3] and [3]

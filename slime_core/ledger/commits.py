@@ -1,7 +1,7 @@
 """The one connection to a ledger's database: its owner's lock, and a durable transaction for calls that wait together.
 
 **Owner**: a locked file beside the database names the process that owns it, and how much the database held. The kernel
-releases the lock when the process ends, so a file that is left behind blocks nobody, whoever has its pid now. The
+releases the lock when the process ends, so a leftover file never blocks, even if another process has its pid now. The
 marks are written after each commit, without waiting for the disk: they never say more than was durable, and a database
 that knows less has lost its write-ahead log, or was put back from an older copy.
 
@@ -43,7 +43,7 @@ SECONDS = 0.005
 
 
 class Owner:
-    """The lock of ``path``'s folder, held until :meth:`release`; ``marks`` is what the last owner noted.
+    """The lock of ``path``'s folder, held until :meth:`release`; ``marks`` are the last owner's notes.
 
     Example:
         owner = Owner(run_dir / "ledger.sqlite")
@@ -141,9 +141,9 @@ class Commits:
             raise
 
     async def run(self, work: Callable[[], R], *, rows: int = 1, points: Points = Points()) -> R:  # noqa: B008
-        """The answer of ``work``, which runs inside a transaction; what it wrote is durable then.
+        """Run ``work`` in a transaction and return its result, once its writes are durable.
 
-        A task that is cancelled before its call has begun takes it back; later the call goes on without it.
+        Cancelling a task withdraws a call that has not begun; a call that has begun completes.
 
         Raises:
             StorageError: the ledger is closed, the disk or SQLite failed. Whatever ``work`` raises.
@@ -164,7 +164,7 @@ class Commits:
         self.closed = True
         shut = self._thread.submit(self._shut, last)
         try:
-            await asyncio.shield(asyncio.wrap_future(shut))  # whoever is cancelled here still lets the file go
+            await asyncio.shield(asyncio.wrap_future(shut))  # a cancelled caller still releases the file
         finally:
             self._thread.shutdown(wait=True)
 
@@ -191,7 +191,7 @@ class Commits:
                 if len(pending_calls) == 1:
                     pending_calls[0].error = error
                     self._answer(pending_calls)
-                else:  # whose fault it was shows when each has a transaction of its own
+                else:  # run each in its own transaction to find the one at fault
                     for call in pending_calls:
                         self._alone(call)
 
@@ -239,7 +239,7 @@ class Commits:
         self._answer(pending_calls)
 
     def _note(self) -> None:
-        with suppress(sqlite3.Error):  # it is committed, and the next transaction says what is wrong
+        with suppress(sqlite3.Error):  # it is committed; the next transaction raises
             serial, step = self.db.execute(MARKS).fetchone()
             if (serial, step) != self.owner.marks:
                 self.owner.note(serial, step)
@@ -259,7 +259,7 @@ class Commits:
         self.db.execute("RELEASE call")
 
     def _undo(self) -> None:
-        with suppress(sqlite3.Error):  # the next transaction says what is wrong
+        with suppress(sqlite3.Error):  # the next transaction raises
             if self.db.in_transaction:
                 self.db.execute("ROLLBACK")
         self._forget()
@@ -302,7 +302,7 @@ def _held(path: Path, holder: dict[str, Any]) -> StorageError:
         subject, fix = "a process that has just started", "one run directory has one run: stop the other"
     elif alive or not local:
         subject, fix = f"process {pid} on {holder.get('host')}", f"one run directory has one run: stop process {pid}"
-    else:  # its number may belong to somebody else by now: that one is not to be stopped
+    else:  # its pid may belong to another process by now, which must not be stopped
         subject = f"a child of process {pid}, which has ended"
         fix = f"find the child with: fuser {path.with_name(LOCK)}"
     return StorageError(

@@ -38,7 +38,7 @@ REWIND = Points(before="ledger.rewind.before", after="ledger.rewind.after")
 class SqliteLedger:
     """The ledger of one run directory: ``ledger.sqlite`` and ``segments/``. Implements `protocols.Ledger`.
 
-    With ``ledger_dir`` the database lies in a folder of its own below that; segments stay where they are.
+    With ``ledger_dir`` the database lies in a subfolder of that; segments stay in the run directory.
 
     Example:
         ledger = SqliteLedger(run_dir)
@@ -81,7 +81,7 @@ class SqliteLedger:
         await self.commits.run(lambda: self.rows.finish(group, drops), rows=rows, points=FINISH)
 
     async def drop(self, drops: Drops) -> None:
-        """See `protocols.Ledger`. Samples that were never issued are added; what is dropped keeps its first reason.
+        """See `protocols.Ledger`. Samples that were never issued are added; a dropped sample keeps its first reason.
 
         Raises:
             StorageError: a sample that has trained, or is journaled for a step.
@@ -130,7 +130,7 @@ class SqliteLedger:
         await self.journal_step(batch.version + 1, batch.stage, list(batch.sample_ids))
 
     async def journal_step(self, version: int, stage: str, ids: list[str]) -> None:
-        """:meth:`journal` by what it keeps of a batch; ``version`` is the one that the step makes."""
+        """Like :meth:`journal`, from ids instead of a batch; ``version`` is the one that the step makes."""
         await self.commits.run(lambda: self.rows.journal(version, stage, ids), rows=len(ids), points=JOURNAL)
 
     async def trained(self, version: int, fingerprint: str = "") -> None:

@@ -1,7 +1,7 @@
 """A ledger or segments that are damaged: a checkpoint's copy takes their place, and samples are made again.
 
     ledger gone, damaged, or older than the checkpoint    the checkpoint's copy takes its place
-    payloads that cannot be read                          their groups are pending again; so is what was made with
+    payloads that cannot be read                          their groups are pending again; so are those generated with
                                                           weights of the steps that they were in, or later ones
 
 A step that lost a sample is no longer recorded, nor is any after it: they are made again from the checkpoint.
@@ -67,7 +67,7 @@ UPDATE samples SET state = {PENDING}, newest = NULL, ticks = NULL,
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Repaired:
-    """What was done: the copy's rows, and how many were newer in the file it replaced (None: nobody can tell)."""
+    """Result of a repair: the copy's rows, and how many newer rows the replaced file had (None: unknown)."""
 
     path: Path
     kept: tuple[Path, ...]
@@ -121,7 +121,7 @@ def _replace(path: Path, copy: Path) -> tuple[Path, ...]:
         with copy.open("rb") as file:
             durable.write_file(aside, chunks(file))
         log = path.with_name(f"{path.name}-wal")
-        for old in (log, path):  # the database last: without its log it is told apart by its marks
+        for old in (log, path):  # the database last: without its log, its marks identify it
             if old.exists() and old.stat().st_size:
                 moved.append(path.with_name(f"corrupt-{number}-{old.name}"))
                 durable.disk.rename(old, moved[-1])
@@ -150,7 +150,7 @@ def _verified(copy: Path) -> tuple[int, int]:
 
 
 def _rows(path: Path) -> int:
-    """Rows of a database that may be damaged, as far as it tells."""
+    """Rows of a database that may be damaged, as far as they can be read."""
     with suppress(sqlite3.Error, OSError):
         with closing(_open(path)) as db:
             return int(db.execute(MARKS).fetchone()[0])
@@ -163,7 +163,7 @@ def _open(path: Path) -> sqlite3.Connection:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ResumePoint:
-    """Where a run goes on: the checkpoint's version, its copy of the ledger, and how many samples it knew.
+    """Where a run resumes: the checkpoint's version, its copy of the ledger, and its number of samples.
 
     Groups before position ``first`` were trained or dropped by then.
     """
@@ -189,7 +189,7 @@ class _Row(NamedTuple):
 
 
 def recover(run_dir: Path, standing: ResumePoint, ledger_dir: str = "", *, thorough: bool = False) -> list[str]:
-    """Make the ledger one that the run can go on with; the answer says what was damaged, a sentence each.
+    """Repair the ledger so that the run can resume; return one sentence for each damage.
 
     A ledger of any size is checked whole if ``thorough``.
 

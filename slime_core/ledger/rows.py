@@ -4,7 +4,7 @@ issue -> pending -> finish -> finished -> journal, trained -> trained -> rewind 
             |                    |
             `------ drop --------'--> dropped(reason)
 
-Pruning forgets payloads that nobody will ask for again, rows never. First the rows stop naming their payloads,
+Pruning removes payloads that are no longer needed, never rows. First the rows stop naming their payloads,
 durably; then segment files in which nothing lives any more are removed. A crash between the two leaves files that the
 next pruning removes.
 """
@@ -144,9 +144,9 @@ class LedgerTables:
                 place += 1
 
     def suspend(self, turns: Mapping[str, Sequence[RequestTurn]]) -> None:
-        """See `protocols.Ledger`; what samples kept that have ended stays as it was.
+        """See `protocols.Ledger`; the tokens of samples that have ended are left unchanged.
 
-        It stays until their payloads are pruned: a step that is made again after a rewind goes on from it.
+        They stay until the payloads are pruned: a step repeated after a rewind continues from them.
         """
         for name, turn_list in turns.items():
             row = self._db.execute(LATEST, (name,)).fetchone()

@@ -93,7 +93,7 @@ CREATE TRIGGER sample_kept BEFORE DELETE ON samples BEGIN
 END;
 """
 MARKS = "SELECT coalesce((SELECT max(serial) FROM samples), 0), coalesce((SELECT max(version) FROM steps), 0)"
-"""The last row and the last step, 0 where there is none."""
+"""The last row and the last step; 0 for none."""
 NAME = "ledger.sqlite"
 NETWORK = frozenset({
     "9p", "afs", "beegfs", "ceph", "cifs", "coda", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4",
@@ -103,7 +103,7 @@ LOCAL_FUSE = frozenset({"fuseblk", "fuse.fuse-overlayfs", "fuse.lxcfs"})
 MOUNTS = Path("/proc/self/mountinfo")
 ESCAPE = re.compile(r"\\([0-7]{3})")
 CHUNK = 64 << 10
-CACHE = "PRAGMA cache_size = -32"  # KiB, of a copy: its pages pass once, and are not kept
+CACHE = "PRAGMA cache_size = -32"  # KiB, while copying: each page is read once
 
 
 def connect(path: Path, marks: tuple[int, int] = (0, 0), *, thorough: bool = False) -> sqlite3.Connection:
@@ -114,7 +114,7 @@ def connect(path: Path, marks: tuple[int, int] = (0, 0), *, thorough: bool = Fal
 
     Raises:
         StorageError: STO109 disk full, STO110 not writable, STO113 made by another version, STO116 in use, STO117
-            damaged, or without what was committed.
+            damaged, or without rows that were committed.
     """
     try:
         db = sqlite3.connect(path, timeout=BUSY_MS / 1000, isolation_level=None, check_same_thread=False)
@@ -199,7 +199,7 @@ def sqlite_error(error: sqlite3.Error, path: Path) -> StorageError:
 
 
 def locker(path: Path) -> int:
-    """The pid of another process that has the database file, or its shared memory, locked; 0 where there is none."""
+    """The pid of another process that has the database file, or its shared memory, locked; 0 for none."""
     inodes = set()
     for one in (path, path.with_name(f"{path.name}-shm")):
         with suppress(OSError):
@@ -213,7 +213,7 @@ def locker(path: Path) -> int:
 
 
 def network_type(path: Path) -> str:
-    """The type of the network file system that holds ``path``; empty for a local one, or where nobody can tell."""
+    """The type of the network file system that holds ``path``; empty for a local one, or if unknown."""
     try:
         lines = MOUNTS.read_text(errors="surrogateescape").splitlines()
     except OSError:
@@ -268,7 +268,7 @@ def _require_local(path: Path, what: str, fix: str) -> None:
 
 
 def copy_database(source: Path, target: Path) -> FileMark:
-    """A new durable file with everything that is committed, without a write-ahead log of its own.
+    """Write everything that is committed into a new durable file, without a write-ahead log.
 
     The copy is made beside the source, on its local disk, and then written to ``target`` as plain bytes: SQLite never
     works on the file system of the target.

@@ -105,7 +105,7 @@ class Segments:
         """Make every record appended so far durable.
 
         Raises:
-            StorageError: STO109, STO110, STO121. The file that failed is never written again: what a failed fsync
+            StorageError: STO109, STO110, STO121. The failed file is never written again: what a failed fsync
                 did reach is unknown.
         """
         with self._lock:
@@ -163,7 +163,7 @@ class Segments:
         return self.folder / segment_name(number)
 
     def ended(self) -> set[int]:
-        """Numbers of the files that are there and will not be written to any more, nor named by what is to come."""
+        """Numbers of the existing files that will be neither written nor referenced any more."""
         with self._lock:
             numbers = {int(p.stem) for p in self.folder.glob("*.seg") if NAME.fullmatch(p.name)}
             written = self._mine - self._arrays - ({self._number} if self._fd >= 0 else set())

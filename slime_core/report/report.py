@@ -3,8 +3,8 @@
     step ----> metrics.jsonl, trackers, live line          evaluation -> metrics.jsonl, trackers, live line
     samples -> samples.jsonl (best and worst)              note -------> log/run.log, terminal
 
-A sink that raises is named once in the log and then left out; training goes on. Figures that ``metrics.jsonl`` does
-not take are kept and tried again: without them no checkpoint is made, so that a resumed run has every version once.
+A sink that raises is logged once and then skipped; training continues. Figures that ``metrics.jsonl`` does
+not take are retried: no checkpoint is written without them, so that a resumed run has every version once.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Live(Protocol):
         """A sentence."""
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
 
 
 class Report:
-    """Everything a run tells; ``live`` is None where nobody watches.
+    """Everything that a run reports; ``live`` is None without a terminal.
 
     Example:
         report = Report(run_dir, config, sinks=[], live=make_live(sys.stderr))
@@ -139,7 +139,7 @@ class Report:
     def evaluation(self, name: str, version: int, metrics: dict[str, float], *, beside: bool = False) -> None:
         """One evaluation set at ``version``; the metric ``seconds`` counts as a time, not as a result.
 
-        ``beside`` says that steps went on meanwhile.
+        ``beside`` is True if steps ran meanwhile.
         """
         self._guard("metrics.jsonl", lambda: self._jsonl.evaluation(name, version, metrics))
         as_step = evaluation_report(name, version, metrics, self._last)
@@ -168,7 +168,7 @@ class Report:
             return
 
     def restarted(self, version: int, number: int, of: int, cause: str) -> None:
-        """The run goes on from ``version`` by itself, after an end that was its ``number``-th of ``of`` allowed."""
+        """Report automatic restart ``number`` of ``of`` from ``version``."""
         self._guard("metrics.jsonl", lambda: self._jsonl.restart(version, number, of, cause))
         self.note(f"RESTART {number} of {of}, from version {version}, after: {cause}")
 

@@ -33,7 +33,7 @@ class RunDir:
     Example:
         with RunDir.create("demo") as run_dir:             # runs/demo-0
             (run_dir.log / "engine.txt").write_text("...")
-        run_dir = RunDir.reopen(Path("runs/demo-0"))       # another process goes on with it
+        run_dir = RunDir.reopen(Path("runs/demo-0"))       # another process resumes it
     """
 
     def __init__(self, path: Path) -> None:
@@ -161,7 +161,7 @@ class RunDir:
         """Replace ``run.json`` as a whole; keys already there stay unless ``info`` has them.
 
         Raises:
-            StorageError: STO109, STO110 or STO121; the file is then as it was.
+            StorageError: STO109, STO110 or STO121; the file is unchanged then.
         """
         text = json.dumps({**self.read_info(), **info}, indent=1, sort_keys=True, default=str)
         self._replace(self.info, text + "\n")

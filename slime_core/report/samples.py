@@ -29,7 +29,7 @@ class SampleLog:
 
 
 def pick(groups: Sequence[Group], count: int) -> list[tuple[str, Sample]]:
-    """Half of ``count`` (rounded up) best and the rest worst by reward; ties go by place, nobody is named twice."""
+    """Half of ``count`` (rounded up) best and the rest worst by reward; ties go by index, none twice."""
     samples = [s for group in groups for s in group.samples if isinstance(s.reward, (int, float))]
     order = sorted(samples, key=lambda s: -float(s.reward))  # type: ignore[arg-type]
     best = order[: min((count + 1) // 2, len(order))]

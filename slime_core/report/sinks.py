@@ -65,7 +65,7 @@ class JsonlSink:
         )
 
     def restart(self, version: int, number: int, of: int, cause: str) -> None:
-        """The run went on by itself from ``version``."""
+        """The run restarted from ``version``."""
         self._line({"kind": "restart", "version": version, "number": number, "of": of, "cause": cause})
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ def evaluation_report(
 ) -> StepReport:
     """An evaluation in the shape that trackers take: metrics ``eval/NAME/...`` at the place of the last step.
 
-    Trackers go forward only: one that ends after later steps stands at the last one, and says its ``version``.
+    Trackers only accept rising steps: an evaluation that ends late is logged at the last step, with its ``version``.
     """
     at = max(version, last.version) if last else version
     late = {f"eval/{name}/version": float(version)} if at > version else {}

@@ -19,7 +19,7 @@ def write_verification(report: Report, version: int, verification: Mapping[str, 
 
     Args:
         version: the step, counted from 1
-        found: what `Trainer.verify` answers
+        found: result of `Trainer.verify`
 
     Returns:
         ``verify/gradient_error``, ``verify/loss_error`` and ``verify/ok`` (1 or 0), for the step's metrics.

@@ -179,7 +179,7 @@ async def engine_keeps_partial_tokens_of_an_abort(case: EngineCase) -> None:
 
 
 async def engine_computes_nothing_while_paused(case: EngineCase) -> None:
-    """`keep` holds requests and resume goes on; `abort` ends them."""
+    """`keep` pauses requests until resume; `abort` ends them."""
     await case.engine.load(case.update(1))
     await case.engine.pause("keep")
     waiting = asyncio.create_task(case.engine.generate(case.request("a")))
@@ -196,7 +196,7 @@ async def engine_computes_nothing_while_paused(case: EngineCase) -> None:
 
 
 async def engine_gives_memory_back_and_takes_it_again(case: EngineCase) -> None:
-    """release, reacquire, load: what it serves afterwards is right. An engine without the ability refuses."""
+    """release, reacquire, load: it serves the right weights afterwards. An engine without the ability refuses."""
     await case.engine.load(case.update(1))
     if "release" not in case.engine.abilities:
         try:
@@ -334,7 +334,7 @@ async def _published(case: TrainerCase, version: int) -> dict[str, NDArray[Any]]
 
 
 async def cluster_serves_the_weights_of_its_trainer(case: ClusterCase) -> None:
-    """Its parts belong together: what the trainer publishes its engines take, in their turn."""
+    """Its parts work together: its engines load what the trainer publishes."""
     async with case.start() as run:
         async with run.turns.training():
             await run.trainer.begin(case.stage)

@@ -153,7 +153,7 @@ class ScriptedEngine(FakeEngine):
     def __init__(self, say: Say, vocab_size: int = 1024, version: int = 0) -> None:
         super().__init__(vocab_size=vocab_size)
         self.say, self.version = say, version
-        self.requests: list[GenerateRequest] = []  # as they were asked, and what was answered
+        self.requests: list[GenerateRequest] = []  # every request, in order
         self.answers: list[Completion] = []
 
     async def generate(self, request: GenerateRequest) -> Completion:

@@ -1,7 +1,7 @@
 """What a hook may not do, looked at around each call: in `slime plugins check`, and in runs with `report.check_hooks`.
 
-    change what it may only read      PLG61, with plugin, hook, field and id
-    change what is the process's      working folder, locale, signal handlers, limits: a notice
+    change a read-only argument       PLG61, with plugin, hook, field and id
+    change process-wide state         working folder, locale, signal handlers, limits: a notice
     draw from a global generator      a notice: a run that is resumed draws other numbers
     judge one group in two ways       one group in a hundred is judged twice: a notice, and a metric
 
@@ -64,7 +64,7 @@ class HookChecks:
 
     @contextmanager
     def watch(self, answer: Answer, arguments: Mapping[str, Any], about: str) -> Iterator[None]:
-        """Compare what a call may not change before and after it. Calls beside it are told of as if they were its own.
+        """Compare what a call may not change before and after it. Changes by concurrent calls count as its own.
 
         Raises:
             PluginError: PLG61 with plugin, hook, field and id.
@@ -136,7 +136,7 @@ def generators() -> dict[str, Any]:
 
 
 def _fields(answer: Answer, arguments: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Names and checksums of what a hook may only read."""
+    """Names and checksums of a hook's read-only arguments."""
     fields = OF_SAMPLES.get(answer.hook, ()) if answer.provider.name not in OWN_SAMPLES else ()
     for value in arguments.values():
         if isinstance(value, Prompt):

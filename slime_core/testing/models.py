@@ -69,7 +69,7 @@ def tiny_model(
 
 
 def write_tokenizer(folder: Path, backend: Any, *, context_len: int, chat_template: str = "") -> None:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json``, of which git can tell what changed.
+    """Write ``tokenizer.json`` and ``tokenizer_config.json``, in a form that git can diff.
 
     ``backend`` is a `tokenizers.Tokenizer` that has the tokens ``<pad> <eos> <unk>``; ``context_len`` are tokens.
     """

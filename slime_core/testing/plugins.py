@@ -46,7 +46,7 @@ ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class PluginFinding:
-    """One promise of a plugin: kept, broken, or not its business.
+    """One check of a plugin: passed, failed, or not applicable.
 
     Example:
         Finding(name="rewards", status="fail", found="PLG59 mine.slime_reward returned 1 rewards, not 2", fix="...")
@@ -60,7 +60,7 @@ class PluginFinding:
 
 
 class Broken(Exception):
-    """A promise that is not kept."""
+    """A check that failed."""
 
     def __init__(self, message: str, fix: str = "", *, warn: bool = False) -> None:
         super().__init__(message)
@@ -217,7 +217,7 @@ class _Suite:
         return f"{sum(s.response_length for s in done.samples)} tokens"
 
     def rewards(self) -> str | None:
-        """Rewards of empty, random and labelled answers are finite, and the same when asked for twice."""
+        """Rewards of empty, random and labelled answers are finite, and the same on a second call."""
         if not {"slime_reward", "slime_reward_types"} & set(self.loaded.answers):
             return None
         plugins, config = self._run()

@@ -1,4 +1,4 @@
-"""The exact half of the canary: which tensors are compared after an update, and what a difference looks like.
+"""The exact half of the canary: which tensors are compared after an update, and how a difference is described.
 
     layout.layout -> Choice.take(check) -> WeightRoute.checks -> WeightUpdate.fingerprints \\
                                                      servers -> merged -> Engine.fingerprints -> compare
@@ -42,7 +42,7 @@ class Choice:
         self._step = 0
 
     def take(self, check: WeightCheck) -> tuple[RankTensor, ...]:
-        """The rows of an update, every rank's; those of ``rolling`` go on from where the last call ended.
+        """The rows of an update, every rank's; those of ``rolling`` continue where the last call ended.
 
         A few rows of joined tensors come with twins, their pieces in other orders: from them `compare` tells a swap.
         """
@@ -87,7 +87,7 @@ def _twins(rows: Sequence[RankTensor]) -> Iterator[RankTensor]:
 
 
 def merged(answers: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """Checksums of several servers as one answer, by `RankTensor.key`; ``answers`` is by the name of a server.
+    """Checksums of several servers as one result, by `RankTensor.key`; ``answers`` is by the name of a server.
 
     Where all agree that is the checksum; else ``CHECKSUM on LABEL, CHECKSUM on LABEL``, which equals no checksum.
     """
@@ -113,7 +113,7 @@ def compare(
         expected: the trainer's checksums of them, by `RankTensor.key`.
         served: the engine's, of all that it holds.
         version: that was loaded.
-        before: what was served when it was last asked, to tell a tensor that did not change.
+        before: checksums served at the last call, to recognise a tensor that did not change.
 
     Raises:
         EngineError: ENG83 a tensor that differs, or that one side has no checksum of: its name, the server and rank,
@@ -183,7 +183,7 @@ class _Look:
         return "the bytes are others: damaged on the way, another dtype, or rearranged by the engine"
 
     def _bad(self, key: str) -> dict[str, str]:
-        """Server to what it holds, of those where it is not right; all servers alike have an empty name."""
+        """Checksum by server, of the servers that differ; an empty name stands for all of them."""
         values = _split(self.served[key])
         return {label: value for label, value in values.items() if value != self.expected[key]}
 

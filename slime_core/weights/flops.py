@@ -77,7 +77,7 @@ class _Sizes:
 
     @property
     def feed_forward(self) -> int:
-        """Weights of all layers' gated MLPs that a token meets."""
+        """Weights of all layers' gated MLPs that a token passes through."""
         dense = 3 * self.hidden * self.number("intermediate_size", "ffn_dim", "n_inner", least=4 * self.hidden)
         experts = self.number("num_experts", "n_routed_experts", "num_local_experts")
         if experts < 2:

@@ -55,7 +55,7 @@ class ModelFolder:
     eos_token_ids: tuple[int, ...]  # ids that end a response, ascending
     vocab_size: int  # rows of the embedding: every id below it is legal
     context_len: int  # positions the model was made for
-    notices: tuple[str, ...]  # what is unusual, and fine
+    notices: tuple[str, ...]  # unusual but accepted properties
     init_weights: Literal["load", "random"]
     trust_remote_code: bool
 
@@ -100,7 +100,7 @@ class ModelFolder:
         return self._tokenizer
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Stored tensors by name, each read when it is asked for."""
+        """Stored tensors by name, each read on access."""
         if self._shards is None:
             self._shards = Shards.open(self.path)
         return self._shards

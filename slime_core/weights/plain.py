@@ -1,4 +1,4 @@
-"""The statistical half of the canary: log-probs of text, the trainer's beside the engine's.
+"""The statistical half of the canary: log-probs of text, the trainer's against the engine's.
 
     text -> probe -> Trainer.score -> Plain.ask ..... Plain.compare <- Engine.score
                                           `-> canary/* metrics, and an end where they leave the band
@@ -73,7 +73,7 @@ def probe(text: Sequence[int], context_len: int) -> Batch:
 
 
 def drawn(seed: int, vocab_size: int) -> NDArray[np.int64]:
-    """Token ids for a run without prompts of its own: one of each of equal parts of the vocabulary, shuffled."""
+    """Token ids for a run without prompts: one of each of equal parts of the vocabulary, shuffled."""
     count = PROMPTS * LENGTH
     generator = np.random.Generator(np.random.Philox(seed_of(seed, "canary")))
     ids = (np.arange(count) + generator.random(count)) * vocab_size / count
@@ -81,7 +81,7 @@ def drawn(seed: int, vocab_size: int) -> NDArray[np.int64]:
 
 
 class Band:
-    """The largest mean difference that passes: ``fixed``, or what rounding does, narrowed to what the run has shown.
+    """The largest mean difference that passes: ``fixed``, or the effect of rounding, narrowed by the run's history.
 
     ``mixture``: the model is a mixture of experts. ``rounding`` is a mean |difference| of log-probs, once measured.
     """

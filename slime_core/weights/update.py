@@ -41,7 +41,7 @@ class Canary:
     vocab_size: int  # rows of the embedding
     text: Callable[[int], Sequence[int]] = lambda count: ()  # up to so many tokens of the run's prompts
     metrics: dict[str, float] = field(default_factory=dict)
-    _served: dict[str, str] = field(default_factory=dict)  # checksums, when they were last asked
+    _served: dict[str, str] = field(default_factory=dict)  # checksums at the last call
     _plain: Plain | None = None
 
     def check(self, version: int, *, first: bool = False, last: bool = False) -> WeightCheck:
@@ -73,7 +73,7 @@ class Canary:
         self.metrics["canary/tensors"] = float(count)
 
     async def ask_trainer(self, trainer: Trainer, engine: Engine, route: WeightRoute) -> None:
-        """Take the trainer's log-probs of the run's text, where the engine can be asked for its own."""
+        """Take the trainer's log-probs of the run's text, if the engine can score too."""
         if self.config.rollout.debug_rollout_only:
             return notice("score", "debug_rollout_only: no trainer has log-probs to compare with the servers'")
         if "score" not in engine.abilities:
@@ -88,7 +88,7 @@ class Canary:
         await self._plain.ask(trainer)
 
     async def compare_log_probs(self, engine: Engine) -> None:
-        """The statistical half, when the engine serves; nothing where the trainer was not asked.
+        """Compare log-probs once the engine serves; no-op if the trainer computed none.
 
         Raises:
             EngineError: ENG83, see `plain.Plain.compare`.
@@ -122,7 +122,7 @@ class _Clock:
 async def sync_weights(
     trainer: Trainer, engine: Engine, version: int, *, canary: Canary | None = None, check: WeightCheck = "all"
 ) -> None:
-    """Bring ``version`` from the trainer to the engine, and compare what it then holds with the trainer's checksums.
+    """Bring ``version`` from the trainer to the engine, and compare its tensors with the trainer's checksums.
 
     An engine with a route is compared on the tensors of ``check``; with a ``canary`` the trainer is then asked for the
     log-probs that `Canary.compare_log_probs` needs. Another engine is compared on all that the trainer sent sums of.

@@ -153,7 +153,7 @@ def _cast(into: list[torch.Tensor], out: list[torch.Tensor]) -> None:
 
 
 class Tally:
-    """Checksums of what is sent, as an engine will hold it: a tensor is let go as soon as no check waits for it.
+    """Checksums of sent tensors, as an engine will hold them; a tensor is released once no check waits for it.
 
     Example:
         tally = Tally(route, Sums)
@@ -162,7 +162,7 @@ class Tally:
     """
 
     def __init__(self, route: WeightRoute, sums: Callable[[torch.dtype], Checksums]) -> None:
-        self._checks: dict[str, list[RankTensor]] = {}  # tensor -> checks that wait for it or for others beside it
+        self._checks: dict[str, list[RankTensor]] = {}  # tensor -> checks that wait for it or for its siblings
         self._missing = {check: _names(check) for check in route.checks}
         for check, names in self._missing.items():
             for name in names:

@@ -5,8 +5,8 @@
     rename -> FOLDER/v-VERSION        (v-VERSION.2 where a version is published again, for a server that came back)
 
 Nothing here is synced to the device: a folder is of use only to the servers of this run and only until the next, and
-what an earlier process left is removed before the first write, so no reader ever meets what a power cut tore. Closing
-every file before the rename is what a shared file system needs for another machine to see whole files, and what makes
+what an earlier process left is removed before the first write, so no reader ever meets a torn folder. Closing every
+file before the rename is what a shared file system needs for another machine to see whole files, and what makes
 it tell of a full disk. The two newest folders are kept: servers may still read the one before.
 """
 
@@ -182,7 +182,7 @@ def _write_all(fd: int, data: memoryview, place: int) -> None:
 
 
 def _wait(jobs: deque[tuple[int, Future[None]]], most: int) -> None:
-    """Until at most ``most`` bytes are on their way; raises what a writer raised."""
+    """Wait until at most ``most`` bytes are in flight. Raises a writer's exception."""
     under_way = sum(size for size, _ in jobs)
     while jobs and under_way > most:
         size, job = jobs.popleft()

@@ -26,7 +26,7 @@ class Sender(Protocol):
     def send(
         self, parts: list[TensorPart], tensors: Stream, version: int, route: WeightRoute, tally: Tally
     ) -> dict[str, Any]:
-        """The update's handle; ``tally`` gets what was sent."""
+        """The update's handle; ``tally`` counts the bytes sent."""
         ...
 
     def drop(self) -> None:
@@ -35,7 +35,7 @@ class Sender(Protocol):
 
 
 class Senders:
-    """Made when a route first asks for them.
+    """Created when a route first needs them.
 
     Args:
         device: where buffers of transports that travel from memory to memory lie.
@@ -99,7 +99,7 @@ class Senders:
         return Checksums if route.checksum == "sha256" else self._brought("checksums", route.checksum)
 
     def _brought(self, field: str, name: str) -> Callable[[Any], Any]:
-        """What the run's engine brings for its routes."""
+        """The senders that the run's engine provides for its routes."""
         backend = engine_of(self._config)
         classes: Mapping[str, Callable[[Any], Any]] = getattr(backend, field)
         if name not in classes:
