@@ -5,7 +5,7 @@ worker; tests that share what a module's fixture made run in one worker; a test 
 connection fails; what cannot be proven on this machine is named at the end, a line "not proven: TEST (why)" each.
 """
 
-import asyncio.selector_events
+import asyncio
 import functools
 import json
 import os
@@ -22,11 +22,11 @@ from forked import Zygote
 
 ROOT = Path(__file__).parent
 
-for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     with suppress(ValueError):  # not the main thread
         # ignored under nohup or in the background: children would inherit it
         if signal.getsignal(number) == signal.SIG_IGN:
-            signal.signal(number, usual)
+            signal.signal(number, default)
 
 MEMORY = Path("/dev/shm")
 GPU = Path("/dev/nvidiactl")  # the models of tests are large where there is one
@@ -43,11 +43,11 @@ def find_sglang():
     """The interpreter of the second environment, and why there is none where the first is empty."""
     python = os.environ.get("SLIME_SGLANG_PYTHON", "") or str(ROOT / ".venv-sglang" / "bin" / "python")
     try:
-        ask = [python, "-c", "from importlib.metadata import version; print(version('sglang'))"]
-        done = subprocess.run(ask, capture_output=True, text=True, timeout=60)
+        command = [python, "-c", "from importlib.metadata import version; print(version('sglang'))"]
+        process = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except OSError as error:
         return "", f"no SGLang: {error.strerror}: {python}; `make sglang` installs it"
-    if done.returncode:
+    if process.returncode:
         return "", f"no SGLang in the environment of {python}; `make sglang` installs it"
     return python, ""
 
@@ -110,59 +110,53 @@ def pytest_runtest_setup(item):
 UNCLOSED = []  # connections that were open when their event loop closed
 
 
-def remember_test(init):
-    """The beginning of an event loop; it knows from then on in which test that was."""
+class WatchedLoop(asyncio.SelectorEventLoop):
+    """An event loop that notes the connections open at its end, and closes them lest another test meets them."""
 
-    @functools.wraps(init)
-    def beginning(loop, *args, **kwargs):
-        init(loop, *args, **kwargs)
-        loop._made_in = os.environ.get("PYTEST_CURRENT_TEST", "no test")
+    def __init__(self):
+        super().__init__()
+        self.test = os.environ.get("PYTEST_CURRENT_TEST", "no test")
 
-    return beginning
-
-
-def watch_connections(close):
-    """``close`` of an event loop; what is still connected then is noted, and closed lest another test meets it."""
-
-    @functools.wraps(close)
-    def closing(loop):
-        if not loop.is_running() and not loop.is_closed():
-            for transport in [each for each in loop._transports.values() if each._sock is not None]:
+    def close(self):
+        if not self.is_running() and not self.is_closed():
+            for transport in [each for each in self._transports.values() if each._sock is not None]:
                 ends = " -> ".join(str(transport.get_extra_info(name)) for name in ("sockname", "peername"))
-                made = getattr(loop, "_made_in", "?")
-                UNCLOSED.append(f"{transport!r}, {ends}, of {transport.get_protocol()!r}, in a loop of {made}")
+                UNCLOSED.append(f"{transport!r}, {ends}, of {transport.get_protocol()!r}, in a loop of {self.test}")
                 transport._call_connection_lost(None)
-        close(loop)
-
-    return closing
+        super().close()
 
 
-asyncio.BaseEventLoop.__init__ = remember_test(asyncio.BaseEventLoop.__init__)
-asyncio.selector_events.BaseSelectorEventLoop.close = watch_connections(
-    asyncio.selector_events.BaseSelectorEventLoop.close
-)
+class WatchedLoops(asyncio.DefaultEventLoopPolicy):
+    """The policy of the test process: every new event loop is watched."""
+
+    def new_event_loop(self):
+        return WatchedLoop()
+
+
+def pytest_configure():
+    asyncio.set_event_loop_policy(WatchedLoops())
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item):
+def pytest_runtest_teardown():
     """Blame the test that left connections open: Python warns of them much later, in whichever test collects them."""
     try:
         return (yield)
     finally:
-        left, UNCLOSED[:] = [*UNCLOSED], []
-        if left:
-            said = "\n  ".join(["an event loop was closed before these connections were:", *left])
-            pytest.fail(said, pytrace=False)
+        connections, UNCLOSED[:] = [*UNCLOSED], []
+        if connections:
+            lines = ["an event loop was closed before these connections were:", *connections]
+            pytest.fail("\n  ".join(lines), pytrace=False)
 
 
 def pytest_terminal_summary(terminalreporter):
     """Name what was left out."""
-    left = [report for report in terminalreporter.stats.get("skipped", ()) if UNPROVEN in str(report.longrepr)]
-    if left:
+    reports = [report for report in terminalreporter.stats.get("skipped", ()) if UNPROVEN in str(report.longrepr)]
+    if reports:
         terminalreporter.section("not proven here", sep="-")
-    for report in left:
-        why = report.longrepr[2].partition(f"{UNPROVEN}: ")[2]
-        terminalreporter.line(f"{UNPROVEN}: {report.nodeid.partition('@')[0]} ({why})")
+    for report in reports:
+        reason = report.longrepr[2].partition(f"{UNPROVEN}: ")[2]
+        terminalreporter.line(f"{UNPROVEN}: {report.nodeid.partition('@')[0]} ({reason})")
 
 
 @pytest.fixture(scope="session")
@@ -174,8 +168,8 @@ def sglang_python():
 @pytest.fixture(scope="session")
 def zygote():
     """What forks `slime ARGS`: it has imported torch, so that a run begins at once."""
-    with Zygote() as found:
-        yield found
+    with Zygote() as process:
+        yield process
 
 
 @pytest.fixture
@@ -424,6 +418,6 @@ def small(tmp_path_factory):
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "digits.py").write_text(DIGITS)
     (folder / "small.toml").write_text(SMALL)
-    made = Small(folder, folder / "run", folder / "dump")
-    made.again("run", "--save-debug-rollout-data", made.dump)
-    return made
+    finished = Small(folder, folder / "run", folder / "dump")
+    finished.again("run", "--save-debug-rollout-data", finished.dump)
+    return finished
