@@ -116,7 +116,9 @@ async def run_stage(
     """Run one stage from where ``progress`` stands; it then stands at the next."""
     stage = open_stage(config, components, plugins, report, progress)
     rollout, interval = config.rollout, config.eval.eval_interval
-    async with components.turns.training() if progress.served else nullcontext():  # it needs room for all of its state
+    async with (
+        components.devices.training() if progress.served else nullcontext()
+    ):  # it needs room for all of its state
         report.starting("loading the model into the trainer, and trying what packing and fusing change")
         await components.trainer.begin(config)
         await progress.restore_trainer(config)
@@ -205,7 +207,7 @@ async def train_on(
         return batch_metrics(batch)
     await components.ledger.journal(batch)
     train = ctx.config.train
-    async with components.turns.training():
+    async with components.devices.training():
         with clock.part("score"):
             columns = await components.trainer.score(batch, plugins.needs(train))
         batch = plugins.advantage(batch, columns, train)

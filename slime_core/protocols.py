@@ -307,7 +307,7 @@ class Ledger(Protocol):
         ...
 
 
-class Turns(Protocol):
+class DeviceSharing(Protocol):
     """Who holds the accelerators: a no-op where training and rollout have their own."""
 
     metrics: dict[str, float]  # cost of the last hand-over
@@ -361,7 +361,7 @@ class RunComponents(Serving):
 
     trainer: Trainer
     ledger: Ledger
-    turns: Turns
+    devices: DeviceSharing
     reserve_engine: Callable[[], AbstractAsyncContextManager[Engine]] | None = None  # one whose weights stay
 
 

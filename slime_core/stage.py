@@ -57,7 +57,7 @@ class Stage:
             return
         check = self.canary.check(version, first=first, last=version == self.last)
         trainer, engines = self.components.trainer, self.components.engines
-        async with self.components.turns.syncing():
+        async with self.components.devices.syncing():
             await sync_weights(trainer, engines, served(self.config, version), canary=self.canary, check=check)
         await self.canary.compare_log_probs(engines)
 
@@ -84,7 +84,7 @@ class Stage:
         if self.source is not None:
             metrics |= {f"data/{name}": float(count) for name, count in self.source.counts().items()}
         metrics |= ledger_metrics(await self.components.ledger.counts()) | self.plugins.pop_metrics()
-        metrics |= self.components.turns.metrics | self.canary.pop_metrics()
+        metrics |= self.components.devices.metrics | self.canary.pop_metrics()
         self.report.samples(progress.version, groups)
         version, step, steps = progress.version, progress.step - 1, self.config.rollout.num_rollout
         done = StepReport(version=version, stage=self.ctx.stage, step=step, of=steps, metrics=metrics, seconds=seconds)

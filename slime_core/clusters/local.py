@@ -1,6 +1,6 @@
 """A run's parts, wherever a cluster has places for them; and this machine as a cluster.
 
-    Places --assembled--> servers -> ranks and engines, side by side -> turns, ledger: `protocols.RunComponents`
+    Places --assembled--> servers -> ranks and engines, side by side -> devices, ledger: `protocols.RunComponents`
 
 On this machine, on-policy, the embedded engine shares the trainer's process and takes turns with it. Where a stage
 runs ahead (``max_staleness`` above 0) or evaluates beside training it has its own process, or `rollout_num_engines` of
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime_core.backends import EngineStart, ServedEngines
 from slime_core.clusters.channel import Start, start_here
+from slime_core.clusters.colocation import DedicatedDevices, Resync, TimeSharing, device_sharing, offloads_engine
 from slime_core.clusters.debug import AbsentEngine, IdleTrainer
 from slime_core.clusters.embedded import context_len, embedded_engine, open_folder
 from slime_core.clusters.engine_process import EngineProcess, FrameSender
@@ -27,7 +28,6 @@ from slime_core.clusters.engine_set import as_one, engine_reservation
 from slime_core.clusters.hangs import Servers, Watched, watching
 from slime_core.clusters.machine import engines_apart
 from slime_core.clusters.ranks import RankTrainer
-from slime_core.clusters.turns import FreeTurns, QuietTurns, Resync, gives_memory, server_turns
 from slime_core.config.load import stages
 from slime_core.errors import ConfigError
 from slime_core.ledger.ledger import SqliteLedger
@@ -119,20 +119,20 @@ async def assembled(
         await _enter(stack, processes)
         trainer: Trainer = ranks[0] if ranks else _trainer(config, plugins, report, folder, thread)
         engine: Any
-        turns: Any = FreeTurns()
+        devices: Any = DedicatedDevices()
         if absent:
             engine = AbsentEngine()  # type: ignore[abstract]  # a protocol's own bodies do nothing, as they are to
         elif served is not None:
             engine = served.engine
-            turns = Resync(server_turns(config, engine, trainer), trainer, engine)
-            served.resync(turns.source)
+            devices = Resync(device_sharing(config, engine, trainer), trainer, engine)
+            served.resync(devices.source)
         elif engines:
             engine = as_one(engines)
             if cluster_of(config).remote:
-                turns = server_turns(config, engine, trainer)
+                devices = device_sharing(config, engine, trainer)
         else:
             engine = await stack.enter_async_context(embedded_engine(config, folder, thread, epoch=epoch))
-            turns = QuietTurns(engine)
+            devices = TimeSharing(engine)
         if places.start_engine is None:
             for apart in engines:
                 report.note(
@@ -151,7 +151,7 @@ async def assembled(
             roles=roles,
             trainer=trainer,
             ledger=ledger,
-            turns=turns,
+            devices=devices,
             reserve_engine=engine_reservation(engine),
         )
 
@@ -178,7 +178,7 @@ async def _servers(
         sites=places.sites,
     )
     async with start(begin) as served:
-        if gives_memory(config, served.engine):
+        if offloads_engine(config, served.engine):
             await served.engine.pause("retract")
             await served.engine.release({"kv", "weights"})
         yield served

@@ -336,9 +336,9 @@ async def _published(case: TrainerCase, version: int) -> dict[str, NDArray[Any]]
 async def cluster_serves_the_weights_of_its_trainer(case: ClusterCase) -> None:
     """Its parts work together: its engines load what the trainer publishes."""
     async with case.start() as run:
-        async with run.turns.training():
+        async with run.devices.training():
             await run.trainer.begin(case.stage)
-        async with run.turns.syncing():
+        async with run.devices.syncing():
             route = await run.engines.route("all")
             await run.engines.load(await run.trainer.publish(3, route))
         params = SamplingParams(max_new_tokens=4, ignore_eos=True)

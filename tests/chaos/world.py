@@ -30,8 +30,8 @@ from slime_cli.starts import begin, end
 from slime_cli.trim import trim_figures
 from slime_core import durable, loop
 from slime_core.checkpoint import Checkpoints
+from slime_core.clusters.colocation import DedicatedDevices, TimeSharing
 from slime_core.clusters.engine_set import as_one, engine_reservation
-from slime_core.clusters.turns import FreeTurns, QuietTurns
 from slime_core.config.load import load_config
 from slime_core.ledger.ledger import SqliteLedger
 from slime_core.plugins import load_plugins
@@ -288,7 +288,7 @@ class World:
                 vocab_size=VOCAB,
                 trainer=HashTrainer(),
                 ledger=ledger,
-                turns=FreeTurns() if config.rollout.max_staleness else QuietTurns(engine),
+                devices=DedicatedDevices() if config.rollout.max_staleness else TimeSharing(engine),
                 reserve_engine=engine_reservation(engine),
             )
         finally:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime_core.clusters.turns import SwappingTurns
+from slime_core.clusters.colocation import MemorySwapping
 from slime_core.errors import EngineError
 from slime_core.plugins import load_plugins
 from slime_core.testing.contracts import ENGINE_CHECKS, EngineCase
@@ -200,18 +200,18 @@ def test_engine_and_trainer_swap_the_gpus_memory(served, trainer, loop, version)
         return torch.cuda.mem_get_info()[0]
 
     async def run():
-        turns = SwappingTurns(served.engine, trainer, free=free if served.device == "cuda" else None)
+        devices = MemorySwapping(served.engine, trainer, free=free if served.device == "cuda" else None)
         await sync_weights(trainer, served.engine, 400 + version(), check="all")
         want = [list((await served.engine.generate(request)).tokens) for request in requests(4, "m")]
         running = asyncio.create_task(served.engine.generate(requests(1, "flight", length=400)[0]))
         await asyncio.sleep(0.3)
-        async with turns.training():
+        async with devices.training():
             lent = free() if served.device == "cuda" else 0
-        async with turns.syncing():
+        async with devices.syncing():
             await sync_weights(trainer, served.engine, 400 + version(), check="all")
         got = [list((await served.engine.generate(request)).tokens) for request in requests(4, "m")]
         flown = await asyncio.wait_for(running, 60)
-        return want, got, flown, lent, dict(turns.metrics)
+        return want, got, flown, lent, dict(devices.metrics)
 
     want, got, flown, lent, metrics = loop.run(asyncio.wait_for(run(), 240))
     print(json.dumps({name: round(value, 4) for name, value in metrics.items()}, indent=1))

@@ -40,8 +40,8 @@ from long_tail import MODES, plugin, run
 from simulated_gpus import Done, Gpus, Nobody, TimedEngine, TimedTrainer
 
 from slime_core import loop
+from slime_core.clusters.colocation import DedicatedDevices
 from slime_core.clusters.engine_set import EngineSet
-from slime_core.clusters.turns import FreeTurns
 from slime_core.config.load import load_config
 from slime_core.ledger.ledger import SqliteLedger
 from slime_core.plugins import load_plugins
@@ -156,7 +156,7 @@ def simulate(args: argparse.Namespace, mode: str, ahead: int, folder: Path) -> M
                 vocab_size=16,
                 trainer=trainer,
                 ledger=ledger,
-                turns=FreeTurns(),
+                devices=DedicatedDevices(),
             )
         finally:
             await ledger.close()

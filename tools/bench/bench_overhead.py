@@ -38,8 +38,8 @@ sys.path.append(str(Path(__file__).parents[1]))
 from durability.fake_trainer import FakeTrainer
 from slime_core import loop
 from slime_core.clusters.channel import Channel, Child, Start, start_here
+from slime_core.clusters.colocation import TimeSharing
 from slime_core.clusters.ranks import RankTrainer
-from slime_core.clusters.turns import QuietTurns
 from slime_core.config.load import load_config
 from slime_core.config.schema import Config
 from slime_core.ledger.ledger import SqliteLedger
@@ -205,7 +205,7 @@ def run(samples: int, ledger: str, steps: int, folder: Path, ranks: int = 0, ray
                 vocab_size=VOCAB,
                 trainer=trainer,
                 ledger=kept,
-                turns=QuietTurns(engine),
+                devices=TimeSharing(engine),
             )
 
     try:

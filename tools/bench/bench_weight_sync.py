@@ -41,9 +41,9 @@ from typing import Any
 import torch
 from sglang_place import SHAPES, Place, Served, make_folder, scratch, serving
 
+from slime_core.clusters.colocation import MemorySwapping
 from slime_core.clusters.machine import resolve_machine
 from slime_core.clusters.ranks import RankTrainer
-from slime_core.clusters.turns import SwappingTurns
 from slime_core.config.schema import Config
 from slime_core.plugins import load_plugins
 from slime_core.protocols import Trainer
@@ -254,15 +254,15 @@ def config_of(args: argparse.Namespace, place: Place, folder: Path, transport: s
 
 async def swap(served: Served, trainer: Trainer, version: int, rounds: int, free: Callable[[], int]) -> Any:
     """Whole turns of engine and trainer on one device; the metrics of each but the first."""
-    turns, found = SwappingTurns(served.engine, trainer, free=free), []
+    devices, found = MemorySwapping(served.engine, trainer, free=free), []
     for number in range(rounds + 1):
-        async with turns.training():
+        async with devices.training():
             pass
-        async with turns.syncing():
+        async with devices.syncing():
             version += 1
             await served.engine.load(await trainer.publish(version, await served.engine.route("none")))
         await first_token(served, version)
-        found += [dict(turns.metrics)] if number else []
+        found += [dict(devices.metrics)] if number else []
     return found
 
 

@@ -18,8 +18,8 @@ from durability.fake_trainer import FakeTrainer
 from slime_cli.trim import evaluations_kept, trim_figures
 from slime_core import loop
 from slime_core.checkpoint import Checkpoints
+from slime_core.clusters.colocation import DedicatedDevices, TimeSharing
 from slime_core.clusters.engine_set import engine_reservation
-from slime_core.clusters.turns import FreeTurns, QuietTurns
 from slime_core.ledger.ledger import SqliteLedger
 from slime_core.plugins import load_plugins
 from slime_core.protocols import RunComponents
@@ -112,7 +112,7 @@ class CutRun:
                 vocab_size=self.vocab_size,
                 trainer=self.trainer,
                 ledger=ledger,
-                turns=QuietTurns(self.engine) if config.cluster.colocate else FreeTurns(),
+                devices=TimeSharing(self.engine) if config.cluster.colocate else DedicatedDevices(),
                 reserve_engine=engine_reservation(self.engine),
             )
         finally:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime_core.clusters.turns import FreeTurns, QuietTurns, server_turns
+from slime_core.clusters.colocation import DedicatedDevices, TimeSharing, device_sharing
 from slime_core.config.load import load_config
 from slime_core.errors import PluginError
 from slime_core.types import Completion, GenerateRequest, SamplingParams
@@ -103,11 +103,11 @@ def test_all_servers_are_stopped_at_the_same_time_and_one_that_fails_holds_up_no
 @pytest.mark.parametrize(
     ("flags", "kind"),
     [
-        ([], QuietTurns),
-        (["--no-colocate"], FreeTurns),
-        (["--no-colocate", "--max-staleness", "1"], FreeTurns),
+        ([], TimeSharing),
+        (["--no-colocate"], DedicatedDevices),
+        (["--no-colocate", "--max-staleness", "1"], DedicatedDevices),
     ],
 )
 def test_turns_follow_from_where_servers_live_and_whether_they_run_ahead(flags, kind):
     engine = SimpleNamespace(abilities=frozenset({"score"}))
-    assert isinstance(server_turns(config(*flags), engine, SimpleNamespace()), kind)
+    assert isinstance(device_sharing(config(*flags), engine, SimpleNamespace()), kind)

@@ -1,7 +1,7 @@
 """An engine and a trainer on one device that is strict: what neither may do with its memory fails at once."""
 
 from durability.fake_trainer import FakeTrainer
-from slime_core.clusters.turns import STATE, SwappingTurns
+from slime_core.clusters.colocation import STATE, MemorySwapping
 from slime_core.testing.fakes import FakeEngine
 
 NEEDS = {"engine": {"kv": 40, "weights": 10}, "trainer": {"parameters": 20, "gradients": 20, "optimizer": 40}}
@@ -100,14 +100,14 @@ async def lent(device):
     await engine.pause("retract")
     await engine.release({"kv", "weights"})
     trainer = StrictTrainer(device)
-    return engine, trainer, SwappingTurns(engine, trainer, released=True, free=device.free)
+    return engine, trainer, MemorySwapping(engine, trainer, released=True, free=device.free)
 
 
-async def turn(engine, trainer, turns, version):
-    async with turns.training():
+async def turn(engine, trainer, devices, version):
+    async with devices.training():
         assert engine.device.free() >= 0
         await trainer.step(Nothing())
-    async with turns.syncing():
+    async with devices.syncing():
         await engine.load(await trainer.publish(version))
 
 

@@ -5,10 +5,10 @@ import os
 
 import pytest
 
+from slime_core.clusters.colocation import DedicatedDevices, TimeSharing
 from slime_core.clusters.engine_process import EngineProcess
 from slime_core.clusters.local import local_cluster
 from slime_core.clusters.machine import engines_apart, resolve_machine
-from slime_core.clusters.turns import FreeTurns, QuietTurns
 from slime_core.config.load import load_config
 from slime_core.engines.local import LocalEngine
 from slime_core.plugins import load_plugins
@@ -72,8 +72,8 @@ def test_engine_and_updates_carry_the_epoch_of_the_run_whichever_process_they_li
         async with local_cluster(config, plugins, report) as components:
             await components.trainer.begin(config)
             update = await components.trainer.publish(0)
-            kinds = (EngineProcess, FreeTurns) if ahead else (LocalEngine, QuietTurns)
-            assert (type(components.engines), type(components.turns)) == kinds
+            kinds = (EngineProcess, DedicatedDevices) if ahead else (LocalEngine, TimeSharing)
+            assert (type(components.engines), type(components.devices)) == kinds
             return components.engines.epoch, update.epoch
 
     with RunDir.reopen(tmp_path / "run") as run_dir:

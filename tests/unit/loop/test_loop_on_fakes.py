@@ -13,7 +13,7 @@ from one_device import Device, lent
 from durability.fake_trainer import FakeTrainer, RankedTrainer
 from durability.memory_ledger import MemoryLedger
 from slime_core import loop
-from slime_core.clusters.turns import FreeTurns, QuietTurns, SwappingTurns
+from slime_core.clusters.colocation import DedicatedDevices, MemorySwapping, TimeSharing
 from slime_core.config.load import load_config
 from slime_core.errors import EngineError, PluginError
 from slime_core.plugins import load_plugins
@@ -96,14 +96,14 @@ FLAGS = [
 ]
 
 
-def _run(tmp_path, trainer, *, engine=None, turns=QuietTurns, flags=(), ledger=None, recipe=None):
+def _run(tmp_path, trainer, *, engine=None, devices=TimeSharing, flags=(), ledger=None, recipe=None):
     config = load_config(recipe, [*FLAGS, *flags])
     plugins = load_plugins(config)
     engine, ledger = engine or FakeEngine(), ledger or MemoryLedger()
-    if isinstance(turns, type):
-        turns = turns(*{FreeTurns: (), QuietTurns: (engine,), SwappingTurns: (engine, trainer)}[turns])
+    if isinstance(devices, type):
+        devices = devices(*{DedicatedDevices: (), TimeSharing: (engine,), MemorySwapping: (engine, trainer)}[devices])
     components = RunComponents(
-        engines=engine, tokenizer=CharTokenizer(), vocab_size=16, trainer=trainer, ledger=ledger, turns=turns
+        engines=engine, tokenizer=CharTokenizer(), vocab_size=16, trainer=trainer, ledger=ledger, devices=devices
     )
 
     @asynccontextmanager
@@ -168,7 +168,7 @@ def test_ranks_do_not_change_the_weights(tmp_path, install_plugin):
 
 def test_engine_and_trainer_swap_memory_without_using_what_was_given_away(tmp_path, install_plugin):
     install_plugin("fakes", PLUGIN)
-    version, _ = _run(tmp_path, FakeTrainer(), turns=SwappingTurns)
+    version, _ = _run(tmp_path, FakeTrainer(), devices=MemorySwapping)
     assert version == 4
 
 
@@ -176,8 +176,8 @@ def test_a_later_stage_begins_with_the_memory_of_the_engine(tmp_path, install_pl
     install_plugin("fakes", PLUGIN)
     (tmp_path / "recipe.toml").write_text('[[stage]]\nname = "one"\nnum_rollout = 2\n[[stage]]\nname = "two"\n')
     device = Device()
-    engine, trainer, turns = asyncio.run(lent(device))
-    version, _ = _run(tmp_path, trainer, engine=engine, turns=turns, recipe=tmp_path / "recipe.toml")
+    engine, trainer, devices = asyncio.run(lent(device))
+    version, _ = _run(tmp_path, trainer, engine=engine, devices=devices, recipe=tmp_path / "recipe.toml")
     assert (version, len(trainer.stages)) == (6, 2)
 
 
@@ -186,7 +186,7 @@ def test_the_collector_runs_ahead_by_no_more_than_the_bound(schedule, tmp_path, 
     install_plugin("fakes", PLUGIN)
     trainer = FakeTrainer()
     flags = ["--no-colocate", "--max-staleness", "1", "--async-schedule", schedule]
-    version, ledger = _run(tmp_path, trainer, turns=FreeTurns, flags=flags)
+    version, ledger = _run(tmp_path, trainer, devices=DedicatedDevices, flags=flags)
     assert version == 4
     for step, ids in enumerate(trainer.batches):
         versions = {v for name in ids for v in ledger.rows[name].sample.weight_versions if v >= 0}

@@ -9,7 +9,7 @@ import pytest
 
 from durability.fake_trainer import FakeTrainer
 from slime_core import loop
-from slime_core.clusters.turns import QuietTurns
+from slime_core.clusters.colocation import TimeSharing
 from slime_core.config.load import load_config
 from slime_core.errors import PluginError
 from slime_core.ledger.ledger import SqliteLedger
@@ -88,7 +88,7 @@ def run(tmp_path, install_plugin, hook, *flags):
         report = Report(run_dir, config)
         components = RunComponents(
             engines=engine, tokenizer=CharTokenizer(), vocab_size=16, trainer=FakeTrainer(), ledger=ledger,
-            turns=QuietTurns(engine),
+            devices=TimeSharing(engine),
         )  # fmt: skip
 
         @asynccontextmanager

@@ -10,7 +10,7 @@ import pytest
 
 from durability.fake_trainer import FakeTrainer
 from slime_core import loop
-from slime_core.clusters.turns import FreeTurns, QuietTurns, SwappingTurns
+from slime_core.clusters.colocation import DedicatedDevices, MemorySwapping, TimeSharing
 from slime_core.config.load import load_config
 from slime_core.errors import TrainerError
 from slime_core.ledger.ledger import SqliteLedger
@@ -76,11 +76,13 @@ class Late(FakeEngine):
 class Run:
     """One run of the loop on fakes, with the ledger that runs really have."""
 
-    def __init__(self, tmp_path, flags, *, engine=None, turns=QuietTurns, recipe=None):
+    def __init__(self, tmp_path, flags, *, engine=None, devices=TimeSharing, recipe=None):
         config = load_config(recipe, [*FLAGS, *flags])
         plugins = load_plugins(config)
         self.engine, self.trainer, self.path = engine or FakeEngine(), FakeTrainer(), tmp_path
-        holder = {FreeTurns: (), QuietTurns: (self.engine,), SwappingTurns: (self.engine, self.trainer)}[turns]
+        holder = {DedicatedDevices: (), TimeSharing: (self.engine,), MemorySwapping: (self.engine, self.trainer)}[
+            devices
+        ]
 
         @asynccontextmanager
         async def fakes(config, plugins, report):
@@ -92,7 +94,7 @@ class Run:
                     vocab_size=16,
                     trainer=self.trainer,
                     ledger=ledger,
-                    turns=turns(*holder),
+                    devices=devices(*holder),
                 )
                 self.counts = dict(await ledger.counts())
                 self.samples = [await ledger.samples(ids) for ids in self.trainer.batches]
@@ -117,18 +119,18 @@ class Run:
 
 
 @pytest.mark.parametrize(
-    ("partial", "schedule", "turns"),
+    ("partial", "schedule", "devices"),
     [
-        ((), "lockstep", QuietTurns),
-        ((), "free", FreeTurns),
-        (PARTIAL, "lockstep", SwappingTurns),
-        (PARTIAL, "free", QuietTurns),
-        (PARTIAL, "free", SwappingTurns),
+        ((), "lockstep", TimeSharing),
+        ((), "free", DedicatedDevices),
+        (PARTIAL, "lockstep", MemorySwapping),
+        (PARTIAL, "free", TimeSharing),
+        (PARTIAL, "free", MemorySwapping),
     ],
 )
-def test_every_sample_is_trained_or_dropped(partial, schedule, turns, tmp_path, install_plugin):
+def test_every_sample_is_trained_or_dropped(partial, schedule, devices, tmp_path, install_plugin):
     install_plugin("control", PLUGIN)
-    run = Run(tmp_path / "run", (*partial, "--async-schedule", schedule), turns=turns, engine=Late("a"))
+    run = Run(tmp_path / "run", (*partial, "--async-schedule", schedule), devices=devices, engine=Late("a"))
     assert run.version == 5
     dropped = {name: count for name, count in run.counts.items() if name.startswith("dropped/")}
     assert run.counts["trained"] == 5 * 3 * 2

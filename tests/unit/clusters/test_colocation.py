@@ -6,7 +6,7 @@ import pytest
 import trainer_bench as made
 from one_device import Device, Nothing, StrictEngine, StrictTrainer, lent, turn
 
-from slime_core.clusters.turns import FreeTurns, QuietTurns, SwappingTurns
+from slime_core.clusters.colocation import DedicatedDevices, MemorySwapping, TimeSharing
 from slime_core.config.load import load_config
 from slime_core.errors import EngineError
 from slime_core.plugins import load_plugins
@@ -34,12 +34,12 @@ resume"""
 def test_memory_changes_hands_in_the_order_of_the_design():
     async def run():
         device = Device()
-        engine, trainer, turns = await lent(device)
-        async with turns.syncing():
+        engine, trainer, devices = await lent(device)
+        async with devices.syncing():
             await engine.load(await trainer.publish(0))
         device.log.clear()
         for version in (1, 2):
-            await turn(engine, trainer, turns, version)
+            await turn(engine, trainer, devices, version)
         return "\n".join(device.log)
 
     assert asyncio.run(run()) == "\n".join(TURN.format(version=version) for version in (1, 2))
@@ -74,15 +74,15 @@ def test_one_side_alone_may_give_its_memory(gives):
             await engine.pause("retract")
             await engine.release({"kv", "weights"})
         trainer = StrictTrainer(device)
-        sides = {"engine_gives": gives == "engine", "trainer_gives": gives == "trainer"}
-        turns = SwappingTurns(engine, trainer, released=gives == "engine", free=device.free, **sides)
-        async with turns.syncing():
+        sides = {"swap_engine": gives == "engine", "swap_trainer": gives == "trainer"}
+        devices = MemorySwapping(engine, trainer, released=gives == "engine", free=device.free, **sides)
+        async with devices.syncing():
             await engine.load(await trainer.publish(0))
         device.log.clear()
         for version in (1, 2):
-            await turn(engine, trainer, turns, version)
+            await turn(engine, trainer, devices, version)
         found, device.log = device.log, []
-        async with turns.syncing():
+        async with devices.syncing():
             await engine.load(await trainer.publish(2))
         return found, device.log, device.held
 
@@ -100,8 +100,8 @@ def test_one_side_alone_may_give_its_memory(gives):
 def test_the_engine_makes_room_before_the_trainer_is_made():
     async def run():
         device = Device()
-        engine, trainer, turns = await lent(device)
-        async with turns.syncing():
+        engine, trainer, devices = await lent(device)
+        async with devices.syncing():
             await engine.load(await trainer.publish(0))
         assert engine.version == 0
         return device
@@ -117,15 +117,15 @@ def test_the_engine_makes_room_before_the_trainer_is_made():
 def test_a_later_stage_begins_with_the_weights_that_the_trainer_had_given_up():
     async def run():
         device = Device()
-        engine, trainer, turns = await lent(device)
-        async with turns.syncing():
+        engine, trainer, devices = await lent(device)
+        async with devices.syncing():
             await engine.load(await trainer.publish(0))
-        await turn(engine, trainer, turns, 1)
+        await turn(engine, trainer, devices, 1)
         device.log.clear()
-        async with turns.syncing():  # no training before it
+        async with devices.syncing():  # no training before it
             await engine.load(await trainer.publish(1))
         log, device.log = device.log, []
-        await turn(engine, trainer, turns, 2)
+        await turn(engine, trainer, devices, 2)
         return log, device.log
 
     log, after = asyncio.run(run())
@@ -138,15 +138,15 @@ def test_a_later_stage_begins_with_the_weights_that_the_trainer_had_given_up():
 def test_requests_in_flight_are_held_over_the_turn_and_go_on_with_the_new_weights():
     async def run():
         device = Device()
-        engine, trainer, turns = await lent(device)
-        async with turns.syncing():
+        engine, trainer, devices = await lent(device)
+        async with devices.syncing():
             await engine.load(await trainer.publish(0))
         params = SamplingParams(max_new_tokens=30, ignore_eos=True)
         engine.stop_token = -1
         running = asyncio.create_task(engine.generate(GenerateRequest(id="a", tokens=[1], params=params, seed=3)))
         for _ in range(5):
             await asyncio.sleep(0)
-        await turn(engine, trainer, turns, 1)
+        await turn(engine, trainer, devices, 1)
         return await asyncio.wait_for(running, 10)
 
     out = asyncio.run(run())
@@ -158,13 +158,13 @@ def test_requests_in_flight_are_held_over_the_turn_and_go_on_with_the_new_weight
 def test_each_turn_tells_its_seconds_and_the_bytes_that_moved():
     async def run():
         device = Device()
-        engine, trainer, turns = await lent(device)
-        async with turns.syncing():
+        engine, trainer, devices = await lent(device)
+        async with devices.syncing():
             await engine.load(await trainer.publish(0))
-        await turn(engine, trainer, turns, 1)
-        first = dict(turns.metrics)
-        await turn(engine, trainer, turns, 2)
-        return first, turns.metrics
+        await turn(engine, trainer, devices, 1)
+        first = dict(devices.metrics)
+        await turn(engine, trainer, devices, 2)
+        return first, devices.metrics
 
     first, second = asyncio.run(run())
     assert first.keys() == second.keys()
@@ -190,10 +190,10 @@ def test_without_a_meter_only_seconds_are_told():
     async def run():
         device = Device()
         engine, trainer, _ = await lent(device)
-        turns = SwappingTurns(engine, trainer, released=True)
-        async with turns.syncing():
+        devices = MemorySwapping(engine, trainer, released=True)
+        async with devices.syncing():
             await engine.load(await trainer.publish(0))
-        return turns.metrics
+        return devices.metrics
 
     assert all(name.endswith("_seconds") for name in asyncio.run(run()))
 
@@ -206,12 +206,12 @@ def test_a_load_that_fails_leaves_the_engine_silent():
 
     async def run():
         device = Device()
-        engine, trainer, turns = await lent(device)
-        async with turns.syncing():
+        engine, trainer, devices = await lent(device)
+        async with devices.syncing():
             await engine.load(await trainer.publish(0))
         trainer.publish = broken
         with pytest.raises(EngineError):
-            await turn(engine, trainer, turns, 1)
+            await turn(engine, trainer, devices, 1)
         return engine, device.log
 
     engine, log = asyncio.run(run())
@@ -222,28 +222,28 @@ def test_a_load_that_fails_leaves_the_engine_silent():
 def test_a_second_training_before_any_load_takes_nothing_twice():
     async def run():
         device = Device()
-        engine, trainer, turns = await lent(device)
-        async with turns.syncing():
+        engine, trainer, devices = await lent(device)
+        async with devices.syncing():
             await engine.load(await trainer.publish(0))
         for _ in range(2):
-            async with turns.training():
+            async with devices.training():
                 await trainer.step(Nothing())
-        async with turns.syncing():
+        async with devices.syncing():
             await engine.load(await trainer.publish(2))
         return device.held
 
     assert asyncio.run(run()) == {("engine", "kv"): 40, ("engine", "weights"): 10}
 
 
-@pytest.mark.parametrize("make", [FreeTurns, lambda: QuietTurns(FakeEngine())], ids=["free", "quiet"])
+@pytest.mark.parametrize("make", [DedicatedDevices, lambda: TimeSharing(FakeEngine())], ids=["free", "quiet"])
 def test_other_turns_cost_nothing(make):
     async def run():
-        turns = make()
-        async with turns.training():
+        devices = make()
+        async with devices.training():
             pass
-        async with turns.syncing():
+        async with devices.syncing():
             pass
-        return turns.metrics
+        return devices.metrics
 
     assert asyncio.run(run()) == {}
 
