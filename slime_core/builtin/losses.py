@@ -1,4 +1,4 @@
-"""The core's losses, bound to a micro-batch's columns and the [train] section.
+"""The core's losses, bound to a micro-batch's columns and a [train] section that leaves nothing open.
 
 Old log-probs are the column ``policy`` where it is there, the engine's with ``use_rollout_logprobs``, else those of
 the forward pass itself, which are the same where one optimizer step follows each rollout. Corrections compare the
@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from slime_core.config.presets import settle
 from slime_core.errors import TrainerError
 from slime_core.protocols import Loss, Role
 from slime_core.types import Columns
@@ -47,7 +46,6 @@ def _policy_needs(train: Any) -> frozenset[Role]:
 
 def _policy_local(train: Any) -> bool:
     """Whether every ratio and every rejection is a token's own."""
-    train = settle(train)
     return (
         train.importance_level == "token"
         and (not train.use_tis or train.tis_level == "token")
@@ -59,7 +57,6 @@ def _policy_local(train: Any) -> bool:
 
 def _policy_prepare(columns: Columns, train: Any) -> Columns:
     """The mean of the weights of one optimizer step, at each of its tokens, for ``tis_batch_normalize``."""
-    train = settle(train)
     if not (train.use_tis and train.tis_batch_normalize):
         return {}
     import torch
@@ -79,7 +76,6 @@ def _policy_prepare(columns: Columns, train: Any) -> Columns:
 def _policy_loss(log_probs: Any, entropy: Any, columns: Mapping[str, Any], train: Any) -> tuple[Any, dict[str, Any]]:
     from slime_core.algorithms.shared import losses
 
-    train = settle(train)
     mask, sample = columns["loss_mask"], columns["sample"]
     trainer = columns["policy"] if "policy" in columns else log_probs.detach()
     if train.use_rollout_logprobs and ENGINE not in columns:

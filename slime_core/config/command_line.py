@@ -16,13 +16,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from slime_core.config.backend_tables import BackendTables
 from slime_core.config.fields import ConfigKey, core_keys, describe, element, is_model, is_sequence, unwrap
 from slime_core.config.problems import KeyPath, Problem, dotted
 from slime_core.config.schema import SECTIONS
 from slime_core.config.validate import absent
 from slime_core.config.values import typed
 from slime_core.errors import ConfigError, nearest
-from slime_core.plugins.backends import BackendTables
 
 ALIASES = {"plugin": "plugins", "cluster": "cluster_backend"}
 _DOTTED = re.compile(r"([A-Za-z_][\w-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
@@ -59,7 +59,7 @@ class CommandLine:
         pairs = []
         for word in self.overrides:
             head, _, rest = word.name.partition(".")
-            name = rest if head in SECTIONS or rest in self.tables.bare() else word.name
+            name = rest if head in SECTIONS or rest in self.tables.bare else word.name
             earlier = last.get(name, word)
             if name != "plugins" and written(earlier) != written(word):
                 pairs.append((earlier, word))
@@ -173,7 +173,7 @@ def _bare_flag(
     """An option of a trainer with the words that are its value; None for any other name, and after ``=``."""
     if value is not None:
         return None
-    options = tables.bare()
+    options = tables.bare
     if plain not in options:
         return (Word(plain[3:], (), shown, negated=True), at) if plain[3:] in options and plain[:3] == "no_" else None
     table, kind = options[plain]
@@ -268,7 +268,7 @@ def _bare(
         for plugin, model in models.items()
         if model is not None and name in model.model_fields
     ]
-    bare = tables.bare()
+    bare = tables.bare
     if name in bare:
         table, kind = bare[name]
         paths.append(((table, name), Any if kind is list else kind))

@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from slime_core.config import evaluation_file, rules
+from slime_core.config.backend_tables import BackendTables
 from slime_core.config.command_line import CommandLine as CommandLine, Override, resolve, split as split, written
 from slime_core.config.dump import secrets_in
 from slime_core.config.fields import sections_of_keys
@@ -27,7 +28,7 @@ from slime_core.config.schema import SECTIONS, Config
 from slime_core.config.stages import resolve_stage, stage_name as stage_name, stages as stages
 from slime_core.config.validate import ModelsOf, check_model, check_table, not_finite, plain_options, unknown
 from slime_core.errors import ConfigError
-from slime_core.plugins.backends import BRINGS, BackendTables
+from slime_core.plugins.backends import BRINGS
 
 Models = Mapping[str, "type[BaseModel] | None"]
 

@@ -29,7 +29,7 @@ _HOME_OF = {
     "option_models": "assemble",
     "recipe_path": "assemble",
     "Plugins": "facade",
-    "Loaded": "load",
+    "LoadedPlugin": "load",
     "load_plugin": "load",
 }
 

@@ -19,6 +19,10 @@ POLICY, SFT = losses()
 OFF_POLICY = {"policy", "rollout_log_probs", "reference"}
 
 
+def section(**keys):
+    return settle(TrainSection(**keys))
+
+
 def column(*values):
     return torch.tensor(values, dtype=torch.float64)
 
@@ -50,7 +54,7 @@ ONE = [(0, 1, -1.0, -1.2, -1.5, -2.0, 2.0)]
     ids=["scored", "of the forward pass", "the engine's", "the engine's, nothing scored"],
 )
 def test_old_log_probs_are_the_ones_that_the_keys_name(keys, without, old):
-    loss, metrics = run(TrainSection(eps_clip=1.0, eps_clip_high=5.0, **keys), *step(ONE, without))
+    loss, metrics = run(section(eps_clip=1.0, eps_clip_high=5.0, **keys), *step(ONE, without))
     assert loss.item() == pytest.approx(-math.exp(-1.0 - old) * 2.0)
     assert metrics["ppo_kl"].item() == pytest.approx(old + 1.0)
 
@@ -59,9 +63,9 @@ def test_the_algorithm_sets_what_the_section_leaves_open():
     # gspo: the sequence's ratio exp(0.0003) lies within 1 - 3e-4 and 1 + 4e-4, exp(0.001) does not
     for gap, clipped in ((0.0003, 0.0), (0.001, 1.0)):
         rows = [(0, 1, gap * 2, 0.0, 0.0, 0.0, 1.0), (0, 1, 0.0, 0.0, 0.0, 0.0, 1.0)]
-        _, metrics = run(TrainSection(advantage_estimator="gspo"), *step(rows, ("reference",)))
+        _, metrics = run(section(advantage_estimator="gspo"), *step(rows, ("reference",)))
         assert metrics["clip_fraction"].tolist() == [clipped, clipped]
-    loss, _ = run(TrainSection(advantage_estimator="cispo"), *step(ONE))
+    loss, _ = run(section(advantage_estimator="cispo"), *step(ONE))
     assert loss.item() == pytest.approx(-math.exp(0.2) * 2.0 * -1.0)
 
 
@@ -81,7 +85,7 @@ def test_the_algorithm_sets_what_the_section_leaves_open():
     ids=str,
 )
 def test_passes_before_the_first_optimizer_step_are_asked_for_only_where_needed(keys, roles):
-    assert POLICY.needs_when(TrainSection(**keys)) == roles
+    assert POLICY.needs_when(section(**keys)) == roles
 
 
 WHOLE = [  # keys that read a whole sequence
@@ -130,7 +134,7 @@ def tensors(columns):
 
 @pytest.mark.parametrize("keys", ALONE, ids=str)
 def test_a_local_loss_is_the_same_in_blocks_of_any_size(keys):
-    train = TrainSection(**keys)
+    train = section(**keys)
     assert POLICY.local(train)
     for size in (1, 3):
         torch.testing.assert_close(in_blocks(train, size), in_blocks(train, 4))
@@ -138,20 +142,20 @@ def test_a_local_loss_is_the_same_in_blocks_of_any_size(keys):
 
 @pytest.mark.parametrize("keys", WHOLE, ids=str)
 def test_a_loss_that_reads_whole_sequences_says_so(keys):
-    train = TrainSection(eps_clip=0.9, eps_clip_high=0.9, **keys)
+    train = section(eps_clip=0.9, eps_clip_high=0.9, **keys)
     assert not POLICY.local(train)
     (whole, slope), (cut, other) = in_blocks(train, 4), in_blocks(train, 1)
     assert not (torch.allclose(whole, cut) and torch.allclose(slope, other))
 
 
 def test_supervised_loss_is_local_and_leaves_masked_tokens_out():
-    assert SFT.local(TrainSection())
+    assert SFT.local(section())
     new, columns = step(SEQUENCE)
-    assert SFT.fn(new, None, columns, TrainSection())[0].tolist() == [1.0, 1.0, 0.0, 0.4]
+    assert SFT.fn(new, None, columns, section())[0].tolist() == [1.0, 1.0, 0.0, 0.4]
 
 
 def test_weights_have_mean_one_over_the_optimizer_step_whatever_the_micro_batches():
-    train = TrainSection(use_tis=True, tis_batch_normalize=True, tis_clip=1.5)
+    train = section(use_tis=True, tis_batch_normalize=True, tis_clip=1.5)
     rows = [*SEQUENCE, (1, 1, -1.0, -0.1, -2.0, 0.0, 1.0), (1, 1, -1.0, -1.0, -1.0, 0.0, 1.0)]
     new, columns = step(rows)
     columns |= tensors(POLICY.prepare(arrays(columns), train))
@@ -163,7 +167,7 @@ def test_weights_have_mean_one_over_the_optimizer_step_whatever_the_micro_batche
 
 
 def test_nothing_is_prepared_where_nothing_is_normalised():
-    assert POLICY.prepare({}, TrainSection(tis_batch_normalize=True)) == {}
+    assert POLICY.prepare({}, section(tis_batch_normalize=True)) == {}
 
 
 @pytest.mark.parametrize(
@@ -172,17 +176,17 @@ def test_nothing_is_prepared_where_nothing_is_normalised():
 def test_a_correction_without_the_engines_log_probs_is_refused_by_name(keys):
     (key,) = keys
     with pytest.raises(TrainerError, match=f"rollout_log_probs, which train.{key} reads"):
-        run(TrainSection(**keys), *step(ONE, ("rollout_log_probs",)))
+        run(section(**keys), *step(ONE, ("rollout_log_probs",)))
 
 
 def test_a_mean_weight_without_the_trainers_log_probs_is_refused():
     _, columns = step(ONE, ("policy",))
     with pytest.raises(TrainerError, match=r"no column policy, which train\.tis_batch_normalize reads"):
-        POLICY.prepare(arrays(columns), TrainSection(use_tis=True, tis_batch_normalize=True))
+        POLICY.prepare(arrays(columns), section(use_tis=True, tis_batch_normalize=True))
 
 
 def test_every_metric_is_a_number_a_token_without_gradient():
-    train = TrainSection(
+    train = section(
         use_tis=True, tis_level="sequence", use_rs=True, rs_veto_threshold=0.5, use_opsm=True, kl_loss_coef=0.1,
         eps_clip_c=3.0, entropy_coef=0.1,
     )  # fmt: skip
@@ -202,7 +206,7 @@ def test_a_correction_that_overflows_is_counted_with_the_ratios():
         (2, 1, -1.0, -1.0, -1.0, 0.0, 1.0),
     ]
     new, columns = step(rows, ("reference",))
-    loss, metrics = run(TrainSection(use_tis=True, tis_clip=1e9), new, columns)
+    loss, metrics = run(section(use_tis=True, tis_clip=1e9), new, columns)
     loss.sum().backward()
     assert metrics["ratio_overflow"].tolist() == [1.0, 1.0, 0.0]
     assert torch.isfinite(new.grad).all()
@@ -211,7 +215,7 @@ def test_a_correction_that_overflows_is_counted_with_the_ratios():
 @pytest.mark.parametrize("keys", [*WHOLE, *ALONE], ids=str)
 @pytest.mark.parametrize("junk", [float("nan"), -5000.0], ids=str)
 def test_masked_tokens_change_nothing_whatever_they_hold(keys, junk):
-    train, found = TrainSection(**keys), []
+    train, found = section(**keys), []
     for filler in (-1.0, junk):
         rows = [row if row[1] else (0, 0, *[filler] * 5) for row in SEQUENCE]
         new, columns = step(rows)
@@ -229,7 +233,7 @@ def test_masked_tokens_change_nothing_whatever_they_hold(keys, junk):
     "rows", [[], [(0, 0, *row[2:]) for row in SEQUENCE], SEQUENCE[:1]], ids=["no", "masked", "one"]
 )
 def test_no_tokens_only_masked_ones_and_a_single_one_are_defined(keys, rows):
-    train = TrainSection(**keys)
+    train = section(**keys)
     new, columns = step(rows)
     columns |= tensors(POLICY.prepare(arrays(columns), train))
     loss, _ = run(train, new, columns)
@@ -273,7 +277,7 @@ KEYS = st.fixed_dictionaries(
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(st.lists(ROW, min_size=1, max_size=10), KEYS)
 def test_any_step_under_any_keys_equals_the_reference_in_micro_batches(rows, keys):
-    train = settle(TrainSection(**keys))
+    train = section(**keys)
     new, columns = step(rows)
     columns |= tensors(POLICY.prepare(arrays(columns), train))
     total = torch.zeros((), dtype=torch.float64)
@@ -310,7 +314,7 @@ def reference(rows, theirs, train):
 
 
 def test_the_mean_weight_is_a_column_a_token():
-    train = TrainSection(use_tis=True, tis_batch_normalize=True)
+    train = section(use_tis=True, tis_batch_normalize=True)
     found = POLICY.prepare(arrays(step(SEQUENCE)[1]), train)
     assert set(found) == {MEAN_WEIGHT}
     assert (found[MEAN_WEIGHT].shape, found[MEAN_WEIGHT].dtype) == ((4,), np.float32)
@@ -319,4 +323,4 @@ def test_the_mean_weight_is_a_column_a_token():
 def test_kl_in_the_loss_without_a_reference_is_an_error_that_names_the_key():
     new, columns = step(ONE, without={"reference"})
     with pytest.raises(TrainerError, match=r"no column reference, which train\.kl_loss_coef reads"):
-        run(TrainSection(kl_loss_coef=0.1), new, columns)
+        run(section(kl_loss_coef=0.1), new, columns)

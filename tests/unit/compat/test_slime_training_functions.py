@@ -166,7 +166,7 @@ def trained(plugins, config, ctx, max_tokens, log_probs=None):
     for micro in micros:
         columns = {name: torch.from_numpy(value) for name, value in micro.columns.items()}
         mine = given[torch.from_numpy(micro.response)]
-        values, metrics = loss.fn(mine, torch.zeros_like(mine), columns, config.train)
+        values, metrics = loss.fn(mine, torch.zeros_like(mine), columns, settle(config.train))
         assert all(m.shape == mine.shape for m in metrics.values())
         total = total + (values * torch.from_numpy(micro.weight)).sum()
     total.backward()
@@ -245,7 +245,9 @@ def test_a_reducer_leaves_kl_and_entropy_to_the_usual_one(by, connect, max_token
     total = 0.0
     for micro in packed(batch, max_tokens)[0]:
         columns = {name: torch.from_numpy(value) for name, value in micro.columns.items()}
-        values, _ = loss.fn(torch.zeros(len(micro.response)), torch.ones(len(micro.response)), columns, config.train)
+        values, _ = loss.fn(
+            torch.zeros(len(micro.response)), torch.ones(len(micro.response)), columns, settle(config.train)
+        )
         total += float((values * torch.from_numpy(micro.weight)).sum())
     assert total == pytest.approx(-0.5)
 
@@ -286,7 +288,7 @@ def test_a_tis_function_weighs_tokens_and_its_masks_count_in_the_numerator_alone
     total, ratio = 0.0, 0.0
     for micro in packed(batch, max_tokens)[0]:
         columns = {name: torch.from_numpy(value) for name, value in micro.columns.items()}
-        values, metrics = loss.fn(columns["policy"].clone().requires_grad_(), None, columns, config.train)
+        values, metrics = loss.fn(columns["policy"].clone().requires_grad_(), None, columns, settle(config.train))
         total += float((values * torch.from_numpy(micro.weight)).sum().detach())
         ratio += float((metrics["tis/ratio"] * torch.from_numpy(micro.weight)).sum())
         assert "tis/scalar" not in metrics

@@ -102,7 +102,7 @@ class Bench:
         sums = Sums(portion, torch.device("cpu"))
         for micro in self.worker.packs(portion)[step]:
             backward(
-                self.worker.policy, self.worker.loss, self.config.train, micro, self.worker._temperature(micro), sums
+                self.worker.policy, self.worker.loss, self.worker.train, micro, self.worker._temperature(micro), sums
             )
         grads = {n: local(p.grad).clone() for n, p in self.worker.actor.parameters().items()}
         self.worker.policy.zero_grad()
