@@ -1,4 +1,4 @@
-"""`slime attach [RUN]`: what a run says, until it ends, by run directory or name of a detached run."""
+"""`slime attach [RUN]`: follow a run's output until it ends, by run directory or name of a detached run."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def listed(address: str) -> list[dict[str, Any]]:
 
 
 def last_version(path: str) -> int:
-    """Steps that its figures tell of."""
+    """Number of steps in its metrics."""
     from pathlib import Path
 
     from slime_cli import history

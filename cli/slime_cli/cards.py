@@ -26,7 +26,7 @@ class OptionRow(NamedTuple):
     """One key of a card."""
 
     path: str  # "train.eps_clip"
-    value: str  # as TOML, what a run with these settings uses
+    value: str  # as TOML, as a run with these settings uses it
     preset: bool  # whether it is the algorithm's own value, and not the core's default
     text: str
 
@@ -37,7 +37,7 @@ def cards() -> dict[str, Card]:
 
 
 def card(name: str) -> Card | None:
-    """The card of an algorithm or part; None where there is none (an estimator of a plugin)."""
+    """The card of an algorithm or part; None for a plugin's estimator without one."""
     return cards().get(name)
 
 

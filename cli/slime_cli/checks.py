@@ -1,6 +1,6 @@
 """Our own rows of `slime doctor`: versions, processor, memory, disk, limits, clock, hub, and where runs are written.
 
-Each says what it found and what is needed, in numbers where there are any.
+Each row shows what is there and what is needed, in numbers where possible.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def disk() -> CheckResult:
 
 
 def open_files() -> CheckResult:
-    """The limits of open files: a run raises the soft one to what the hard one allows."""
+    """The limits of open files: a run raises the soft limit to the hard one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     shown = [str(limit) if limit != unlimited else "none" for limit in (soft, hard)]

@@ -1,4 +1,4 @@
-"""`slime data check FILE`: what a data file or set holds, and every row that a run could not use."""
+"""`slime data check FILE`: the content of a data file or set, and every row that a run could not use."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def encoder(config: Config) -> Encoder | None:
     """What counts tokens; None where no model is named.
 
     Raises:
-        ConfigError: CFG04 a chat template is asked for, and no model has one.
+        ConfigError: CFG04 a chat template is required, and no model has one.
     """
     from slime_core.data.opening import encoder_of
     from slime_core.errors import ConfigError
@@ -111,7 +111,7 @@ def progress(total: int) -> Callable[[int], None]:
 
 
 def check_run(run_dir: Path, rows: DataRows, config: Config) -> None:
-    """Refuse rows that are not those that the run began with; one that has grown since is told, as a resumed run does.
+    """Refuse rows that differ from those the run began with; a file that has grown gives a notice, as at a resume.
 
     Raises:
         DataError: DAT29 with both fingerprints; DAT17 the run has noted no data.

@@ -33,7 +33,7 @@ class DetachedDrivers(Protocol):
         ...
 
     def find(self, name: str) -> DetachedDriver | None:
-        """One of them; None where there is none, or none any more."""
+        """One of them; None if it does not exist or has ended."""
         ...
 
     def stop(self, name: str, *, now: bool) -> bool:

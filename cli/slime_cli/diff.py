@@ -30,7 +30,7 @@ def command(one: Path, other: Path, no_weights: bool, as_json: bool) -> int:
     """Compare two runs step by step: samples, tokens, log-probs, rewards, metrics, weights.
 
     Says where they first part. Exit code 0: every step that they made is equal; 1: they differ. Differences of the
-    config are shown and do not count. A run that is going on is compared as far as it is.
+    config are shown and do not count. A running run is compared up to its last step.
     """
     from slime_core.report.rundir import RunDir
 

@@ -53,7 +53,7 @@ def run_check(check: Check) -> CheckResult:
 
 
 def plugin_checks(named: tuple[str, ...]) -> Iterator[Check]:
-    """Checks that plugins bring by `slime_checks`; a plugin that does not load is a row of its own."""
+    """Checks that plugins add by `slime_checks`; a plugin that does not load gets a row."""
     from slime_core.plugins import available, load_plugin
     from slime_core.plugins.boundary import call_now
 

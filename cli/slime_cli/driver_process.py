@@ -2,7 +2,7 @@
 
     python -m slime_cli.driver_process KEEPER
 
-nothing has begun yet   the command as it was typed, in the run directory that it was given
+not started yet         the command as typed, in its run directory
 it has, and was lost    `slime run --resume RUN_DIR`, as restarts do it: counted among them, and given up as they are
 it has, and ended       how it ended
 
@@ -89,7 +89,7 @@ def next_words(letter: Letter, run_dir: RunDir, session: CliSession) -> list[str
 
     Raises:
         SlimeError: it was lost too often, or gets no further: how it ended first.
-        Preempted: it was asked to stop before it went on.
+        Preempted: a stop was requested before it resumed.
     """
     info = run_dir.read_info()
     started = any((start.get("epoch") or 0) > letter.epoch for start in starts_of(run_dir))
@@ -121,7 +121,7 @@ def next_words(letter: Letter, run_dir: RunDir, session: CliSession) -> list[str
 
 
 def death_of(run_dir: RunDir, info: Mapping[str, Any]) -> Death:
-    """The end of the driver's last process, of which nobody but the run directory tells."""
+    """The end of the driver's last process, recorded in the run directory alone."""
     start = starts_of(run_dir)[-1]
     version = max((step["version"] for step in history.steps_of(run_dir)), default=0)
     after = f" after {info['error']}" if info.get("status") == "failed" else ""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from slime_core.plugins import Plugins
     from slime_core.report import Report
 
-OWN_SETS = ("eval_prompt_data", "eval_config")  # sets on the command line: --plugin then brings no default recipe
+OWN_SETS = ("eval_prompt_data", "eval_config")  # sets on the command line: --plugin then adds no default recipe
 
 
 @click.command("eval", context_settings=PASSING, options_metavar="[OPTIONS]")
@@ -158,7 +158,7 @@ def find_model(text: str) -> tuple[str, Path | None]:
     """The model folder (or hub name), and the config of the run where ``text`` is a run directory.
 
     Raises:
-        ConfigError: CFG05 the run has no final model; CFG01 a flag stands where the model should.
+        ConfigError: CFG05 the run has no final model; CFG01 a flag in the model's place.
     """
     from slime_core.errors import ConfigError
 

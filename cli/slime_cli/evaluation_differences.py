@@ -31,7 +31,7 @@ EXACT = 20  # questions that differ, up to which every flip of signs is looked a
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Difference:
-    """B minus A, over questions that both were asked and judged on.
+    """B minus A, over the questions on which both were judged.
 
     Example:
         Difference(name="aime", questions=30, first=0.4, second=0.6, low=0.03, high=0.37, p=0.03, test="McNemar")
@@ -151,7 +151,7 @@ def _difference(one: Evaluation, two: Evaluation) -> Difference:
 
 
 def _pairs(one: Evaluation, two: Evaluation) -> list[tuple[Question, Question]]:
-    """Questions that both were asked and judged on at least once."""
+    """Questions on which both were judged at least once."""
     questions = {q.id: q for q in two.questions}
     pairs = [(q, questions[q.id]) for q in one.questions if q.id in questions]
     other = next((a.id for a, b in pairs if a.key != b.key), None)

@@ -43,11 +43,11 @@ class CliSession:
     argv: list[str] = field(default_factory=list)
     verbose: bool = False
     as_json: bool = False
-    interrupted: bool = False  # it was Ctrl-C that asked the run to stop
+    interrupted: bool = False  # Ctrl-C requested the stop
     run_dir: RunDir | None = None  # once a run has one, tracebacks go there
     secrets: frozenset[str] = frozenset()
     past: Any = None  # `restarts.Past`, in a `slime run`
-    on_hang: Callable[[SlimeError], None] | None = None  # told of a part that hangs, before the run is ended for it
+    on_hang: Callable[[SlimeError], None] | None = None  # called when a part hangs, before the run ends
 
 
 def report_failure(error: BaseException, session: CliSession) -> int:
@@ -132,7 +132,7 @@ def loop_kept(plugins: Plugins | None = None) -> Iterator[None]:
 
 
 def placed(error: SlimeError, run_dir: RunDir | None) -> SlimeError:
-    """With the run directory in place of the word RUN_DIR, so that its fix can be typed as it stands."""
+    """Put the run directory in place of RUN_DIR, so that the fix can be typed as printed."""
     if run_dir is None or "RUN_DIR" not in error.fix:
         return error
     path = shlex.quote(str(run_dir.path))
@@ -168,7 +168,7 @@ def _told(shown: SlimeError, error: BaseException, session: CliSession, *, alway
 
 
 def _stopped(error: Preempted, session: CliSession) -> int:
-    """No failure: what was reached, and how to go on."""
+    """Not a failure: the step that was reached, and how to resume."""
     code = INTERRUPTED if session.interrupted else error.exit_code
     say(f"{error.what}; {error.why}" if error.why else error.what)
     for line in error.fix.splitlines():

@@ -1,4 +1,4 @@
-"""A stage's data looked at before a model is loaded: what is missing, empty or broken shows without any waiting."""
+"""A first look at a stage's data before a model is loaded: missing, empty or broken files fail at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL = 64 << 20  # bytes of a file that is read whole: a second at most
 
 
 def first_rows(config: Config, tasks_with_prompts: frozenset[str]) -> dict[str, Parsed | None]:
-    """By training task its first row, None where that is not known yet; evaluation sets are looked at too.
+    """The first row of each training task, None if not known yet; evaluation sets are checked too.
 
     Small files are checked as at the start of the stage, hub sets are fetched, folders and large files are left for
     then. ``tasks_with_prompts`` are tasks whose prompts come from a plugin.

@@ -1,7 +1,7 @@
-"""Following of a run, by directory or detached name: what it says, as it says it, and how it ended.
+"""Following of a run, by directory or detached name: its output as it comes, and how it ended.
 
-detached          its driver's output, log/driver.log; its actor is asked whether it lives
-in a process      log/run.log and metrics.jsonl, as the lines that it prints; its lock tells whether it lives
+detached          its driver's output, log/driver.log; its actor says whether it lives
+in a process      log/run.log and metrics.jsonl, as the lines that it prints; its lock shows whether it lives
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from slime_core.report.text import say
 if TYPE_CHECKING:
     from slime_cli.detaching import DetachedDrivers
 
-SHOWN = 20  # lines of what was said before
+SHOWN = 20  # earlier lines
 POLL = 0.2  # seconds between looks at files
 ASK = 2.0  # seconds between questions to an actor
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RunTarget:
-    """A run that somebody named."""
+    """A run named on the command line."""
 
     run_dir: RunDir
     record: DriverRecord | None
@@ -42,7 +42,7 @@ class RunTarget:
 
     @property
     def detached(self) -> bool:
-        """Whether its driver is an actor's and has not ended, and nobody has gone on with the run elsewhere."""
+        """Whether its driver is an actor that has not ended, and no other process has resumed the run."""
         if self.record is None or self.record.code is not None:
             return False
         info = self.run_dir.read_info()
@@ -73,7 +73,7 @@ def named(word: str, address: str) -> RunTarget:
     """A run by its folder, or a detached one by the name of its actor or of its folder.
 
     Raises:
-        ConfigError: CFG05 there is none, or several; CFG04, CFG17 no cluster could be asked for the name.
+        ConfigError: CFG05 no such run, or several; CFG04, CFG17 no cluster to look the name up.
     """
     if os.sep in word or Path(word).is_dir():
         return target_of(Path(word))
@@ -109,7 +109,7 @@ def reached(address: str) -> Iterator[DetachedDrivers]:
     """Detached drivers of a cluster: the address that is given, or RAY_ADDRESS, or that of this machine.
 
     Raises:
-        ConfigError: CFG04 Ray is not installed here, CFG17 there is none.
+        ConfigError: CFG04 Ray is not installed here, CFG17 no cluster.
     """
     address_used = address or os.environ.get("RAY_ADDRESS", "") or "auto"
     try:
@@ -137,7 +137,7 @@ def reached_of(target: RunTarget, address: str) -> Iterator[DetachedDrivers]:
     """The cluster of a detached run.
 
     Raises:
-        ConfigError: CFG17 it does not answer, with the way to go on without it.
+        ConfigError: CFG17 it does not respond, with the way to continue without it.
     """
     assert target.record is not None
     try:
@@ -171,7 +171,7 @@ class Lines:
 
 
 def follow(target: RunTarget, address: str, show: Callable[[str], None] = say) -> int:
-    """Show what the run says until it has ended; its exit code.
+    """Show the run's output until it ends; return its exit code.
 
     Raises:
         ConfigError: CFG17 the cluster of a detached run does not answer.
@@ -187,7 +187,7 @@ def follow(target: RunTarget, address: str, show: Callable[[str], None] = say) -
 
 
 def follow_detached(target: RunTarget, address: str, show: Callable[[str], None]) -> int:
-    """Its driver's output; its actor is asked now and then, its record is looked at always."""
+    """Its driver's output; the actor is polled now and then, its record always."""
     lines, name = Lines(target.path / LOG), actor_name(target.path)
     with reached_of(target, address) as drivers:
         last_asked = -ASK

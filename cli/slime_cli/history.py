@@ -32,7 +32,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def steps_of(run_dir: RunDir) -> list[dict[str, Any]]:
-    """The step lines of ``metrics.jsonl``; of a version written twice the later stands."""
+    """The step lines of ``metrics.jsonl``; of a version written twice, the later one."""
     rows = {row["version"]: row for row in read_lines(run_dir.metrics) if row.get("kind") == "step"}
     return [rows[version] for version in sorted(rows)]
 
@@ -77,7 +77,7 @@ def tokens_per_second(steps: Sequence[Mapping[str, Any]]) -> float | None:
 def states(run_dir: RunDir) -> dict[str, int]:
     """Samples by state, as the ledger counts them: ``issued trained pending``, ``dropped/REASON``; or nothing.
 
-    ``pending`` holds what is generated and not yet trained, as `Ledger.counts` has it.
+    ``pending`` is generated and not yet trained, as in `Ledger.counts`.
     """
     query = "SELECT t.state, coalesce(r.name, ''), t.count FROM tally t LEFT JOIN reasons r ON r.id = t.reason"
     try:
@@ -94,7 +94,7 @@ def states(run_dir: RunDir) -> dict[str, int]:
 
 
 def recorded_steps(run_dir: RunDir) -> int:
-    """Steps whose composition is in the ledger; 0 where there is none."""
+    """Steps whose composition is in the ledger; 0 for none."""
     try:
         with closing(_open_ledger(run_dir)) as database:
             return int(database.execute("SELECT count(*) FROM steps").fetchone()[0])

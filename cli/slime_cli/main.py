@@ -43,7 +43,7 @@ Exit codes: 0 ok, 1 failed, 2 config or usage, 3 data, 4 plugin, 5 engine, 6 tra
 
 
 class LazyGroup(click.Group):
-    """Commands of ours by name, then commands of plugins (`slime NAME ...`), each imported when it is asked for."""
+    """Commands of ours by name, then commands of plugins (`slime NAME ...`), each imported on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Ours; plugins have `slime plugins list`."""
@@ -67,7 +67,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command, or say what was probably meant."""
+        """Find the command, or suggest the nearest name."""
         name = args[0]
         command = self.get_command(ctx, name)
         if command is None:
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def let_go_of_streams() -> None:
-    """Flush both; one that takes nothing would make Python end with a code of its own when it tries again."""
+    """Flush both: a closed one would make Python exit with its own code when it tries again."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()

@@ -17,10 +17,10 @@ EXCERPT = 200  # characters of the first row that are shown
 
 
 async def make_plan(settings: Settings, run_dir: Path | None) -> dict[str, Any]:
-    """Everything that a run would check at its start, and what it would do; nothing is started or written.
+    """Run all checks of a run's start and show what it would do; nothing is started or written.
 
     Raises:
-        SlimeError: whatever the run would have met: data, model folder, plugins, run directory.
+        SlimeError: any error of the run's start: data, model folder, plugins, run directory.
     """
     from slime_cli.preflight import check_cores, check_inputs
     from slime_cli.settings import plans
@@ -170,7 +170,7 @@ def _excerpt(value: Any) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a run directory that could not be made; a folder is made beside it, and removed at once.
+    """Refuse a run directory that cannot be created; tries with a sibling folder, removed at once.
 
     Raises:
         StorageError: STO110.

@@ -11,7 +11,7 @@ def plugin_command(name: str) -> click.Command | None:
     """The command of an installed plugin, or None where no plugin has that name.
 
     Raises:
-        PluginError: the plugin does not load, or brings no command.
+        PluginError: the plugin does not load, or has no command.
     """
     from slime_core.plugins import available, load_plugin
 

@@ -1,6 +1,6 @@
-"""A plugin looked at in a process of its own: its hooks, options and recipes, or its load error.
+"""Inspection of a plugin in a separate process: its hooks, options and recipes, or its load error.
 
-python -m slime_cli.plugin_probe NAME FILE       what the parent reads is in FILE; the plugin may print as it likes
+python -m slime_cli.plugin_probe NAME FILE       the parent reads FILE; the plugin may print anything
 """
 
 from __future__ import annotations

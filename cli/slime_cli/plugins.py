@@ -90,7 +90,7 @@ def show(name: str, as_json: bool) -> None:
 @click.argument("name")
 @AS_JSON
 def check(name: str, as_json: bool) -> None:
-    """Run the contract suite on one plugin, in a process of its own. Exit code 4 where a promise is broken."""
+    """Run the contract suite on one plugin, in a separate process. Exit code 4 if a check fails."""
     from slime_cli.plugin_probe import in_process
 
     info = find(name)

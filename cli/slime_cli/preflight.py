@@ -32,7 +32,7 @@ def check_machine(config: Config, note: Callable[[str], None]) -> None:
 
     Raises:
         StorageError: STO120 too few open files are allowed.
-        TrainerError: TRN131 no loopback, TRN132 too little memory, with what is needed for what.
+        TrainerError: TRN131 no loopback, TRN132 too little memory, with the need of each part.
     """
     check_files(needed_files(processes(config)))
     check_loopback()
@@ -86,7 +86,7 @@ def check_inputs(settings: Settings, config: Config) -> None:
 
 
 def check_cores(config: Config) -> str:
-    """What to tell of trainer ranks that share the cores of this machine; empty where each has its own."""
+    """A notice for trainer ranks that share this machine's cores; empty if each has its own."""
     cluster, cores = config.cluster, len(os.sched_getaffinity(0))
     ranks = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
     if cluster.device != "cpu" or cluster_of(config).remote or ranks <= max(cores, 2):
@@ -121,7 +121,7 @@ def needed_files(processes: int = 1) -> int:
 
 
 def check_files(needed: int) -> None:
-    """Raise the soft limit of open files to what the system allows.
+    """Raise the soft limit of open files to the hard one.
 
     Raises:
         StorageError: STO120.
@@ -170,7 +170,7 @@ def processes(config: Config) -> int:
 
 
 def needed_memory(config: Config) -> dict[str, int]:
-    """Bytes by what needs them, as float32 on a CPU; empty where the model's size is not known here."""
+    """Bytes by use, as float32 on a CPU; empty if the model's size is unknown."""
     count = parameters(Path(config.rollout.hf_checkpoint))
     if not count:
         return {}
@@ -206,7 +206,7 @@ def cache_memory(config: Config, free: int) -> int:
 
 
 def parameters(folder: Path) -> int:
-    """Parameters of a model folder, from its files or else from the sizes in its config; 0 where neither tells."""
+    """Parameters of a model folder, from its files or else from the sizes in its config; 0 if neither has them."""
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     try:
         raw = _text_config(folder)

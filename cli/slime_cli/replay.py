@@ -64,7 +64,7 @@ def make_again(run_dir: RunDir, step: int, *, verify: bool = False) -> Replayed:
 
 
 def here(config: Config) -> Config:
-    """The config on a device that this machine has; the rest is as it was recorded."""
+    """The recorded config, on a device that this machine has."""
     import torch
 
     from slime_core.clusters.machine import resolve_machine
@@ -76,7 +76,7 @@ def here(config: Config) -> Config:
 
 
 def verdict(answer: Replayed) -> bool | None:
-    """Whether the slow recomputation agrees; None where it was not asked for."""
+    """Whether the slow recomputation agrees; None if it was not requested."""
     errors = answer.verified
     return None if errors is None else max(errors["gradient_error"], errors["loss_error"]) <= errors["limit"]
 
@@ -127,7 +127,7 @@ def sentence(answer: Replayed) -> str:
 
 
 def machine_text(answer: Replayed) -> str:
-    """What is not as it was."""
+    """The differences."""
     if not answer.machine:
         return "as recorded"
     return "\n".join(f"{key}: {was} recorded, {now} here" for key, (was, now) in answer.machine.items())

@@ -1,7 +1,7 @@
 """Restarts of a run that lost a process, server or machine: `slime run --resume`, or why not.
 
     lost, or hung -> how often? -> said -> a pause -> this process becomes `slime run --resume RUN_DIR`
-                        `- too often, or nothing done since the last time: the first cause, and the last beside it
+                        `- too often, or no step since the last restart: the first cause, and the last one
 
 The same process id runs another program from its first line on, so nothing of what failed is left in memory, and
 there is one way to go on. What it must know of its past (how often, why, secrets that are written nowhere) crosses in
@@ -82,7 +82,7 @@ class Past:
 
 
 def past() -> Past:
-    """What the process before this one has left; nobody reads it twice."""
+    """Data left by the process before this one; read once."""
     word = os.environ.pop(MEMORY, "")
     if not word.isdigit():
         return Past()
@@ -111,7 +111,7 @@ def refusal(deaths: Sequence[Death], limit: int) -> str:
 
 
 def given_up(deaths: Sequence[Death], reason: str) -> SlimeError:
-    """The first cause first, and the last one beside it."""
+    """The first cause, and the last one."""
     first = deaths[0]
     error = remade(first.kind, first.error, SlimeError)
     if len(deaths) > 1:
@@ -122,7 +122,7 @@ def given_up(deaths: Sequence[Death], reason: str) -> SlimeError:
 
 
 class Restarts:
-    """Around a run: an error that a restart may mend starts it again instead of ending the command.
+    """Wrap a run: an error that a restart may fix restarts it instead of ending the command.
 
     Example:
         with Restarts(session, past, settings, command):
@@ -161,7 +161,7 @@ class Restarts:
         END_NOW(code)
 
     def after(self, error: SlimeError, run_dir: RunDir) -> None:
-        """Start the run again; where that is of no use, return or raise what the command ends with.
+        """Restart the run; where that is of no use, return or raise the command's end.
 
         Raises:
             SlimeError: the first error of a run that was restarted in vain.

@@ -1,4 +1,4 @@
-"""`slime run --resume`: the checkpoint to go on from, or why not.
+"""`slime run --resume`: the checkpoint to resume from, or the reason for refusing.
 
 which run -> its config under the flags -> finished? -> lock, epoch -> newest whole checkpoint
   -> changed keys, plugins, machine -> figures trimmed -> the ordinary loop
@@ -41,7 +41,7 @@ _REFERENCE = re.compile(r"(?<!\$)\$\{")
 
 @dataclass(slots=True, kw_only=True)
 class Going:
-    """A run that another process goes on with."""
+    """A run that another process resumes."""
 
     run_dir: RunDir
     found: LoadedCheckpoint | None
@@ -50,12 +50,12 @@ class Going:
 
     @property
     def version(self) -> int:
-        """Where it goes on."""
+        """Where it resumes."""
         return self.found.version if self.found else 0
 
 
 def choose(word: str, at: Path | None, words: Sequence[str], session: CliSession) -> tuple[Settings, Path | None]:
-    """The settings, and the run to go on with; None where ``auto`` finds none and a fresh one is due.
+    """The settings, and the run to resume; None if ``auto`` finds none and starts a fresh one.
 
     Raises:
         ConfigError: CFG00 two run directories, CFG05 no run there, CFG09 a secret that was not saved.
@@ -95,7 +95,7 @@ def newest(name: str, at: Path | None = None) -> Path | None:
 
 
 def load_saved(path: Path, words: Sequence[str], session: CliSession) -> Settings:
-    """The config of a run under flags; a recipe among ``words`` stands in its place, and is compared with it later.
+    """The config of a run under flags; a recipe among ``words`` replaces it, and is compared with it later.
 
     Raises:
         ConfigError: CFG01 to CFG11, CFG09 with every key whose secret was not saved.
@@ -131,7 +131,7 @@ def references(recipe: Path | None, saved: Mapping[str, Any]) -> dict[str, str]:
 
 
 def already_finished(path: Path, settings: Settings) -> dict[str, Any] | None:
-    """What `slime run` answers where the run has made all its steps and says so; None where it has not."""
+    """The output of `slime run` for a run that has made all its steps; None for an unfinished one."""
     run_dir, total = RunDir(path), total_steps(settings.config)
     info = run_dir.read_info()
     version = info.get("version", 0)
@@ -150,10 +150,10 @@ def already_finished(path: Path, settings: Settings) -> dict[str, Any] | None:
 
 
 def reopen(path: Path, settings: Settings, config: Config, forced: Collection[str]) -> Going:
-    """Lock the run, find where it goes on, and refuse what would make another experiment of it.
+    """Lock the run, find its checkpoint, and refuse changes that would make it another experiment.
 
     Raises:
-        ConfigError: CFG13 changed keys, CFG14 nothing to go on from, CFG16 another process runs there.
+        ConfigError: CFG13 changed keys, CFG14 no checkpoint, CFG16 another process runs there.
         PluginError: PLG65 other plugins than the run had.
         TrainerError: TRN108 another dtype than the run had.
         StorageError: the run directory cannot be written, STO113 a checkpoint of another slime, STO117 a damaged
@@ -221,7 +221,7 @@ def recover_ledger(run_dir: RunDir, checkpoint: LoadedCheckpoint | None, config:
     """Put the checkpoint's copy in the place of a damaged ledger, and forget samples that cannot be read; say so.
 
     Raises:
-        StorageError: STO117 the ledger is damaged or gone, and there is no copy.
+        StorageError: STO117 the ledger is damaged or missing, and there is no copy.
     """
     from slime_core.ledger.repair import recover
 
@@ -232,7 +232,7 @@ def recover_ledger(run_dir: RunDir, checkpoint: LoadedCheckpoint | None, config:
 
 
 def standing(checkpoint: LoadedCheckpoint | None, stages: int) -> ResumePoint:
-    """What the ledger must still hold for a run of so many stages that goes on from ``checkpoint``."""
+    """Check that the ledger holds what a run of so many stages needs to resume from ``checkpoint``."""
     from slime_core.ledger.repair import ResumePoint
 
     if checkpoint is None:
@@ -246,7 +246,7 @@ def standing(checkpoint: LoadedCheckpoint | None, stages: int) -> ResumePoint:
 def check_config(
     run_dir: RunDir, checkpoint: LoadedCheckpoint | None, config: Config, settings: Settings, forced: Collection[str]
 ) -> list[ConfigChange]:
-    """The keys that are not as they were saved, after unsafe ones were refused; the others are told.
+    """The keys that differ from the saved ones. Unsafe ones are refused, the others give a notice.
 
     Raises:
         ConfigError: CFG13.
@@ -325,7 +325,7 @@ def kind_of(config: Config, plugins: Plugins) -> str:
 
 
 def say_machine(run_dir: RunDir, checkpoint: LoadedCheckpoint | None, config: Config) -> None:
-    """Name what of the machine and of slime itself is not as it was: bits may differ, nothing else does."""
+    """Name changes of the machine and of slime itself: only bits may differ."""
     from slime_core import __version__
     from slime_core.clusters.machine import machine_facts
 
@@ -369,7 +369,7 @@ def _plain(key: str, value: str) -> str:
 
 
 def _refuse_redacted(data: Any, path: Path) -> None:
-    """Every secret that was kept out of ``config.toml`` must have come back."""
+    """Check that every secret left out of ``config.toml`` is set again."""
     missing = [key for key, text in texts_in(data) if REDACTED in text]
     if missing:
         saved = RunDir(path).read_info().get("references") or {}

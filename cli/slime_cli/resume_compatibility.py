@@ -1,10 +1,10 @@
 """Resume compatibility: a table of changed keys with verdicts, from the saved and the present config.
 
-    safe      the same weights come out                     goes on
-    notice    the same mathematics, perhaps other bits      goes on, and says so
+    safe      the same weights                             resumes
+    notice    the same mathematics, perhaps other bits      resumes with a notice
     unsafe    another experiment under the old one's name   refused unless --force-key names it
 
-Every key of the schema stands in exactly one class; tables of plugins and backends are unsafe as a whole.
+Every key of the schema has exactly one class; tables of plugins and backends are unsafe as a whole.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ def _of_stage(
 
 
 def _written(data: Mapping[str, Any], stage: Config) -> dict[str, Any]:
-    """[train] as it was written for a stage, before ``auto`` was settled."""
+    """[train] as written for a stage, before ``auto`` was resolved."""
     train = dict(data.get("train", {}))
     for entry in data.get("stage", ()):
         if entry.get("name") == stage_name(stage):

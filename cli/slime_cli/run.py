@@ -139,7 +139,7 @@ def check_flags(resume: str | None, forced: tuple[str, ...], dry_run: bool) -> N
 def settings_of(
     words: tuple[str, ...], run_dir: Path | None, resume: str | None, session: CliSession
 ) -> tuple[Settings, Path | None]:
-    """The config and plugins of a command line, and the run that it goes on with, if any."""
+    """The config and plugins of a command line, and the run that it resumes, if any."""
     if resume is not None:
         from slime_cli.resume import choose
 
@@ -202,7 +202,7 @@ class Run:
         self._began, self._limit = time.monotonic(), limit
 
     def fresh(self, at: Path | None) -> dict[str, Any]:
-        """Run every stage in a run directory of its own; the answer names it."""
+        """Run every stage in a new run directory; return its path."""
         from slime_cli.preflight import check_inputs, check_kept
         from slime_core.report import RunDir
 
@@ -288,7 +288,7 @@ async def _timed(work: Any, clock: StopAfter | None) -> int:
 
 
 def _way_on(error: Exception, stop: Stop, run_dir: RunDir) -> Exception:
-    """The error with the way to go on; the loop knows no command line."""
+    """The error with the command that resumes; the loop knows no command line."""
     from slime_core.checkpoint.manifest import names_in
     from slime_core.errors import Preempted
 

@@ -1,4 +1,4 @@
-"""`slime show RUN`: what was run, how it went and what it made."""
+"""`slime show RUN`: settings, course and results of a run."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def explain(run_dir: RunDir) -> dict[str, Any]:
 
 
 def checkpoints(run_dir: RunDir) -> list[dict[str, Any]]:
-    """Published checkpoints, the newest first, with what their files' sizes tell; hashes are read by a resume."""
+    """Published checkpoints, newest first, checked by file sizes; a resume checks hashes."""
     from slime_core.checkpoint import manifest
     from slime_core.errors import StorageError
 

@@ -1,7 +1,7 @@
 """What a run does with SIGTERM, SIGINT, SIGHUP and SIGUSR1.
 
     nothing to keep yet   the signal ends the process (Terminated, KeyboardInterrupt)
-    a run is going on     the first asks it to stop: checkpoint, exit 75 (130 after Ctrl-C); the second ends it now
+    while a run runs      the first requests a stop: checkpoint, exit 75 (130 after Ctrl-C); the second ends it now
 
 Handlers are Python's own, not the event loop's, so that the second signal is heard while the loop is busy. A signal
 that was ignored when the process began stays ignored (nohup, background jobs of a shell). SIGUSR1 prints the stack of
@@ -41,7 +41,7 @@ class Signals:
     Example:
         with Signals() as signals:
             settings = load_settings(words, session)                   # a signal raises here
-            with signals.asking(stop, on_leave=run_dir_says_so):       # and asks from here on
+            with signals.asking(stop, on_leave=run_dir_says_so):       # and requests stops from here on
                 asyncio.run(signals.drive(loop.run(..., stop=stop)))
     """
 
@@ -50,7 +50,7 @@ class Signals:
         self._stop: Stop | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_leave: Callable[[str], Any] | None = None
-        self.first = 0  # the signal that asked the run to stop
+        self.first = 0  # the signal that requested the stop
 
     def __enter__(self) -> Self:
         for number in HANDLED:
@@ -116,7 +116,7 @@ class Signals:
 
 
 def _tell(text: str) -> None:
-    """A line on stderr, past Python's buffer: a handler may have interrupted somebody who writes to it."""
+    """A line on stderr, past Python's buffer: a handler may have interrupted a write to it."""
     with contextlib.suppress(OSError):
         os.write(2, f"\n{text}\n".encode())
 

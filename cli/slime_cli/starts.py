@@ -1,4 +1,4 @@
-"""Every process that ran in a run directory, as ``run.json`` tells of it, and the traceback that one left."""
+"""Every process that ran in a run directory, from ``run.json``, and the traceback that one left."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from slime_core.errors import StorageError
 from slime_core.report.rundir import RunDir, now
 
 STARTS = 200
-"""Newest starts that ``run.json`` tells of."""
+"""Newest starts kept in ``run.json``."""
 
 
 def begin(run_dir: RunDir, version: int, facts: Mapping[str, Any], *, kind: str = "") -> None:
-    """Note in ``run.json`` that a process starts from ``version``; ``facts`` are laid over what is there.
+    """Note in ``run.json`` that a process starts from ``version``; ``facts`` are merged into the entry.
 
     Two starts of one ``kind`` give the same bits.
     """

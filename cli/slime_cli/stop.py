@@ -18,7 +18,7 @@ from slime_cli.following import POLL, RunTarget, follow, named, reached_of, targ
 from slime_core.errors import ConfigError
 from slime_core.report.text import say
 
-NOW = 20.0  # seconds in which a process that was told twice must be gone before it is killed
+NOW = 20.0  # seconds after the second signal until a process is killed
 
 
 @click.command("stop")
@@ -84,7 +84,7 @@ def stop_process(target: RunTarget, now: bool, lines: list[str]) -> int:
 
 
 def end_process(target: RunTarget, pid: int, *, now: bool) -> None:
-    """SIGTERM once; or until it is gone, and SIGKILL where it does not go."""
+    """Send SIGTERM once; or wait until it has ended, with SIGKILL as the last resort."""
     end = time.monotonic() + NOW
     number = signal.SIGTERM
     while True:

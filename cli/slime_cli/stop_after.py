@@ -1,7 +1,7 @@
 """`--stop-after 40m`: ask a run to stop while a checkpoint still fits, by the steps seen.
 
 |-- steps --|-- one more does not fit --|-- what cannot be interrupted --|-- checkpoint --|-- margin --| limit
-            ^ asked after a step                  ^ asked in the middle of a step that takes longer
+            ^ requested after a step              ^ requested within a step that takes longer
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def parse_seconds(text: str) -> float | None:
 
 
 def process_age() -> float:
-    """Seconds since this process began, so that imports count too; 0 where the system does not tell."""
+    """Seconds since this process began, so that imports count too; 0 if the system has no figure."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
@@ -62,22 +62,22 @@ def process_age() -> float:
 
 
 class StopAfter:
-    """A tracker that asks ``stop`` so early that the run ends, saved, ``limit`` seconds after ``began``.
+    """A tracker that requests the stop early enough for the run to end, saved, ``limit`` seconds after ``began``.
 
-    Nothing that was not seen is known: before the first step only the margin is kept.
+    It estimates from finished steps: before the first one only the margin is kept.
     """
 
     def __init__(self, limit: float, stop: Stop, *, began: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._end, self._stop, self._clock = began + limit, stop, clock
         self._margin = min(30.0, max(1.0, 0.02 * limit))
         self._steps: deque[float] = deque(maxlen=5)  # whole wall seconds of the last ones
-        self._hard: deque[float] = deque(maxlen=5)  # of what a stop waits for
+        self._hard: deque[float] = deque(maxlen=5)  # seconds that a stop waits for
         self._last: tuple[str, float] | None = None  # stage and time of the step before
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def reserve(self) -> float:
-        """Seconds before the end at which a run must be asked at the latest."""
+        """Seconds before the end at which the stop must be requested at the latest."""
         hard = max(self._hard, default=0.0)
         return self._margin + 1.5 * (hard + (self._stop.checkpoint_seconds or hard))
 

@@ -2,7 +2,7 @@
 
     a cluster that stays? -> joined -> room? -> the run directory -> its record -> the actor -> its first answer
 
-Everything that `slime run` checks before it takes anything has been checked by then, here where somebody reads it.
+All of `slime run`'s checks have passed by then, here, where their errors are read.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Detach:
     words: Sequence[str]  # recipe, flags and keys
     run_dir: Path | None
     resume: str | None
-    old: Path | None  # the run that it goes on with
+    old: Path | None  # the run that it resumes
     forced: Sequence[str]
     stop_after: float | None
     verify_step: int
@@ -103,7 +103,7 @@ def submit(detach: Detach, settings: Settings) -> dict[str, Any]:
 
 
 def letter_of(detach: Detach, settings: Settings, run_dir: RunDir) -> Letter:
-    """What the driver's processes are told."""
+    """The settings for the driver's processes."""
     return Letter(
         run_dir=str(run_dir.path),
         words=detach.first(run_dir.path),
@@ -138,10 +138,10 @@ def detaching(settings: Settings) -> Detaching:
 
 @contextmanager
 def claimed(detach: Detach, settings: Settings) -> Iterator[RunDir]:
-    """The run directory, new or old, locked until a driver waits for it; without one it is as it was.
+    """The run directory, new or old, locked until a driver waits for it; unchanged if none comes.
 
     Raises:
-        ConfigError: CFG12 it holds another run, CFG16 a process runs there, CFG20 it would not be kept.
+        ConfigError: CFG12 it holds another run, CFG16 a process runs there, CFG20 it would not persist.
     """
     from slime_cli.preflight import check_kept
     from slime_core.report import RunDir

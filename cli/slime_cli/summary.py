@@ -53,7 +53,7 @@ def say_end(run_dir: RunDir, version: int, seconds: float, summary: StepRange, f
 
 
 def say_answer(answer: dict[str, Any], as_json: bool) -> None:
-    """The answer on stdout; the run is done, whoever reads."""
+    """Print the result on stdout; a closed stdout does not fail a finished run."""
     try:
         click.echo(json.dumps(answer, indent=1, sort_keys=True) if as_json else answer["run_dir"])
     except BrokenPipeError:

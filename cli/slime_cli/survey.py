@@ -1,4 +1,4 @@
-"""Survey of one data file or set, read whole, a row at a time: what it holds and what is wrong with it.
+"""Survey of one data file or set, read row by row: its content and its errors.
 
 Memory: 8 bytes a row for duplicates (of the first :data:`MAX_HASHED` rows), a counter of lengths, nothing else.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MAX_HASHED = 1 << 23  # 64 MiB, and as much again while they are sorted
 MAX_KEYS = 1000
-FIRST = 20  # bad rows that are told one by one
+FIRST = 20  # bad rows listed one by one
 LONG_NUMBER = re.compile(r"\d{4001,}")
 TOWER = re.compile(r"\d\s*(?:\*\*|\^)\s*[{(]*\s*\d+\s*(?:\*\*|\^)")
 NUMBERS_TOLD = {"number of more than 4000 digits": LONG_NUMBER, "power of a power": TOWER}
@@ -48,7 +48,7 @@ class Survey:
     contradicting: int = 0  # rows whose prompt an earlier row has with another label
     first_contradicting: list[tuple[str, str]] = field(default_factory=list)
     repeated_ids: list[str] = field(default_factory=list)
-    labels: Counter[str] = field(default_factory=Counter)  # what a grader may not work out -> rows
+    labels: Counter[str] = field(default_factory=Counter)  # labels that a grader may not parse -> rows
     first_labels: list[str] = field(default_factory=list)
     media: Counter[str] = field(default_factory=Counter)  # kind -> references
     hashed: int = 0  # rows that duplicates were looked for in
@@ -87,7 +87,7 @@ class Survey:
         return self.encoder.limit if self.encoder else 0
 
     def quantiles(self) -> dict[str, int]:
-        """Lengths of prompts: ``min p50 p90 p99 max``; empty where there is none."""
+        """Lengths of prompts: ``min p50 p90 p99 max``; empty without prompts."""
         if not self.lengths:
             return {}
         values = np.array(sorted(self.lengths), dtype=np.int64)

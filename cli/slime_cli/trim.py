@@ -1,4 +1,4 @@
-"""A run that goes on from a version in; its figures and samples without the lines that will be written again."""
+"""Trimming of a resumed run's metrics and samples: lines that will be written again are removed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def trim_figures(run_dir: RunDir, version: int, *, evaluations: int = 1) -> int:
     A line that is torn goes too. Of the evaluations at ``version`` itself the first ``evaluations`` of each set stay.
 
     Raises:
-        StorageError: STO109, STO110 or STO121; each file is then as it was, or trimmed.
+        StorageError: STO109, STO110 or STO121; each file is then unchanged or trimmed.
     """
     dropped = 0
     for path in (run_dir.metrics, run_dir.samples):

@@ -6,7 +6,7 @@ no beat for a hook's own limit and `GRACE` seconds   the hook that holds the int
 no beat for `hang_timeout`                           the same, where no hook does
 no turn of the event loop for `LAG` seconds          the hook that holds the loop is named, with its line
 no turn for that hook's own limit and `GRACE`        the run is ended
-a signal that nobody hears for `DEAF` seconds        it is said who holds the interpreter; a second one ends the run
+a signal unheard for `DEAF` seconds                  names what holds the interpreter; a second one ends the run
 
 Time in which the driver or this process is stopped (SIGSTOP) does not count. The driver is killed: nothing else ends a
 process that is inside of C, and all that must last is on disk.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 PR_SET_PDEATHSIG = 1
 TICK = 0.5  # seconds
-QUIET = 2.0  # seconds without a beat after which somebody is looked for
+QUIET = 2.0  # seconds without a heartbeat until the cause is sought
 GRACE = 2.0  # seconds after a limit, for the driver to keep it itself
 LAG = 5.0  # seconds without a turn of the event loop after which the hook that holds it is named
 DEAF = 2.0
@@ -136,7 +136,7 @@ class Watchdog:
         return False
 
     def _culprit(self) -> tuple[HookCall | None, str]:
-        """The hook call that stands in the way, and the stack of its thread; without one that of the thread that runs.
+        """The hook call that blocks, and the stack of its thread; without one, that of the running thread.
 
         While Python runs that is the main thread, which alone hears signals.
         """
@@ -250,7 +250,7 @@ def _spent(pid: int) -> dict[int, int]:
 
 
 def _stat(path: str) -> list[str]:
-    """Fields of a ``stat`` file from the state on; a dead process's state where there is none."""
+    """Fields of a ``stat`` file from the state on; a dead process's state without the file."""
     try:
         return Path(path).read_text(errors="replace").rpartition(")")[2].split() or ["X"]
     except OSError:

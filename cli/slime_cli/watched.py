@@ -2,7 +2,7 @@
 
 driver    beats, running hooks -> memory of `slime_core.heartbeat`   -> watchdog
           signals, by Python's C handler, which needs no interpreter -> watchdog
-watchdog  asks a thread for its stack (`STACK`), which faulthandler writes without the interpreter
+watchdog  requests a thread's stack (`STACK`), which faulthandler writes without the interpreter
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def watched(run_dir: Path, hang_timeout: float) -> Iterator[None]:
         process = _process(order, (memory, signals, stacks))
         stack.callback(_end, signalled, process)
         if process is None:
-            yield  # there is no room for another process: the run goes on without it
+            yield  # no room for another process: the run runs without it
             return
         faulthandler.register(STACK, written, all_threads=False)
         stack.callback(faulthandler.unregister, STACK)

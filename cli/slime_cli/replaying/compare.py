@@ -29,8 +29,8 @@ BOOKKEEPING = (
     *("data/", "ledger/", "dropped/", "stale/", "async/", "rollout/issued_groups", "rollout/dropped_samples"),
     *("verify/", "canary/", "swap/"),
 )
-"""Beginnings of metrics that tell where samples came from or what was checked and moved, not what a step made of them;
-they are told apart."""
+"""Prefixes of metrics about the origin of samples, checks and transfers, not about a step's result; reported
+separately."""
 CAUSES = (
     ("train_rollout_logprob_abs_diff", "the trainer's scores diverged"),
     ("advantages/", "the advantages diverged"),
@@ -120,7 +120,7 @@ def compare_steps(
     """Compare every step of two runs. ``decode`` turns token ids to text, where a tokenizer is near.
 
     Raises:
-        StorageError: a ledger that cannot be read; payloads that cannot are told as "unknown".
+        StorageError: a ledger that cannot be read; unreadable payloads count as "unknown".
     """
     journals = ledgers[0].steps(), ledgers[1].steps()
     metrics = tuple({row["version"]: row["metrics"] for row in history.steps_of(run)} for run in (one, other))

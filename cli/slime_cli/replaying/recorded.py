@@ -2,7 +2,7 @@
 
     ledger.sqlite (mode=ro) -> steps, members of a step -> samples from segments/, where they were not pruned
 
-A run may be going on meanwhile; what it commits later is not seen.
+The run may still be running; later commits are not seen.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Recorded:
         """The samples of rows.
 
         Raises:
-            StorageError: STO111 a payload was pruned or its file is gone, STO112 it is damaged.
+            StorageError: STO111 a payload was pruned or its file is missing, STO112 it is damaged.
         """
         lost_ids = [member.id for member in members if member.place is None]
         if lost_ids or (members and not self._folder.is_dir()):
@@ -155,7 +155,7 @@ def open_recorded(run_dir: RunDir) -> Recorded:
     """The ledger of a run directory, to read; where it lies elsewhere and that is not here, its newest copy.
 
     Raises:
-        StorageError: STO111 there is none, STO117 it is damaged.
+        StorageError: STO111 no ledger, STO117 it is damaged.
     """
     return Recorded(_ledger_of(run_dir), run_dir.segments)
 
@@ -170,7 +170,7 @@ def _ledger_of(run_dir: RunDir) -> Path:
 
 
 def groups_of(members: Sequence[StepSample], samples: Sequence[Sample]) -> list[Group]:
-    """Samples of a step as the groups that trained, in order; of a prompt what its samples tell."""
+    """Samples of a step as the groups that trained, in order; a prompt as far as its samples record it."""
     by_position: dict[int, list[Sample]] = {}
     for member, sample in zip(members, samples, strict=True):
         by_position.setdefault(member.position, []).append(sample)

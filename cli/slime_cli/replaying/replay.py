@@ -1,4 +1,4 @@
-"""Make a recorded step again beside the run, and compare it with what was recorded, sample by sample.
+"""Repeat a recorded step outside the run, and compare it with the record, sample by sample.
 
     nearest checkpoint before it, else the starting weights -> recorded steps up to it, by `loop.train_on` -> compare
 
@@ -117,7 +117,7 @@ class WatchedTrainer:
 async def replay(
     run_dir: RunDir, step: int, config: Config, plugins: Plugins, scratch: Path, *, verify: bool = False, note: Note
 ) -> Replayed:
-    """Make ``step`` of a run again in the empty folder ``scratch``, and compare it with what was recorded.
+    """Repeat ``step`` of a run in the empty folder ``scratch``, and compare it with the record.
 
     ``config`` is the run's own, with a device that is here. With ``verify`` its gradient is recomputed slowly, too.
 
@@ -149,7 +149,7 @@ async def replay(
 
 
 class _Making:
-    """The steps up to the one that is asked for, made one after another."""
+    """Repeat the steps up to the requested one."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class _Making:
         members = self._recorded.members(version)
         groups = groups_of(members, self._recorded.samples(members))
         age = Staleness(stage)
-        age.took(groups, version - 1)  # what was too old to train then is masked again
+        age.took(groups, version - 1)  # mask again what was too stale to train then
         for group in groups:
             self._plugins.seen(group, stage)
         await self._components.ledger.issue(groups)
