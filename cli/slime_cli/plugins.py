@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -176,8 +177,8 @@ def _hook_section(row: dict[str, Any]) -> str:
     sentence, _, example = row["text"].partition("\n\n")
     kind = ", ".join([row["kind"], *(["may be async"] if row["may_await"] else [])])
     replaces = f" In place of slime's `{'`, `'.join(row['replaces'])}`." if row["replaces"] else ""
-    description = " ".join(sentence.split())
-    return f"### `{row['signature']}`\n\n*{kind}.* {description}{replaces}\n\n```python\n{example.rstrip()}\n```"
+    text = textwrap.fill(f"*{kind}.* {sentence}{replaces}", 120, break_long_words=False, break_on_hyphens=False)
+    return f"### `{row['signature']}`\n\n{text}\n\n```python\n{example.rstrip()}\n```"
 
 
 def _hook_cells(row: dict[str, Any]) -> list[object]:

@@ -13,6 +13,8 @@ import ast
 import sys
 from pathlib import Path
 
+from wrap_pages import wrapped
+
 from slime_cli.cards import cards, option_rows
 from slime_core.algorithms import algorithms
 from slime_core.algorithms.shared.card import Card
@@ -25,7 +27,7 @@ MADE = "<!-- made by tools/docs/make_cards.py; edit slime_core/algorithms/NAME.p
 def pages() -> dict[str, str]:
     """File name to text of every page, the index first."""
     known = cards()
-    return {"index.md": index(known)} | {f"{name}.md": page(card, known) for name, card in known.items()}
+    return {"index.md": index(known)} | {f"{name}.md": wrapped(page(card, known)) for name, card in known.items()}
 
 
 def index(known: dict[str, Card]) -> str:
