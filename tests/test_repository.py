@@ -327,3 +327,12 @@ def test_lines_of_prose_have_at_most_120_columns(path: Path) -> None:
     prose = re.sub(r"^( *)```.*?^\1```$", "", path.read_text(), flags=re.M | re.S).splitlines()
     long = [line for line in prose if len(line) > 120 and not re.match(r"\||    |#|\[[^]]*\]\S+$", line)]
     assert long == [], "python tools/docs/wrap_pages.py wraps them"
+
+
+def test_the_index_links_every_page_and_every_package_once_in_four_groups() -> None:
+    text = (ROOT / "docs" / "index.md").read_text()
+    assert re.findall(r"^## (.*)", text, flags=re.M) == ["Start here", "Guides", "Reference", "Internals"]
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    own = [path.name for path in (ROOT / "docs").glob("*.md") if path.name != "index.md"]
+    packages = [f"../plugins/{folder.name}/README.md" for folder in PLUGIN_FOLDERS]
+    assert {name: links.count(name) for name in [*own, *packages] if links.count(name) != 1} == {}
