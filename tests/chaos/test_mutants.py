@@ -85,7 +85,7 @@ MUTANTS = [
     Mutant(
         "a resumed run does not rewind its ledger",
         "slime_core/resume.py",
-        "        await parts.ledger.rewind(checkpoint.version if checkpoint else 0)\n",
+        "        await components.ledger.rewind(checkpoint.version if checkpoint else 0)\n",
         "",
         f"{WITNESSES}[rewound]",
     ),

@@ -4,7 +4,7 @@
     python tools/durability/kills.py --seconds 45 --seed 0                                # a slice
     python tools/durability/kills.py --seed 0 --world 17  # one run again, its folder kept
 
-A run is a *world*: one of the scenarios of tests/chaos/world.py (no torch; the trainer's step and the engine's tokens
+A run is a *world*: one of the scenarios of `world.py` (no torch; the trainer's step and the engine's tokens
 are hashes of everything that they are given), killed some 5 to 15 times, and compared with the same run left alone.
 What is done is a function of the seed and the world's number; the moments, of the machine too. Runs lie in /dev/shm: a
 kill loses nothing that was written; what a power cut does is asked by tests/unit/checkpoint and tests/unit/ledger.
@@ -133,7 +133,7 @@ def drive(figures: Figures, args: argparse.Namespace) -> None:
 
 def work(seed: int, names: list[str]) -> int:
     """A worker: numbers of worlds in, one JSON line each out. One thread, no event loop, no database."""
-    world = _tests()
+    world = _world()
     scenarios = [world.SCENARIOS[name] for name in names] or list(world.SCENARIOS.values())
     with tempfile.TemporaryDirectory(prefix="slime-chaos-", dir=memory()) as folder:
         place = Path(folder)
@@ -161,7 +161,7 @@ def memory() -> str | None:
 
 def again(seed: int, number: int, names: list[str]) -> int:
     """One world, in a folder that stays."""
-    world = _tests()
+    world = _world()
     scenarios = [world.SCENARIOS[name] for name in names] or list(world.SCENARIOS.values())
     place = Path(tempfile.mkdtemp(prefix="slime-chaos-"))
     world.install(place / "site")
@@ -201,10 +201,10 @@ def summary(figures: Figures) -> str:
     return "\n".join([*lines, f"0 lost, 0 doubled, final/ identical; 95% bound of a failure a kill: {bound:.2e}"])
 
 
-def _tests() -> Any:
+def _world() -> Any:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    sys.path[:0] = [str(ROOT / "tests" / "chaos"), str(ROOT / "tools")]
-    import world
+    sys.path.insert(0, str(ROOT / "tools"))
+    from durability import world
 
     return world
 

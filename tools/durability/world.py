@@ -41,7 +41,7 @@ from slime_core.report.rundir import RunDir
 from slime_core.seeds import seed_of
 from slime_core.testing.fakes import CharTokenizer, FakeEngine, checksum
 
-HERE = Path(__file__).parent
+PLUGINS = Path(__file__).parent / "plugins"
 VOCAB = 17
 BASE = {
     "plugin": "chaos",
@@ -212,7 +212,7 @@ def install(folder: Path) -> None:
         info.mkdir(parents=True, exist_ok=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
         (info / "entry_points.txt").write_text(f"[slime.plugins]\n{module} = {module}_plugin\n")
-    for path in (str(HERE), str(folder)):
+    for path in (str(PLUGINS), str(folder)):
         if path not in sys.path:
             sys.path.insert(0, path)
 
