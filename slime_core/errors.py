@@ -164,10 +164,15 @@ def shortened(text: str, longest: int) -> str:
 
 def nearest(name: str, names: list[str] | set[str] | tuple[str, ...]) -> str:
     """`did you mean 'x'?` for the closest known name, or an empty string."""
+    near = closest(name, names)
+    return f"did you mean '{near}'?" if near else ""
+
+
+def closest(name: str, names: list[str] | set[str] | tuple[str, ...]) -> str:
+    """The known name that is nearly ``name``, or an empty string."""
     import difflib
 
-    matches = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.6)
-    return f"did you mean '{matches[0]}'?" if matches else ""
+    return next(iter(difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.6)), "")
 
 
 def install_line(extra: str) -> str:

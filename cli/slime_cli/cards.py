@@ -45,7 +45,8 @@ def option_rows(of: Card, config: Config | None = None) -> list[OptionRow]:
     """The card's keys with the value each has in ``config``, by default in a config that names only the algorithm."""
     from slime_core.config.fields import core_keys
     from slime_core.config.presets import settle
-    from slime_core.config.schema import Config, TrainSection
+    from slime_core.config.schema import Config
+    from slime_core.config.sections.train import TrainSection
     from slime_core.config.values import show
 
     presets, keys = of.presets if isinstance(of, Algorithm) else {}, core_keys()

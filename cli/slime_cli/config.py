@@ -203,8 +203,7 @@ def markdown_tables(rows: list[dict[str, str]]) -> str:
 
 def plugin_rows(names: tuple[str, ...]) -> list[dict[str, str]]:
     """Every option of these plugins."""
-    from slime_core.config.fields import bounds, describe
-    from slime_core.config.values import show
+    from slime_core.config.values import bounds, describe, show
     from slime_core.plugins import option_models
 
     return [

@@ -46,7 +46,7 @@ def check(session: CliSession, file: str, words: tuple[str, ...], run_dir: Path 
     """
     from slime_cli.settings import load_words, split_words
     from slime_cli.survey import survey
-    from slime_core.config.schema import DataTask
+    from slime_core.config.sections.data import DataTask
     from slime_core.data.opening import open_rows
     from slime_core.data.prompts import Keys, check_columns
 

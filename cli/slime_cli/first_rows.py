@@ -11,7 +11,8 @@ from slime_core.data.rows import split_slice
 from slime_core.data.supply import BadRows, FileSupply
 
 if TYPE_CHECKING:
-    from slime_core.config.schema import Config, DataTask
+    from slime_core.config.schema import Config
+    from slime_core.config.sections.data import DataTask
 
 SMALL = 64 << 20  # bytes of a file that is read whole: a second at most
 

@@ -111,10 +111,9 @@ def advantages(batch: Batch, train: Any) -> Columns:
 
 
 def _conflicts(config: Any) -> Iterator[Problem]:
-    from slime_core.config.algorithm_rules import largest_group
     from slime_core.config.problems import conflict
 
-    k, n = config.train.pass_k, largest_group(config)
+    k, n = config.train.pass_k, config.rollout.largest_group(config.data)
     if config.rollout.rollout_function_path or not k >= n > 1:
         return
     few = "holds no set of that size" if k > n else "is one set, so every advantage is 0"

@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
-from slime_core.config.server_rules import is_loopback
+from slime_core.config.sections.rollout import is_loopback
 
 LOOPBACK = "127.0.0.1"
 

@@ -17,13 +17,15 @@ from typing import Any
 from pydantic import BaseModel
 
 from slime_core.config.backend_tables import BackendTables
-from slime_core.config.fields import ConfigKey, core_keys, describe, element, is_model, is_sequence, unwrap
+from slime_core.config.fields import ConfigKey, core_keys
 from slime_core.config.problems import KeyPath, Problem, dotted
 from slime_core.config.schema import SECTIONS
 from slime_core.config.validate import absent
-from slime_core.config.values import typed
-from slime_core.errors import ConfigError, nearest
+from slime_core.config.values import describe, element, is_model, is_sequence, typed, unwrap
+from slime_core.errors import ConfigError, closest, nearest
 
+OPTION = object()
+"""The type of an option of an engine, which only the engine knows."""
 ALIASES = {"plugin": "plugins", "cluster": "cluster_backend"}
 _DOTTED = re.compile(r"([A-Za-z_][\w-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
 
@@ -80,118 +82,68 @@ def split(tokens: Sequence[str], tables: BackendTables | None = None) -> Command
     """Take apart what stands after `slime run`.
 
     Raises:
-        ConfigError: CFG01 a second recipe, CFG02 a flag without its value.
+        ConfigError: CFG01 a second recipe.
     """
-    words, keys, at = CommandLine(tables=tables or BackendTables()), core_keys(), 0
-    while at < len(tokens):
-        token = tokens[at]
-        at += 1
+    words, rest = CommandLine(tables=tables or BackendTables()), list(tokens)
+    while rest:
+        token = rest.pop(0)
         if token.startswith("--") and len(token) > 2:
-            name, equals, value = token[2:].partition("=")
-            word, at = _flag(name, value if equals else None, tokens, at, keys, words.tables)
-            words.overrides.append(word)
+            words.overrides.append(_flag(token, rest, words.tables))
         elif match := _DOTTED.fullmatch(token):
             words.overrides.append(Word(_name(match[1]), (match[2],), match[1]))
         elif words.recipe is None and not token.startswith("-"):
             words.recipe = token
         else:
-            raise ConfigError(
-                f"what is '{token}'?",
-                code="CFG01",
-                where=f"command line: {token}",
-                why=f"the recipe is {words.recipe} already" if words.recipe else "flags start with two dashes",
-                fix="write keys as --key VALUE or section.key=VALUE",
-            )
+            raise unexpected(token, f"the recipe is {words.recipe}" if words.recipe else "flags start with two dashes")
     return words
 
 
-def _flag(
-    name: str,
-    value: str | None,
-    tokens: Sequence[str],
-    at: int,
-    keys: Mapping[str, ConfigKey],
-    tables: BackendTables,
-) -> tuple[Word, int]:
-    plain = _name(name)
-    plain = ALIASES.get(plain, plain)
-    shown = f"--{name}"
-    is_key = plain in keys or "." in plain or plain.removeprefix("no_") in keys
-    option = None if is_key else tables.prefixed(plain.removeprefix("no_"))
-    if option and value is None:
-        return _prefixed_flag(option, shown, tokens, at, negated=plain.startswith("no_"))
-    if not is_key and (flag := _bare_flag(plain, shown, value, tokens, at, tables)):
-        return flag
-    head, dot, last = plain.rpartition(".")
-    key = keys.get(last) if not dot or head in SECTIONS else None
-    if key is None and value is None and plain.startswith("no_"):
-        following = at < len(tokens) and not _is_key(tokens[at])
-        if plain[3:] in keys or not following:
-            return Word(plain[3:], (), shown, negated=True), at
-    if value is not None:
-        return Word(".".join(option) if option and not plain.startswith("no_") else plain, (value,), shown), at
-    annotation = key.info.annotation if key else None
-    if key and unwrap(annotation) is bool:
-        if at < len(tokens) and tokens[at].lower() in ("true", "false"):
-            return Word(plain, (tokens[at],), shown), at + 1
-        return Word(plain, (), shown), at
-    if key and is_sequence(annotation) and plain != "plugins":
-        end = at
-        while end < len(tokens) and not _is_key(tokens[end]):
-            end += 1
-        if end > at:
-            return Word(plain, tuple(tokens[at:end]), shown), end
-    elif at < len(tokens) and not tokens[at].startswith("--"):
-        return Word(plain, (tokens[at],), shown), at + 1
-    if key:
-        raise ConfigError(
-            f"{shown} needs a value",
-            code="CFG02",
-            where=f"command line: {shown}",
-            why=f"{key.path} takes {key.kind}",
-            fix=f"{shown} VALUE",
-        )
-    return Word(plain, (), shown), at
-
-
-def _prefixed_flag(
-    option: tuple[str, ...], shown: str, tokens: Sequence[str], at: int, *, negated: bool
-) -> tuple[Word, int]:
-    """An option of an engine with what follows: nothing (true), a value, or several: only the first may be a path.
-
-    Which options are flags is known to the engine alone, so a recipe stands before them.
-    """
-    end = at
-    while not negated and end < len(tokens) and not _is_key(tokens[end]) and (end == at or "/" not in tokens[end]):
-        end += 1
-    return Word(".".join(option), tuple(tokens[at:end]), shown, negated=negated), end
-
-
-def _bare_flag(
-    plain: str, shown: str, value: str | None, tokens: Sequence[str], at: int, tables: BackendTables
-) -> tuple[Word, int] | None:
-    """An option of a trainer with the words that are its value; None for any other name, and after ``=``."""
-    if value is not None:
-        return None
-    options = tables.bare
-    if plain not in options:
-        return (Word(plain[3:], (), shown, negated=True), at) if plain[3:] in options and plain[:3] == "no_" else None
-    table, kind = options[plain]
-    end = at
-    if kind is bool:
-        end += at < len(tokens) and tokens[at].lower() in ("true", "false")
-        return Word(plain, tuple(tokens[at:end]), shown), end
-    while end < len(tokens) and not _is_key(tokens[end]) and (end == at or kind is list):
-        end += 1
-    if end > at:
-        return Word(plain, tuple(tokens[at:end]), shown), end
-    raise ConfigError(
-        f"{shown} needs a value",
-        code="CFG02",
-        where=f"command line: {shown}",
-        why=f"{table}.{plain} takes {describe(kind) if kind is not list else 'values'}",
-        fix=f"{shown} VALUE",
+def unexpected(token: str, why: str = "") -> ConfigError:
+    """That an argument is no flag, key or recipe."""
+    fix = "write keys as --key VALUE or section.key=VALUE"
+    return ConfigError(
+        f"unexpected argument '{token}'", code="CFG01", where=f"command line: {token}", why=why, fix=fix
     )
+
+
+def _flag(token: str, rest: list[str], tables: BackendTables) -> Word:
+    """The flag ``token`` with the words that are its value, which are taken from ``rest``."""
+    flag, equals, value = token[2:].partition("=")
+    shown, keys, name = f"--{flag}", core_keys(), ALIASES.get(_name(flag), _name(flag))
+    head, _, last = name.rpartition(".")
+    key = keys.get(last) if head in ("", *SECTIONS) else None
+    plain = name.removeprefix("no_")
+    foreign = key is None and "." not in name and plain not in keys
+    option = tables.prefixed(plain) if foreign else None
+    bare = tables.bare if foreign and option is None and not equals else {}
+    if option:
+        plain, name = ".".join(option), ".".join(option) if plain == name else name
+    if equals:
+        return Word(name, (value,), shown)
+    negated = key is None and name.startswith("no_") and name not in bare
+    if negated and (option or plain in keys or plain in bare or not rest or _is_key(rest[0])):
+        return Word(plain, (), shown, negated=True)
+    if key is not None:
+        return Word(name, _values(str if name == "plugins" else key.info.annotation, rest), shown)
+    return Word(name, _values(OPTION if option else bare.get(name, ("", Any))[1], rest), shown)
+
+
+def _values(kind: Any, rest: list[str]) -> tuple[str, ...]:
+    """Take the words of a value of a type from the head of ``rest``.
+
+    Which options of an engine are flags is known to it alone: theirs may be nothing (true), a value, or several, of
+    which only the first may be a path; so a recipe stands before them.
+    """
+    end = 0
+    if unwrap(kind) is bool:
+        end = int(rest[:1] != [] and rest[0].lower() in ("true", "false"))
+    elif kind in (OPTION, list) or is_sequence(kind):
+        while end < len(rest) and not _is_key(rest[end]) and (kind is not OPTION or end == 0 or "/" not in rest[end]):
+            end += 1
+    elif rest and not rest[0].startswith("--"):
+        end = 1
+    values, rest[:end] = tuple(rest[:end]), []
+    return values
 
 
 def _is_key(token: str) -> bool:
@@ -259,19 +211,16 @@ def _bare(
 ) -> tuple[KeyPath, Any] | Problem:
     name = ALIASES.get(word.name, word.name) if not word.shown.startswith("-") else word.name
     if name in keys:
-        key = keys[name]
-        return ((key.section, name) if key.section else (name,)), key.info.annotation
+        return tuple(keys[name].path.split(".")), keys[name].info.annotation
     if option := tables.prefixed(name) if word.shown.startswith("--") else None:
         return option, tables.kind(*option)
-    paths: list[tuple[KeyPath, Any]] = [
-        (("plugin", plugin, name), model.model_fields[name].annotation)
-        for plugin, model in models.items()
-        if model is not None and name in model.model_fields
-    ]
-    bare = tables.bare
-    if name in bare:
-        table, kind = bare[name]
-        paths.append(((table, name), Any if kind is list else kind))
+    places: dict[str, list[tuple[KeyPath, Any]]] = {}
+    for plugin, model in models.items():
+        for option_name, info in model.model_fields.items() if model else ():
+            places.setdefault(option_name, []).append((("plugin", plugin, option_name), info.annotation))
+    for option_name, (table, kind) in tables.bare.items():
+        places.setdefault(option_name, []).append(((table, option_name), kind))
+    paths = places.get(name, [])
     if len(paths) == 1:
         return paths[0]
     if paths:
@@ -283,19 +232,10 @@ def _bare(
             why="a bare name must be one key",
             fix="write the one that you mean: " + "   or   ".join(f"{key}={written(word)}" for key in full),
         )
-    options = {
-        key: f"plugin.{plugin}.{key}" for plugin, model in models.items() if model for key in model.model_fields
-    }
-    near = "" if absent(name) else nearest(name, [*keys, *options, *bare])
-    nearest_name = near.split("'")[1] if near else ""
-    full_name = (
-        keys[nearest_name].path
-        if nearest_name in keys
-        else options.get(nearest_name) or f"{bare[nearest_name][0] if near else ''}.{nearest_name}"
-    )
-    flag = f"--{nearest_name.replace('_', '-')}"
     reason, fix = tables.misspelt(name)
-    fix = f"did you mean {flag}? ({full_name})" if near else fix
+    if near := "" if absent(name) else closest(name, [*keys, *places]):
+        path = keys[near].path if near in keys else dotted(places[near][-1][0])
+        fix = f"did you mean --{near.replace('_', '-')}? ({path})"
     return Problem(
         code="CFG01",
         what=f"unknown key '{name}'",
@@ -317,11 +257,10 @@ def _value(word: Word, path: KeyPath, annotation: Any, place: str) -> Any:
             why=f"{name} takes {describe(annotation)}",
             fix=f"--{path[-1]} VALUE".replace("_", "-"),
         )
-    if is_sequence(annotation) and not is_model(element(annotation)) and len(word.values) > 1:
-        return [typed(value, element(annotation)) for value in word.values]
-    if len(word.values) > 1:
-        return [typed(value, annotation) for value in word.values]
-    return typed(word.values[0], annotation)
+    if len(word.values) == 1:
+        return typed(word.values[0], annotation)
+    kind = element(annotation) if is_sequence(annotation) and not is_model(element(annotation)) else annotation
+    return [typed(value, kind) for value in word.values]
 
 
 def written(word: Word) -> str:

@@ -8,18 +8,20 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from slime_core.config.schema import Config
+    from pydantic import BaseModel
+
+M = TypeVar("M", bound="BaseModel")
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r", "\b": "\\b", "\f": "\\f"}
 
 
-def to_toml(config: Config) -> str:
+def to_toml(config: BaseModel) -> str:
     """The whole config, defaults included; loading the text gives an equal Config.
 
     Raises:
@@ -28,12 +30,12 @@ def to_toml(config: Config) -> str:
     return table_to_toml(config.model_dump())
 
 
-def redacted(config: Config, secrets: Collection[str] = ()) -> Config:
+def redacted(config: M, secrets: Collection[str] = ()) -> M:
     """The same config with everything that looks like a secret, and every one of ``secrets``, replaced."""
     return config.model_validate(redact(config.model_dump(), secrets))
 
 
-def fingerprint(config: Config) -> str:
+def fingerprint(config: BaseModel) -> str:
     """16 hex digits over every key that can change what is trained (not ``name`` and ``[report]``)."""
     data = config.model_dump(mode="json", exclude={"name", "report"})
     text = json.dumps(data, sort_keys=True, ensure_ascii=True)

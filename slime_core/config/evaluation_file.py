@@ -19,7 +19,7 @@ from typing import Any
 
 from slime_core.config.paths import absolute_paths
 from slime_core.config.problems import Origins
-from slime_core.config.schema import EvalTask
+from slime_core.config.sections.evaluation import EvalTask
 from slime_core.errors import ConfigError, nearest
 
 MAX_BYTES = 1 << 20

@@ -18,7 +18,14 @@ from pydantic import BaseModel
 
 from slime_core.config import evaluation_file, rules
 from slime_core.config.backend_tables import BackendTables
-from slime_core.config.command_line import CommandLine as CommandLine, Override, resolve, split as split, written
+from slime_core.config.command_line import (
+    CommandLine as CommandLine,
+    Override,
+    resolve,
+    split as split,
+    unexpected,
+    written,
+)
 from slime_core.config.dump import secrets_in
 from slime_core.config.fields import sections_of_keys
 from slime_core.config.paths import absolute_paths, missing_files, plugin_path
@@ -27,7 +34,6 @@ from slime_core.config.recipe import Recipe, read_recipe
 from slime_core.config.schema import SECTIONS, Config
 from slime_core.config.stages import resolve_stage, stage_name as stage_name, stages as stages
 from slime_core.config.validate import ModelsOf, check_model, check_table, not_finite, plain_options, unknown
-from slime_core.errors import ConfigError
 from slime_core.plugins.backends import BRINGS
 
 Models = Mapping[str, "type[BaseModel] | None"]
@@ -87,12 +93,7 @@ def read(
     file = read_recipe(recipe) if recipe is not None else Recipe(data={})
     words = overrides if isinstance(overrides, CommandLine) else split(overrides)
     if words is not overrides and words.recipe is not None:
-        raise ConfigError(
-            f"what is '{words.recipe}'?",
-            code="CFG01",
-            where=f"command line: {words.recipe}",
-            fix="write keys as --key VALUE or section.key=VALUE",
-        )
+        raise unexpected(words.recipe)
     base = file.path.parent if file.path is not None else Path.cwd()
     plugins = plugin_names(file.data, words, base)
     words.tables.add(plugins)

@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
-from slime_core.config.fields import sections_of_keys, unwrap
+from slime_core.config.fields import core_keys
 from slime_core.config.problems import KeyPath, Problem, dotted
-from slime_core.config.schema import Config
+from slime_core.config.schema import SECTIONS, Config
+from slime_core.config.sections import fact
+from slime_core.config.values import element, is_model, unwrap
 from slime_core.errors import nearest
 
 KNOWN = frozenset(Config.model_fields)  # other tables are those of backends
@@ -82,32 +85,25 @@ def _walk(value: Any, path: KeyPath, change: Callable[[KeyPath, str], str]) -> A
     return change(path, value) if isinstance(value, str) and value else value
 
 
-def _key_of(path: KeyPath) -> str:
-    names = [part for part in path if isinstance(part, str)]
-    return names[-1] if names else ""
-
-
 def _kind(path: KeyPath) -> str:
-    """``data``, ``model``, ``folder``, ``file``, ``program``, ``plugin``, ``function`` or nothing."""
+    """``data``, ``model``, ``input``, ``output``, ``program``, ``plugin``, ``function`` or nothing."""
     if len(path) == 2 and path[0] not in KNOWN and path[1] == "python":
         return "program"  # of a backend's own environment
     if not path or path[0] not in KNOWN or "plugin" in path:
         return ""
-    key = _key_of(path)
     if path[0] == "plugins":
         return "plugin"
-    if key == "prompt_data" or (key == "eval_prompt_data" and isinstance(path[-1], int) and path[-1] % 2):
-        return "data"
-    if key in ("hf_checkpoint", "ref_load", "teacher_load", "critic_load"):
-        return "model"
-    if key in ("save_debug_rollout_data", "load_debug_rollout_data", "update_weight_disk_dir"):
-        return "folder"
-    if key in ("engine_topology", "ray_py_modules", "eval_config", "custom_config_path"):
-        return "file"
-    in_task = len(path) > 2 and isinstance(path[-2], int) and path[-3] in ("tasks", "eval_tasks")
-    if (in_task and key in ("generate", "reward")) or (key.endswith("_path") and key in sections_of_keys()):
-        return "function"
-    return ""
+    names = [part for part in path if isinstance(part, str)]
+    names = names[1:] if names[0] == "stage" else names
+    names = names[1:] if names and names[0] in SECTIONS else names
+    fields: Mapping[str, FieldInfo] = {name: key.info for name, key in core_keys().items()}
+    kind = ""
+    for name in names:
+        info = fields.get(name)
+        kind, annotation = (fact(info, "path") or "", element(info.annotation)) if info else ("", None)
+        fields = unwrap(annotation).model_fields if is_model(annotation) else {}
+    pair_name = names == ["eval_prompt_data"] and isinstance(path[-1], int) and path[-1] % 2 == 0
+    return "" if pair_name else kind
 
 
 def _absolute(path: KeyPath, text: str, base: Path, models: Mapping[str, type[BaseModel] | None]) -> str:
@@ -123,7 +119,7 @@ def _absolute(path: KeyPath, text: str, base: Path, models: Mapping[str, type[Ba
         return f"{_join(base, plain)}{part}" if local else text
     if kind == "plugin":
         return plugin_path(text, base)
-    if kind in ("folder", "file"):
+    if kind in ("input", "output"):
         return _join(base, text)
     if kind == "program":
         return _join(base, text) if "/" in text else text
@@ -151,7 +147,7 @@ def _local_part(path: KeyPath, text: str) -> str:
         plain = _without_slice(text)[0]
         found_set = None if Path(plain).exists() else folder_of_set(plain)
         return str(found_set[0]) if found_set else plain
-    return text if kind in ("model", "file") or _key_of(path) == "load_debug_rollout_data" else ""
+    return text if kind in ("model", "input") else ""
 
 
 def _is_local(text: str, base: Path, suffixes: tuple[str, ...] = ()) -> bool:

@@ -33,6 +33,12 @@ def conflict(what: str, keys: Sequence[str], *, why: str = "", fix: str = "", co
     return Problem(code=code, what=what, keys=paths, why=why, fix=fix)
 
 
+def either(one: str, other: str, *, why: str) -> Problem:
+    """That one of two keys must go."""
+    message = f"{one.partition('.')[2]} with {other.partition('.')[2]}"
+    return conflict(message, [one, other], why=why, fix="remove one of them")
+
+
 class Origins:
     """Where each value came from: ``recipe.toml:12``, or the flag."""
 

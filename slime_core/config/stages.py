@@ -7,19 +7,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from slime_core.config.fields import section_model, sections_of_keys
+from slime_core.config.fields import core_keys, section_model, sections_of_keys
 from slime_core.config.presets import settle
 from slime_core.config.problems import Problem, dotted, error_of
 from slime_core.config.schema import SECTIONS, Config
 from slime_core.config.validate import check_model, unknown
 
 MAIN = "main"
-FIXED = (
-    *("hf_checkpoint", "init_weights", "trust_remote_code", "rollout_engine", "train_backend", "dtype"),
-    *("debug_rollout_only", "debug_train_only"),
-)
-"""Keys of what is built once a run."""
-
 LEAST_SLOTS, MOST_SLOTS = 64, 512  # sequences that an embedded engine decodes at once
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -73,7 +67,7 @@ def resolve_stage(data: Mapping[str, Any], index: int) -> Config | list[Problem]
 
 def check_table(table: Mapping[str, Any], index: int) -> list[Problem]:
     """What is wrong with the keys and the name of one stage table."""
-    sections, at = sections_of_keys(), ("stage", index)
+    keys, at = core_keys(), ("stage", index)
     problems = []
     name = table.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -88,10 +82,10 @@ def check_table(table: Mapping[str, Any], index: int) -> list[Problem]:
         )
     for key, value in table.items():
         nested = key in SECTIONS and isinstance(value, Mapping)
-        names = list(section_model(key).model_fields if nested else sections)
+        names = list(section_model(key).model_fields if nested else sections_of_keys())
         for name in value if nested else [key]:
             path = (*at, key, name) if nested else (*at, key)
-            if sections.get(name) == "cluster" or name in FIXED:
+            if name in keys and keys[name].once:
                 problems.append(_fixed(path))
             elif name not in names and (nested or name not in ("name", "plugin")):
                 problems.append(unknown(path, names))

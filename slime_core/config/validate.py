@@ -11,10 +11,20 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from slime_core.config.fields import bounds, core_keys, describe, element, is_model, is_sequence, unwrap
+from slime_core.config.fields import core_keys
 from slime_core.config.problems import KeyPath, Origins, Problem, dotted, raise_all
 from slime_core.config.schema import Config
-from slime_core.config.values import hint, kind_of, show
+from slime_core.config.values import (
+    bounds,
+    describe,
+    element,
+    hint,
+    is_model,
+    is_sequence,
+    kind_of,
+    show,
+    unwrap,
+)
 from slime_core.errors import nearest
 
 M = TypeVar("M", bound=BaseModel)

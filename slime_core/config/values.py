@@ -1,4 +1,4 @@
-"""Typed values of words of the command line, by the type that the schema has for the key."""
+"""Types and values of keys: in words, and read from words of the command line."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import json
 import math
 import re
 import tomllib
+import types
 import typing
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, Union
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from slime_core.config.dump import REDACTED, is_secret, scrub, value_to_toml
-from slime_core.config.fields import describe, element, is_sequence, unwrap
 from slime_core.errors import ConfigError
 
 _INTEGER = re.compile(r"[+-]?\d+(_\d+)*")
@@ -33,7 +37,7 @@ def typed(text: str, annotation: Any) -> Any:
     if is_sequence(kind):
         value = _parsed(text)
         return value if isinstance(value, list) else [typed(text, element(kind))]
-    if typing.get_origin(kind) is dict or kind is Any:
+    if typing.get_origin(kind) is dict or kind in (Any, list):
         return _parsed(text)
     return _parsed(text) if text[:1] in "[{" else text
 
@@ -92,3 +96,69 @@ def hint(value: Any, annotation: Any) -> str:
     if is_sequence(annotation) and not isinstance(value, (list, tuple, dict)):
         return f"put it in brackets: [{show(value)}]"
     return f"give {describe(annotation)}"
+
+
+def unwrap(annotation: Any) -> Any:
+    """The type inside ``Annotated`` and ``X | None``."""
+    origin = typing.get_origin(annotation)
+    if origin is typing.Annotated:
+        return unwrap(typing.get_args(annotation)[0])
+    if origin in (Union, types.UnionType):
+        inner = [arg for arg in typing.get_args(annotation) if arg is not type(None)]
+        return unwrap(inner[0]) if len(inner) == 1 else annotation
+    return annotation
+
+
+def is_sequence(annotation: Any) -> bool:
+    """Whether the key takes an array."""
+    return typing.get_origin(unwrap(annotation)) in (tuple, list, set, frozenset)
+
+
+def is_model(annotation: Any) -> bool:
+    """Whether the key takes a table of a fixed shape."""
+    kind = unwrap(annotation)
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def element(annotation: Any) -> Any:
+    """The type of an array's elements."""
+    args = typing.get_args(unwrap(annotation))
+    return args[0] if args else Any
+
+
+NAMES: Mapping[Any, str] = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    list: "values",
+}
+
+
+def describe(annotation: Any) -> str:
+    """A type in words."""
+    kind = unwrap(annotation)
+    if kind in NAMES:
+        return NAMES[kind]
+    origin = typing.get_origin(kind)
+    if origin is Literal:
+        return "one of " + ", ".join(str(arg) for arg in typing.get_args(kind))
+    if origin in (tuple, list, set, frozenset):
+        inner = element(kind)
+        plural = {int: "integers", float: "numbers", str: "strings", bool: "booleans"}.get(unwrap(inner))
+        return f"an array of {plural or ('tables' if is_model(inner) else 'values')}"
+    if origin is dict or is_model(kind):
+        return "a table"
+    return getattr(kind, "__name__", str(kind)).lower()
+
+
+def bounds(info: FieldInfo) -> list[str]:
+    """``>= 0`` and the like."""
+    bounds = []
+    for item in info.metadata:
+        for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
+            if getattr(item, name, None) is not None:
+                bounds.append(f"{sign} {getattr(item, name)}")
+        if getattr(item, "pattern", None):
+            bounds.append(f"matching {item.pattern}")
+    return bounds

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_core.config.paths import folder_of_set
-from slime_core.config.schema import DataTask, EvalTask
+from slime_core.config.sections.data import DataTask
+from slime_core.config.sections.evaluation import EvalTask
 from slime_core.data.hub import HubRows, is_hub_name
 from slime_core.data.jsonl import JsonlRows
 from slime_core.data.parquet import ParquetRows

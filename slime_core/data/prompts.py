@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime_core.config.schema import EvalTask
+from slime_core.config.sections.evaluation import EvalTask
 from slime_core.data.chat import check_media, check_prompt, check_text, encode, render, require_template
 from slime_core.data.rows import DataRows
 from slime_core.data.strict import check_value
@@ -21,7 +21,8 @@ from slime_core.errors import DataError, nearest
 from slime_core.types import Message, Prompt
 
 if TYPE_CHECKING:
-    from slime_core.config.schema import Config, DataTask
+    from slime_core.config.schema import Config
+    from slime_core.config.sections.data import DataTask
 
 MAX_ID = 512
 CATEGORY = "category"  # in the metadata of an evaluation set's prompts

@@ -24,7 +24,8 @@ from slime_core.types import Batch, Columns, Drop, Group, Prompt, Reward, Sample
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from slime_core.config.schema import Config, DataTask
+    from slime_core.config.schema import Config
+    from slime_core.config.sections.data import DataTask
     from slime_core.context import Context
 
 GENERATE = "rollout.generate_timeout"

@@ -25,7 +25,8 @@ from slime_core.plugins.provider import Answer
 from slime_core.protocols import Estimator, Loss
 
 if TYPE_CHECKING:
-    from slime_core.config.schema import Config, DataTask
+    from slime_core.config.schema import Config
+    from slime_core.config.sections.data import DataTask
     from slime_core.types import Batch, Group
 
 OWNER_HOOKS = tuple(name for name, info in HOOKS.items() if info.kind == "owner")

@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from slime_core.config.schema import EvalTask
+from slime_core.config.sections.evaluation import EvalTask
 from slime_core.data.prompts import MEDIA
 from slime_core.errors import EngineError
 from slime_core.types import Group, Prompt, Sample, SamplingParams

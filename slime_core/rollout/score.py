@@ -27,7 +27,8 @@ from slime_core.errors import PluginError, TrainerError
 from slime_core.types import Drop, Group, Reward, Sample, Status
 
 if TYPE_CHECKING:
-    from slime_core.config.schema import Config, RewardSection
+    from slime_core.config.schema import Config
+    from slime_core.config.sections.reward import RewardSection
     from slime_core.context import Context
     from slime_core.plugins import Plugins
 

@@ -23,7 +23,8 @@ import numpy as np
 from slime_core.checkpoint.manifest import check_state
 from slime_core.config.load import load_config, stages
 from slime_core.config.paths import plugin_path
-from slime_core.config.schema import Config, DataTask
+from slime_core.config.schema import Config
+from slime_core.config.sections.data import DataTask
 from slime_core.context import Context
 from slime_core.errors import SlimeError
 from slime_core.hookspecs import API_VERSION

@@ -130,7 +130,7 @@ def test_a_plugin_that_is_not_installed_is_answered_with_the_nearest(cli):
 def test_a_second_recipe_is_refused(cli):
     done = cli("run", "a.toml", "b.toml")
     assert done.code == 2
-    assert "what is 'b.toml'?" in done.err
+    assert "unexpected argument 'b.toml'" in done.err
 
 
 def test_a_wrong_path_gets_the_nearest_name_beside_it(cli, tmp_path):

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from slime_cli.restarts import Death, Past, allowed, given_up, mendable, pause, refusal, unsaved
-from slime_core.config.schema import ClusterSection, Config
+from slime_core.config.schema import Config
+from slime_core.config.sections.cluster import ClusterSection
 from slime_core.errors import ConfigError, EngineError, Hung, PluginError, TrainerError
 from slime_core.report import RunDir
 from slime_core.testing import tiny_model

@@ -34,7 +34,7 @@ from published_losses import Inputs, Side
 from slime_core.algorithms.shared.aggregate import token_weights
 from slime_core.builtin.losses import losses
 from slime_core.config.presets import settle
-from slime_core.config.schema import TrainSection
+from slime_core.config.sections.train import TrainSection
 
 TOLERANCE = 1e-6
 DIVISOR = 16  # of the constant aggregation, and TRL's max_completion_length

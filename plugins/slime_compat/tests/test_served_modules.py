@@ -45,7 +45,8 @@ def test_two_runs_share_the_modules_until_the_last_is_over(finder):
 REAL = """
 import sys
 sys.path.insert(0, {folder!r})
-from slime_core.config.schema import Config, RewardSection
+from slime_core.config.schema import Config
+from slime_core.config.sections.reward import RewardSection
 from slime_core.errors import PluginError
 from slime_core.plugins import load_plugins
 try:

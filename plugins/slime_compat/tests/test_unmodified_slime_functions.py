@@ -5,7 +5,9 @@ import sys
 
 import pytest
 
-from slime_core.config.schema import Config, RewardSection, RolloutSection
+from slime_core.config.schema import Config
+from slime_core.config.sections.reward import RewardSection
+from slime_core.config.sections.rollout import RolloutSection
 from slime_core.errors import EngineError
 from slime_core.types import Reward, SamplingParams, Status
 

@@ -3,7 +3,7 @@
 import pytest
 
 from slime_cli.resume_compatibility import compare
-from slime_core.config import rules, server_rules
+from slime_core.config import rules
 from slime_core.config.load import load_config, read
 from slime_core.config.schema import Config
 from slime_megatron.flags import flags, problems
@@ -52,9 +52,9 @@ def test_megatrons_table_without_megatron_is_said_to_have_no_effect():
 
 def test_functions_of_megatron_ranks_without_megatron_are_said_to_have_no_effect():
     train = {"custom_megatron_init_path": "mine.py:init"}
-    (notice,) = server_rules.notices(Config(train=train))
+    (notice,) = rules.notices(Config(train=train))
     assert notice == "custom_megatron_init_path: no effect with train_backend = fsdp, which has no such place"
-    assert not list(server_rules.notices(Config(train=train | {"train_backend": "megatron"})))
+    assert not list(rules.notices(Config(train=train | {"train_backend": "megatron"})))
 
 
 def test_a_resumed_run_may_have_another_layout_but_no_other_mathematics():

@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("ray", reason="not proven: Ray is not installed")
 
 from slime_core.config.load import load_config
-from slime_core.config.schema import ClusterSection, Config
+from slime_core.config.schema import Config
+from slime_core.config.sections.cluster import ClusterSection
 from slime_core.errors import ConfigError
 from slime_ray.channel import _path
 from slime_ray.travelling import check_travelling, read_wheel, travelling

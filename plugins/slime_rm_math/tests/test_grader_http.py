@@ -6,7 +6,8 @@ import json
 import pytest
 
 from slime_core import ConfigError, Context, Prompt, Sample, Status
-from slime_core.config.schema import Config, RewardSection
+from slime_core.config.schema import Config
+from slime_core.config.sections.reward import RewardSection
 from slime_core.plugins import load_plugins
 from slime_core.types import Group
 from slime_rm_math.graders.judge import question, read as read_verdict

@@ -2,9 +2,12 @@
 
 import pytest
 
-from slime_core.config import rules, server_rules
+from slime_core.config import rules
+from slime_core.config.fields import core_keys
 from slime_core.config.load import read
-from slime_core.config.schema import Config, RolloutSection
+from slime_core.config.schema import Config
+from slime_core.config.sections import fact
+from slime_core.config.sections.rollout import RolloutSection
 from slime_sglang import rules as engine_rules
 
 pytestmark = pytest.mark.unit
@@ -204,20 +207,23 @@ def test_strings_that_end_a_response_need_a_tokenizer():
 # -- what has no effect
 
 
-@pytest.mark.parametrize("name", server_rules.SERVER_KEYS)
+OF_SERVERS = [name for name, key in core_keys().items() if key.section == "rollout" and fact(key.info, "reader")]
+
+
+@pytest.mark.parametrize("name", OF_SERVERS)
 def test_a_key_of_servers_without_servers_is_said(name):
     default = RolloutSection.model_fields[name].default
     other = {str: "x", bool: True, int: 1 << 21, float: 7.5, tuple: ("http://h:1",)}[type(default)]
     chosen = {"rollout_router": "builtin", "update_weight_transport": "disk", "pause_generation_mode": "abort"}
     chosen |= {"check_weights": "all"}
-    (notice,) = server_rules.notices(config_of(engine="local", **{name: chosen.get(name, other)}))
+    (notice,) = rules.notices(config_of(engine="local", **{name: chosen.get(name, other)}))
     assert notice == f"{name}: no effect with rollout_engine = local; servers read them"
 
 
 def test_options_of_sglang_without_sglang_are_said():
-    notices = list(server_rules.notices(config_of(engine="local", sglang={"dtype": "auto"}, rollout_num_gpus=1)))
+    notices = rules.notices(config_of(engine="local", sglang={"dtype": "auto"}, rollout_num_gpus=1))
     assert [text.partition(":")[0] for text in notices] == ["rollout_num_gpus", "[sglang] dtype"]
-    assert list(server_rules.notices(config_of(engine="local"))) == []
+    assert rules.notices(config_of(engine="local")) == []
 
 
 @pytest.mark.parametrize(

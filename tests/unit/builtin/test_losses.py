@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from slime_core.builtin.losses import MEAN_WEIGHT, losses
 from slime_core.config.presets import settle
-from slime_core.config.schema import TrainSection
+from slime_core.config.sections.train import TrainSection
 from slime_core.errors import TrainerError
 
 pytestmark = pytest.mark.unit

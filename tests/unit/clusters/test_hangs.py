@@ -23,7 +23,8 @@ from slime_core.clusters.hangs import (
     render,
     watching,
 )
-from slime_core.config.schema import ClusterSection, Config
+from slime_core.config.schema import Config
+from slime_core.config.sections.cluster import ClusterSection
 from slime_core.errors import Hung, TrainerError
 from slime_core.report import Report, RunDir
 

@@ -8,7 +8,10 @@ import pytest
 from slime_core.compat.args import flat
 from slime_core.compat.sample import Sample
 from slime_core.compat.session import CompatSession
-from slime_core.config.schema import SECTIONS, Config, EvalSection, RolloutSection, TrainSection
+from slime_core.config.schema import SECTIONS, Config
+from slime_core.config.sections.evaluation import EvalSection
+from slime_core.config.sections.rollout import RolloutSection
+from slime_core.config.sections.train import TrainSection
 from slime_core.errors import ConfigError
 from slime_core.plugins import load_plugins
 from slime_core.types import Sample as CoreSample, Status

@@ -4,7 +4,10 @@ import asyncio
 
 import pytest
 
-from slime_core.config.schema import Config, DataTask, RewardSection, RolloutSection
+from slime_core.config.schema import Config
+from slime_core.config.sections.data import DataTask
+from slime_core.config.sections.reward import RewardSection
+from slime_core.config.sections.rollout import RolloutSection
 from slime_core.errors import PluginError
 from slime_core.plugins import load_plugins
 from slime_core.plugins.locate import locate

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from slime_core.config.schema import Config, DataTask
+from slime_core.config.schema import Config
+from slime_core.config.sections.data import DataTask
 from slime_core.errors import PluginError
 from slime_core.types import Drop, Status, StepReport
 

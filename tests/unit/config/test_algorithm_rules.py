@@ -4,10 +4,9 @@ import pytest
 
 from slime_cli.cards import cards
 from slime_core.algorithms import algorithms
-from slime_core.config.algorithm_rules import SWITCHES, selective
 from slime_core.config.fields import core_keys
 from slime_core.config.load import load_config, read
-from slime_core.config.schema import TrainSection
+from slime_core.config.sections.train import selective
 from slime_core.errors import ConfigError
 
 pytestmark = pytest.mark.unit
@@ -126,7 +125,6 @@ def test_the_selective_keys_are_keys_that_some_cards_name_and_others_do_not():
     assert set(SELECTIVE) == set(OTHER)
     assert SELECTIVE["grpo_std_scope"] == ("grpo", "cispo", "gspo")
     assert (SELECTIVE["pass_k"], SELECTIVE["gae_lambda"]) == (("pass_at_k",), ("ppo",))
-    assert {key for keys in SWITCHES.values() for key in keys} | set(SWITCHES) <= set(TrainSection.model_fields)
 
 
 @pytest.mark.parametrize("name", [name for name in algorithms() if name != "sft"])

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from slime_core.config.load import load_config
-from slime_core.config.rollout_rules import notices
-from slime_core.config.schema import Config, EvalSection, EvalTask
+from slime_core.config.rules import notices
+from slime_core.config.schema import Config
+from slime_core.config.sections.evaluation import EvalSection, EvalTask
 from slime_core.errors import ConfigError
 from slime_core.rollout.groups import evaluation_params
 

@@ -5,7 +5,8 @@ from collections import Counter
 
 import pytest
 
-from slime_core.config.schema import Config, EvalSection, EvalTask
+from slime_core.config.schema import Config
+from slime_core.config.sections.evaluation import EvalSection, EvalTask
 from slime_core.context import Context
 from slime_core.data.opening import eval_sets
 from slime_core.errors import DataError, PluginError

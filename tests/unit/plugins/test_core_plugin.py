@@ -6,7 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from slime_core.config.schema import Config, RewardSection, RolloutSection, TrainSection
+from slime_core.config.schema import Config
+from slime_core.config.sections.reward import RewardSection
+from slime_core.config.sections.rollout import RolloutSection
+from slime_core.config.sections.train import TrainSection
 from slime_core.errors import ConfigError, DataError, PluginError
 from slime_core.types import Batch, Group, Prompt, Sample, Status
 

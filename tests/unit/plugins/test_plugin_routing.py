@@ -4,7 +4,11 @@ import asyncio
 
 import pytest
 
-from slime_core.config.schema import Config, DataSection, DataTask, EvalSection, EvalTask, RewardSection, TrainSection
+from slime_core.config.schema import Config
+from slime_core.config.sections.data import DataSection, DataTask
+from slime_core.config.sections.evaluation import EvalSection, EvalTask
+from slime_core.config.sections.reward import RewardSection
+from slime_core.config.sections.train import TrainSection
 from slime_core.errors import ConfigError, PluginError
 from slime_core.plugins import load_plugins
 from slime_core.types import Group, Prompt, Sample

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from slime_core import durable
 from slime_core.clusters.ranks import RankTrainer
-from slime_core.config.schema import ClusterSection
+from slime_core.config.sections.cluster import ClusterSection
 from slime_core.durable import Disk
 from slime_core.errors import StorageError, TrainerError
 from slime_core.plugins import load_plugins

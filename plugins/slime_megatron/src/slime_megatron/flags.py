@@ -23,7 +23,7 @@ from slime_core.config.values import kind_of, show
 from slime_core.errors import nearest
 
 if TYPE_CHECKING:
-    from slime_core.config.schema import TrainSection
+    from slime_core.config.sections.train import TrainSection
 
 Role = Literal["model", "run", "only", "idle", "refused"]
 KINDS = {

@@ -16,7 +16,7 @@ from slime_megatron.settings import MegatronSettings, settings
 
 if TYPE_CHECKING:
     from slime_convert.bridge import Bridge
-    from slime_core.config.schema import TrainSection
+    from slime_core.config.sections.train import TrainSection
     from slime_core.weights.folder import ModelFolder
 
 UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")

@@ -25,7 +25,7 @@ from slime_megatron.missing import IMPLIED, OFFLOAD, installed, missing, unused
 if TYPE_CHECKING:
     from slime_convert.bridge import Bridge, Sizes
     from slime_core.config.problems import Origins
-    from slime_core.config.schema import TrainSection
+    from slime_core.config.sections.train import TrainSection
     from slime_core.trainers.compiling import Choice
 
 VOCABULARY_MULTIPLE = 128

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime_core.config.server_rules import is_loopback
+from slime_core.config.sections.rollout import is_loopback
 from slime_core.durable import storage_error
 from slime_core.errors import ConfigError, StorageError
 

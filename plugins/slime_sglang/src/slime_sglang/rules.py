@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from slime_core.config.problems import Problem, conflict
-from slime_core.config.server_rules import is_loopback
+from slime_core.config.sections.rollout import is_loopback
 
 if TYPE_CHECKING:
-    from slime_core.config.schema import Config, RolloutSection
+    from slime_core.config.schema import Config
+    from slime_core.config.sections.rollout import RolloutSection
 
 DETERMINISTIC = ("fa3", "fa4", "flashinfer", "triton", "ascend", "intel_xpu")
 """SGLang's attention backends whose results do not depend on what else is in the batch."""

@@ -28,7 +28,7 @@ from pydantic import Field
 
 from slime_core.config.positions import key_lines
 from slime_core.config.problems import Origins, Problem, raise_all
-from slime_core.config.schema import Section
+from slime_core.config.sections import Section
 from slime_core.config.validate import check_model
 from slime_core.errors import ConfigError
 

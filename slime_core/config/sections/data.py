@@ -1,0 +1,74 @@
+"""Keys of [data], and of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from pydantic import Field
+
+from slime_core.config.problems import Problem, conflict
+from slime_core.config.sections import LIMIT, PROMPTS, Section, key
+
+
+class DataTask(Section):
+    """One entry of `[[data.tasks]]`."""
+
+    name: str = Field(description="What Prompt.task says; rewards and metrics are routed and reported by it.")
+    prompt_data: str = key("", "JSONL, Parquet or hub data set, with @[a:b] for a slice; or a plugin's.", path="data")
+    weight: float = key(1.0, "Share of prompts, relative to the other tasks.", gt=0)
+    plugin: str = key("", "The plugin that owns the task.")
+    generate: str = key("", "Function by path, module:function or file.py:function.", path="function")
+    reward: str = key("", "Function by path, or an rm_type name.", path="function")
+    input_key: str = key("", "As data.input_key, for this task.")
+    label_key: str = key("", "As data.label_key, for this task.")
+    n_samples_per_prompt: int = key(0, "Samples a prompt; 0 takes the section's.", ge=0)
+
+
+class DataSection(Section):
+    """Where prompts come from."""
+
+    prompt_data: str = key(
+        "", "JSONL (one object a line), Parquet or hub data set; @[a:b] is a slice.", PROMPTS, path="data"
+    )
+    input_key: str = key("input", "Column of the prompt: a string, or a list of chat messages.", PROMPTS)
+    label_key: str = key("", "Column of the label, handed to the reward.", PROMPTS)
+    metadata_key: str = key("metadata", "Column of a JSON object kept in Prompt.metadata.", PROMPTS)
+    tool_key: str = key("", "Column of tool definitions for the chat template.", PROMPTS)
+    id_key: str = key("", "Column of a row's own id; duplicates are errors.", PROMPTS)
+    multimodal_keys: dict[str, str] = key(
+        {}, "Kind of media (image, video, audio) to its column; checked, and kept in the sample.", PROMPTS
+    )
+    apply_chat_template: bool = key(False, "Render prompts with the tokenizer's chat template.", PROMPTS)
+    apply_chat_template_kwargs: dict[str, Any] = key({}, "Keyword arguments of the chat template.", PROMPTS)
+    rollout_shuffle: bool = key(False, "A new permutation every epoch, from (seed, epoch).", PROMPTS)
+    rollout_max_prompt_len: int = key(0, "Tokens; 0 is what the context leaves.", PROMPTS, ge=0)
+    overlong_prompt: Literal["drop", "truncate", "error"] = key("drop", "What a longer prompt meets.", PROMPTS)
+    max_bad_rows: int = key(0, "Unreadable rows that are skipped, counted and copied out.", LIMIT, ge=0)
+    max_line_bytes: int = key(8 << 20, "Longest line of a JSONL file.", PROMPTS, ge=1024)
+    tasks: tuple[DataTask, ...] = key((), "Several data sets, with weights and their own functions.", PROMPTS)
+
+    def conflicts(self, plugins: Sequence[str]) -> Iterator[Problem]:
+        """What cannot hold together; ``plugins`` are the names of those that the run loads."""
+        if self.prompt_data and self.tasks:
+            yield conflict(
+                "data.prompt_data and [[data.tasks]] are both set",
+                ["data.prompt_data", "data.tasks"],
+                why="each names what to train on",
+                fix="move prompt_data into a [[data.tasks]] entry, or remove one",
+            )
+        yield from conflicts_of_tasks("data.tasks", self.tasks, plugins)
+
+
+def conflicts_of_tasks(path: str, tasks: Sequence[DataTask], plugins: Sequence[str]) -> Iterator[Problem]:
+    """Tasks of the array at ``path`` that share a name, or whose plugin is not loaded."""
+    names = [task.name for task in tasks]
+    for name in dict.fromkeys(name for name in names if names.count(name) > 1):
+        yield conflict(f"two {path} are named '{name}'", [path], fix="rename one of them")
+    for task in tasks:
+        if task.plugin and task.plugin not in plugins:
+            yield conflict(
+                f"task '{task.name}' belongs to plugin '{task.plugin}', which the run does not load",
+                [path, "plugins"],
+                fix=f"--plugin {task.plugin}",
+            )

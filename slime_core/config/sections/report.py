@@ -1,0 +1,29 @@
+"""Keys of [report]."""
+
+from __future__ import annotations
+
+from slime_core.config.sections import FIGURES, ResumeClass, Section, key
+
+LEDGER = ResumeClass("unsafe", "the ledger lies there: a run without its ledger has lost its samples")
+
+
+class ReportSection(Section):
+    """Where figures go."""
+
+    save_samples: int = key(4, "Best and worst samples kept a step for `slime show`.", FIGURES, ge=0)
+    use_wandb: bool = key(False, "Weights & Biases; WANDB_MODE=offline works.", FIGURES)
+    wandb_project: str = key("slime", "Its project.", FIGURES)
+    wandb_group: str = key("", "Its group.", FIGURES)
+    export_final: bool = key(True, "Write final/, a Hugging Face folder.", FIGURES)
+    save_interval: int = key(20, "Steps between checkpoints; 0 is only at the end and on signals.", FIGURES, ge=0)
+    save_keep: int = key(2, "Checkpoints kept, the newest of them; older ones are removed.", FIGURES, ge=1)
+    async_save: bool = key(True, "Write a checkpoint while training goes on; training waits for a copy.", FIGURES)
+    ledger_keep_steps: int = key(
+        0, "Steps whose token payloads are kept behind the oldest checkpoint; 0 is all.", FIGURES, ge=0
+    )
+    ledger_dir: str = key("", "Local folder of the ledger, where the run directory is on a network.", LEDGER)
+    check_hooks: bool = key(
+        False, "Watch what hooks do: hash what they may not change, judge 1 % of groups twice.", FIGURES
+    )
+    custom_rollout_log_function_path: str = key("", "Function by path.", FIGURES, path="function")
+    custom_eval_rollout_log_function_path: str = key("", "Function by path.", FIGURES, path="function")
