@@ -1,10 +1,6 @@
 """Resume compatibility: a table of changed keys with verdicts, from the saved and the present config.
 
-    safe      the same weights                             resumes
-    notice    the same mathematics, perhaps other bits      resumes with a notice
-    unsafe    another experiment under the old one's name   refused unless --force-key names it
-
-Every key of the schema has exactly one class; tables of plugins and backends are unsafe as a whole.
+Every key of the schema has its class in its section; tables of plugins and backends are unsafe as a whole.
 """
 
 from __future__ import annotations
@@ -13,137 +9,28 @@ import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from slime_core.config.fields import core_keys
 from slime_core.config.problems import error_of
 from slime_core.config.schema import SECTIONS, Config
+from slime_core.config.sections import ResumeClass, Verdict
 from slime_core.config.stages import stage_name, stages
 from slime_core.config.validate import check_model
 from slime_core.errors import ConfigError, nearest
 from slime_core.plugins.backends import brought_by
 
-Verdict = Literal["safe", "notice", "unsafe"]
 PLUGINS = "plugins"
 """What `--force-key` calls plugins whose code changed."""
 STAGE = "stage"
 
 
-@dataclass(slots=True, frozen=True)
-class Rule:
-    """A class of keys and the reason why they are in it; ``keys`` are bare names."""
-
-    verdict: Verdict
-    reason: str
-    keys: frozenset[str]
-
-
-def _rule(verdict: Verdict, reason: str, keys: str) -> Rule:
-    return Rule(verdict, reason, frozenset(keys.split()))
-
-
-RULES = (
-    _rule("safe", "a name", "name rollout_buffer_token_env"),
-    _rule(
-        "safe",
-        "figures, exports and checkpoints do not train",
-        "save_samples use_wandb wandb_project wandb_group export_final save_interval save_keep async_save "
-        "ledger_keep_steps custom_rollout_log_function_path custom_eval_rollout_log_function_path "
-        "save_debug_rollout_data check_hooks run_done_path",
-    ),
-    _rule(
-        "safe",
-        "evaluation draws nothing that trains",
-        "eval_interval eval_async eval_prompt_data eval_config eval_tasks skip_eval_before_train eval_temperature "
-        "n_samples_per_eval_prompt eval_top_p eval_top_k eval_max_response_len eval_pass_reward eval_category_key "
-        "eval_function_path",
-    ),
-    _rule("safe", "a longer or shorter run of the same kind", "num_rollout"),
-    _rule(
-        "safe",
-        "a limit, not a rule of what trains",
-        "generate_timeout reward_timeout max_dropped_groups max_nonfinite_steps max_bad_rows on_plugin_error "
-        "server_concurrency rollout_start_timeout rollout_request_timeout rollout_max_retries "
-        "rollout_health_check_interval rollout_health_check_timeout rollout_max_restarts min_healthy_engines "
-        "check_weights canary_band max_restarts hang_timeout sandbox_level i_trust_this_code",
-    ),
-    _rule("safe", "the embedded engine gives the same bits for any number of slots", "rollout_slots"),
-    _rule("notice", "the same samples while prompts and responses fit both bounds", "rollout_max_context_len"),
-    _rule(
-        "notice",
-        "the same mathematics on another machine or in another split; bits may differ",
-        "cluster_backend ray_address ray_placement_timeout ray_py_modules ray_env_vars actor_num_nodes "
-        "actor_num_gpus_per_node device cpu_threads colocate offload_train offload_rollout "
-        "max_tokens_per_gpu gradient_checkpointing gradient_checkpointing_layers compile "
-        "logprob_chunk_tokens teacher_place rollout_num_gpus "
-        "rollout_num_gpus_per_engine rollout_num_engines rollout_external_engine_addrs rollout_engine_token_env "
-        "rollout_engine_ca engine_topology rollout_router update_weight_transport update_weight_buffer_size "
-        "update_weight_disk_dir",
-    ),
-    _rule("unsafe", "every draw derives from it", "seed"),
-    _rule("unsafe", "the format of the recipe itself", "schema_version"),
-    _rule("unsafe", "plugins make rollouts and rewards", PLUGINS),
-    _rule(
-        "unsafe",
-        "other prompts, or in another order",
-        "prompt_data input_key label_key metadata_key tool_key id_key multimodal_keys apply_chat_template "
-        "apply_chat_template_kwargs rollout_shuffle rollout_max_prompt_len overlong_prompt max_line_bytes tasks "
-        "data_source_path",
-    ),
-    _rule("unsafe", "another model", "hf_checkpoint init_weights trust_remote_code ref_load teacher_load critic_load"),
-    _rule(
-        "unsafe",
-        "other samples",
-        "rollout_batch_size n_samples_per_prompt rollout_max_response_len rollout_temperature "
-        "rollout_top_p rollout_top_k rollout_stop rollout_stop_token_ids rollout_engine rollout_function_path "
-        "rollout_deterministic pause_generation_mode rollout_middleware_paths "
-        "custom_generate_function_path rollout_sample_hook_path custom_config_path",
-    ),
-    _rule(
-        "unsafe",
-        "other groups meet a step",
-        "dynamic_sampling over_sampling_batch_size partial_rollout mask_offpolicy_in_partial_rollout max_staleness "
-        "async_schedule stale_policy dynamic_sampling_filter_path rollout_sample_filter_path buffer_filter_path",
-    ),
-    _rule(
-        "unsafe",
-        "rollouts come from elsewhere, or nothing trains",
-        "rollout_buffer_url load_debug_rollout_data debug_rollout_only debug_train_only",
-    ),
-    _rule(
-        "unsafe",
-        "other rewards",
-        "rm_type custom_rm_path group_rm reward_key reward_weights reward_terms_normalize overlong_buffer_len "
-        "overlong_penalty_factor mask_truncated custom_reward_post_process_path",
-    ),
-    _rule(
-        "unsafe",
-        "another loss or advantage",
-        "loss_type advantage_estimator disable_grpo_std_normalization grpo_std_scope credit_level "
-        "normalize_advantages pass_k gae_gamma gae_lambda policy_objective importance_level loss_aggregation "
-        "loss_divisor eps_clip eps_clip_high eps_clip_c use_rollout_logprobs use_tis tis_level tis_mode tis_clip "
-        "tis_clip_low tis_batch_normalize use_rs rs_level rs_lower_bound rs_upper_bound rs_veto_threshold use_opsm "
-        "opsm_delta kl_loss_coef kl_loss_type use_unbiased_kl kl_coef kl_reward_type entropy_coef opd_kl_coef "
-        "value_clip custom_advantage_function_path custom_loss_function_path custom_tis_function_path "
-        "custom_pg_loss_reducer_function_path rollout_data_postprocess_path custom_convert_samples_to_train_data_path "
-        "custom_megatron_init_path custom_megatron_before_log_prob_hook_path "
-        "custom_megatron_before_train_step_hook_path",
-    ),
-    _rule(
-        "unsafe",
-        "another optimizer or schedule",
-        "lr min_lr lr_decay_style lr_warmup_iters lr_decay_iters weight_decay adam_beta1 adam_beta2 adam_eps "
-        "clip_grad num_steps_per_rollout global_batch_size critic_lr critic_lr_warmup_iters num_critic_only_steps",
-    ),
-    _rule("unsafe", "saved weights and states are of this kind", "train_backend dtype"),
-    _rule("unsafe", "the ledger lies there: a run without its ledger has lost its samples", "ledger_dir"),
-)
-STRUCTURE = Rule("unsafe", "stages have other names or another order", frozenset())
-EARLIER = Rule("unsafe", "versions of later stages count from the end of this one", frozenset())
-SCHEDULE = Rule("unsafe", "the learning rate decays over the whole stage (set lr_decay_iters to fix it)", frozenset())
-LAYOUT = Rule("notice", "the same mathematics in another layout, or with other memory; bits may differ", frozenset())
+STRUCTURE = ResumeClass("unsafe", "stages have other names or another order")
+EARLIER = ResumeClass("unsafe", "versions of later stages count from the end of this one")
+SCHEDULE = ResumeClass("unsafe", "the learning rate decays over the whole stage (set lr_decay_iters to fix it)")
+LAYOUT = ResumeClass("notice", "the same mathematics in another layout, or with other memory; bits may differ")
 """Of a backend's keys that it calls resumable; its other keys change what is learnt, or may."""
-TABLE = Rule("unsafe", "only its plugin or backend knows what it changes", frozenset())
+TABLE = ResumeClass("unsafe", "only its plugin or backend knows what it changes")
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -164,11 +51,6 @@ class ConfigChange:
         if key.startswith("stage."):
             ways.add(key.split(".", 2)[2])
         return force in ways or any(way.startswith((f"{force}.", f"{force}[")) for way in ways)
-
-
-def rule_of(name: str) -> Rule:
-    """The class of a core key by its bare name; a key that no class has is unsafe."""
-    return next((rule for rule in RULES if name in rule.keys), Rule("unsafe", "no class has it", frozenset()))
 
 
 def compare(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[ConfigChange]:
@@ -198,7 +80,7 @@ def signature(data: Mapping[str, Any]) -> str:
         f"{index}.{path}": value
         for index, stage in enumerate(stages(_config(data)))
         for path, value in _flat(stage.model_dump(mode="json"))
-        if _is_table(path) or rule_of(_core(path)).verdict != "safe"
+        if _is_table(path) or core_keys()[_core(path)].resume.verdict != "safe"
     }
     return hashlib.blake2b(json.dumps(values, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
 
@@ -287,8 +169,8 @@ def _of_stage(
         one, two = before.get(path, _ABSENT), after.get(path, _ABSENT)
         if one == two or _core(path) in _settled(written, path):
             continue
-        rule = _rule_at(path, old, new, last)
-        yield ConfigChange(key=path, was=one, now=two, verdict=rule.verdict, reason=rule.reason)
+        resume = _class_at(path, old, new, last)
+        yield ConfigChange(key=path, was=one, now=two, verdict=resume.verdict, reason=resume.reason)
 
 
 def _written(data: Mapping[str, Any], stage: Config) -> dict[str, Any]:
@@ -319,7 +201,7 @@ def _is_table(path: str) -> bool:
     return bool(dot) and head not in SECTIONS and "[" not in head
 
 
-def _rule_at(path: str, old: Config, new: Config, last: bool) -> Rule:
+def _class_at(path: str, old: Config, new: Config, last: bool) -> ResumeClass:
     if _is_table(path):
         head, _, name = path.replace("-", "_").partition(".")
         return LAYOUT if any(name in b.resumable for b in brought_by(head)) else TABLE
@@ -329,7 +211,7 @@ def _rule_at(path: str, old: Config, new: Config, last: bool) -> Rule:
             return EARLIER
         if any(t.lr_decay_style != "constant" and not t.lr_decay_iters for t in trains):
             return SCHEDULE
-    return rule_of(_core(path))
+    return core_keys()[_core(path)].resume
 
 
 def _flat(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -20,8 +20,8 @@ Verdict = Literal["safe", "notice", "unsafe"]
 class ResumeClass:
     """What a changed key makes of a resumed run, and why.
 
-    safe      the same weights come out                     goes on
-    notice    the same mathematics, perhaps other bits      goes on, and says so
+    safe      the same weights                              resumes
+    notice    the same mathematics, perhaps other bits      resumes with a notice
     unsafe    another experiment under the old one's name   refused unless --force-key names it
     """
 

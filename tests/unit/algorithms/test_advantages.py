@@ -11,8 +11,8 @@ import slime_core.algorithms
 from slime_core.algorithms import algorithms
 from slime_core.algorithms.shared.terms import add_terms, needed_roles
 from slime_core.builtin import Core
-from slime_core.config.rules import conflicts
 from slime_core.config.presets import settle
+from slime_core.config.rules import conflicts
 from slime_core.config.schema import Config
 from slime_core.config.sections.rollout import RolloutSection
 from slime_core.config.sections.train import TrainSection

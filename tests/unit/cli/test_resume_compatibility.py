@@ -2,10 +2,12 @@
 
 import pytest
 
-from slime_cli.resume_compatibility import RULES, check, compare, refused, rule_of, signature, table
-from slime_core.config.fields import core_keys
+from slime_cli.resume_compatibility import check, compare, refused, signature, table
+from slime_core.config.fields import core_keys, section_model
 from slime_core.config.load import load_config
-from slime_core.config.schema import Config
+from slime_core.config.schema import SECTIONS, Config
+from slime_core.config.sections import ResumeClass
+from slime_core.config.sections.train import TrainSection
 from slime_core.errors import ConfigError
 
 pytestmark = pytest.mark.unit
@@ -35,21 +37,19 @@ def changed(*flags, base=()):
     return verdicts(load_config(None, base), load_config(None, [*base, *flags]))
 
 
-def test_every_key_of_the_schema_is_in_exactly_one_class():
-    for name in core_keys():
-        assert sum(name in rule.keys for rule in RULES) == 1, (
-            f"{name}: put it in one rule of cli/slime_cli/resume_compatibility.py"
-        )
-    assert {name for rule in RULES for name in rule.keys} == set(core_keys())
+def test_every_key_has_its_resume_class_in_its_field():
+    for section in SECTIONS:
+        fields = section_model(section).model_fields
+        classes = {name: info.json_schema_extra["resume"] for name, info in fields.items()}
+        assert all(isinstance(resume, ResumeClass) and resume.reason for resume in classes.values()), section
+        assert classes == {name: key.resume for name, key in core_keys().items() if key.section == section}
+    assert {core_keys()[name].resume.verdict for name in ("seed", "schema_version", "plugins")} == {"unsafe"}
 
 
-def test_every_class_has_its_reason():
-    assert all(rule.reason for rule in RULES)
-    assert len({rule.reason for rule in RULES}) == len(RULES)
-
-
-def test_a_key_that_no_class_has_is_unsafe():
-    assert rule_of("a_key_of_tomorrow").verdict == "unsafe"
+def test_a_field_with_another_class_gets_another_verdict(monkeypatch):
+    monkeypatch.setitem(TrainSection.model_fields["lr"].json_schema_extra, "resume", ResumeClass("safe", "a trial"))
+    (change,) = compare(dumped(Config()), dumped(load_config(None, ["--lr", "0.5"])))
+    assert (change.verdict, change.reason) == ("safe", "a trial")
 
 
 def test_the_same_config_has_no_changes():
