@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
-import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from slime_core.config.presets import settle
 from slime_core.config.schema import SECTIONS
 from slime_core.config.stages import rollout_slots
+from slime_core.config.table_file import read_table
 from slime_core.errors import ConfigError, nearest
 from slime_core.plugins.backends import COMPAT, engine_of, is_installed
 
@@ -53,50 +52,21 @@ def _more(path: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of ``custom_config_path``.
 
     Raises:
-        ConfigError: CFG05 no such file, CFG06 it cannot be read, CFG07 a key that slime has already.
+        ConfigError: as :func:`read_table`; CFG07 a key that slime has already.
     """
     if not path:
         return {}
-    file, where = Path(path), "rollout.custom_config_path"
-    try:
-        more = _READERS[file.suffix](file.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"there is no file {file.absolute()}", code="CFG05", where=where, fix=f"set {where}"
-        ) from error
-    except KeyError as error:
-        kinds = ", ".join(_READERS)
-        raise ConfigError(f"{file} is none of {kinds}", code="CFG06", where=where, fix=f"use {kinds}") from error
-    except (ValueError, OSError, ImportError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}", code="CFG06", where=where, fix="mend the file") from error
-    if not isinstance(more, dict):
-        raise ConfigError(f"{file} holds no table of keys", code="CFG06", where=where, fix="write key = value lines")
+    where = "rollout.custom_config_path"
+    more = read_table(Path(path), where)
     twice = sorted(set(more) & set(values))
     if twice:
         raise ConfigError(
-            f"{file} sets {', '.join(twice)}, which slime has already",
+            f"{path} sets {', '.join(twice)}, which slime has already",
             code="CFG07",
             where=where,
             fix="set it in the recipe or by its flag: --" + twice[0].replace("_", "-"),
         )
     return more
-
-
-def _yaml(text: str) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
-
-
-_READERS: dict[str, Callable[[str], Any]] = {
-    ".toml": tomllib.loads,
-    ".json": json.loads,
-    ".yaml": _yaml,
-    ".yml": _yaml,
-}
 
 
 def _derived(config: Config, values: Mapping[str, Any]) -> dict[str, Any]:

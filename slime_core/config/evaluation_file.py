@@ -11,8 +11,6 @@ folder.
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,9 @@ from typing import Any
 from slime_core.config.paths import absolute_paths
 from slime_core.config.problems import Origins
 from slime_core.config.sections.evaluation import EvalTask
+from slime_core.config.table_file import read_table
 from slime_core.errors import ConfigError, nearest
 
-MAX_BYTES = 1 << 20
 KEY = "eval.eval_config"
 NAMES = {
     "path": "prompt_data",
@@ -41,8 +39,8 @@ def read_sets(path: Path) -> list[dict[str, Any]]:
         ConfigError: CFG05 no such file, CFG06 it cannot be read or has another shape, CFG07 a key twice under two
             names, CFG01 an unknown key, CFG08 too large.
     """
-    table = _table(path)
-    table = table.get("eval", table)
+    file = read_table(path, KEY)
+    table = file.get("eval", file)
     if not isinstance(table, dict) or set(table) - {"defaults", "datasets"} or "datasets" not in table:
         raise _shape(path, f"it has {', '.join(map(str, table)) or 'nothing'}" if isinstance(table, dict) else "")
     defaults, sets = table.get("defaults") or {}, table["datasets"]
@@ -73,38 +71,6 @@ def expand(data: dict[str, Any], origins: Origins) -> None:
         data["eval"] = {**table, "eval_tasks": [*written, *sets], "eval_config": ""}
 
 
-def _table(path: Path) -> dict[str, Any]:
-    try:
-        size = path.stat().st_size
-        table = _parse(path) if size <= MAX_BYTES else None
-    except FileNotFoundError as error:
-        raise _refused(path, f"there is no file {path}", code="CFG05", fix=f"mend the path in {KEY}") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise _refused(path, f"{path.name} cannot be read: {error}", fix="mend the file") from error
-    if size > MAX_BYTES:
-        fix = f"name a file of sets in {KEY}; their rows lie in files of their own"
-        raise _refused(path, f"{path.name} has more than {MAX_BYTES >> 20} MiB", code="CFG08", fix=fix)
-    if not isinstance(table, dict):
-        raise _shape(path, f"it holds a {type(table).__name__}")
-    return table
-
-
-def _parse(path: Path) -> Any:
-    text = path.read_text(encoding="utf-8")
-    if path.suffix not in (".yaml", ".yml"):
-        return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
-        raise ValueError(f"{error.problem}{place}") from error
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
-
-
 def _renamed(table: Mapping[Any, Any], path: Path, place: str) -> dict[str, Any]:
     fields = set(EvalTask.model_fields) - {"weight"}
     renamed: dict[str, Any] = {}
@@ -129,8 +95,5 @@ def _renamed(table: Mapping[Any, Any], path: Path, place: str) -> dict[str, Any]
 
 def _shape(path: Path, why: str) -> ConfigError:
     fix = "write eval: {defaults: {...}, datasets: [{name: ..., path: ...}]}"
-    return _refused(path, f"{path.name} holds no evaluation sets", why=why, fix=fix)
-
-
-def _refused(path: Path, what: str, *, code: str = "CFG06", why: str = "", fix: str) -> ConfigError:
-    return ConfigError(what, code=code, where=f"{KEY} = {path}", why=why, fix=fix)
+    where = f"{KEY} = {path}"
+    return ConfigError(f"{path.name} holds no evaluation sets", code="CFG06", where=where, why=why, fix=fix)

@@ -13,8 +13,6 @@ from slime_core.config.schema import SECTIONS, Config
 from slime_core.config.sections import ResumeClass, fact
 from slime_core.config.values import bounds, describe, unwrap
 
-TOP_KEYS = ("schema_version", "name", "seed", "plugins")
-
 
 @dataclass(slots=True, frozen=True)
 class ConfigKey:
@@ -53,7 +51,8 @@ class ConfigKey:
 @cache
 def core_keys() -> Mapping[str, ConfigKey]:
     """Every core key by its name, which is unique over all sections."""
-    keys = {name: ConfigKey(name, "", Config.model_fields[name]) for name in TOP_KEYS}
+    top = {name: info for name, info in Config.model_fields.items() if fact(info, "resume")}
+    keys = {name: ConfigKey(name, "", info) for name, info in top.items()}
     for section in SECTIONS:
         model = section_model(section)
         keys |= {name: ConfigKey(name, section, info) for name, info in model.model_fields.items()}

@@ -99,9 +99,10 @@ def _kind(path: KeyPath) -> str:
     fields: Mapping[str, FieldInfo] = {name: key.info for name, key in core_keys().items()}
     kind = ""
     for name in names:
-        info = fields.get(name)
-        kind, annotation = (fact(info, "path") or "", element(info.annotation)) if info else ("", None)
-        fields = unwrap(annotation).model_fields if is_model(annotation) else {}
+        if (info := fields.get(name)) is None:
+            return ""
+        kind = fact(info, "path") or ("function" if name.endswith("_path") else "")
+        fields = unwrap(element(info.annotation)).model_fields if is_model(element(info.annotation)) else {}
     pair_name = names == ["eval_prompt_data"] and isinstance(path[-1], int) and path[-1] % 2 == 0
     return "" if pair_name else kind
 

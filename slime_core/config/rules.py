@@ -49,24 +49,17 @@ def conflicts(config: Config) -> list[Problem]:
 
 def incomplete(config: Config) -> list[Problem]:
     """What a run cannot start without."""
-    problems = []
     data, rollout = config.data, config.rollout
-    if not rollout.hf_checkpoint:
-        problems.append(
-            conflict("no model is named", ["rollout.hf_checkpoint"], fix="name a model folder: --hf-checkpoint DIR")
-        )
+    model = conflict("no model is named", ["rollout.hf_checkpoint"], fix="name a model folder: --hf-checkpoint DIR")
+    prompts = conflict(
+        "there is nothing to train on",
+        ["data.prompt_data"],
+        why="no data set, task, data source or plugin is named",
+        fix="name one: --prompt-data FILE.jsonl   or   --plugin NAME",
+    )
     named = (data.prompt_data, data.tasks, rollout.data_source_path, rollout.rollout_function_path)
-    sources = (*named, rollout.load_debug_rollout_data, config.plugins)
-    if not any(sources):
-        problems.append(
-            conflict(
-                "there is nothing to train on",
-                ["data.prompt_data"],
-                why="no data set, task, data source or plugin is named",
-                fix="name one: --prompt-data FILE.jsonl   or   --plugin NAME",
-            )
-        )
-    return problems
+    trains = any((*named, rollout.load_debug_rollout_data, config.plugins))
+    return [*([] if rollout.hf_checkpoint else [model]), *([] if trains else [prompts])]
 
 
 def notices(config: Config) -> list[str]:

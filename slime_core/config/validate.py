@@ -16,6 +16,7 @@ from slime_core.config.problems import KeyPath, Origins, Problem, dotted, raise_
 from slime_core.config.schema import Config
 from slime_core.config.values import (
     bounds,
+    choices,
     describe,
     element,
     hint,
@@ -25,7 +26,7 @@ from slime_core.config.values import (
     show,
     unwrap,
 )
-from slime_core.errors import nearest
+from slime_core.errors import closest, nearest
 
 M = TypeVar("M", bound=BaseModel)
 ModelsOf = Callable[[Sequence[str]], Mapping[str, "type[BaseModel] | None"]]
@@ -114,13 +115,13 @@ def _problem(detail: ErrorDetails, model: type[BaseModel], data: Mapping[str, An
         )
     expected = " ".join([describe(annotation), *(bounds(info) if info else [])]) if annotation else detail["msg"]
     if kind in _RANGE and not (kind == "literal_error" and not isinstance(value, str)):
-        near = nearest(value, [str(a) for a in _choices(annotation)]) if isinstance(value, str) else ""
+        near = nearest(value, choices(annotation)) if isinstance(value, str) else ""
         fix = near or f"set {name} to {expected}"
         return Problem(
             code="CFG03", what=f"{name} = {shown} is out of range", keys=(full,), why=f"it must be {expected}", fix=fix
         )
     reason = f"it is {kind_of(value)}, and {name} takes {expected}" if annotation else detail["msg"]
-    fix = hint(value, annotation) if annotation else f"mend {name}"
+    fix = hint(value, annotation) if annotation else f"fix {name}"
     return Problem(code="CFG02", what=f"{name} = {shown} has the wrong type", keys=(full,), why=reason, fix=fix)
 
 
@@ -149,12 +150,9 @@ def unknown(path: KeyPath, siblings: Sequence[str]) -> Problem:
             why="it stands in the wrong table",
             fix=fix,
         )
-    near = "" if absent(name) else nearest(name, list(siblings))
     parent = dotted(path[:-1])
-    if near:
-        near = near.replace("'", f"'{parent}." if parent else "'", 1)
-    elif not absent(name) and (suggestion := nearest(name, list(keys))):
-        near = f"did you mean '{keys[suggestion.split(chr(39))[1]].path}'?"
+    near, core = ("", "") if absent(name) else (closest(name, list(siblings)), closest(name, list(keys)))
+    meant = dotted((*path[:-1], near)) if near else keys[core].path if core else ""
     section = str(path[0]) if len(path) > 1 else ""
     every = f"all keys: slime config keys {section}".rstrip()
     if section == "plugin":
@@ -164,7 +162,7 @@ def unknown(path: KeyPath, siblings: Sequence[str]) -> Problem:
         what=f"unknown key '{dotted(path)}'",
         keys=(path,),
         why=absent(name) or (f"[{parent}] has no such key" if parent else "there is no such key or table"),
-        fix="\n".join(filter(None, [near, every])),
+        fix="\n".join(filter(None, [f"did you mean '{meant}'?" if meant else "", every])),
     )
 
 
@@ -199,13 +197,6 @@ def _field_at(model: type[BaseModel], path: KeyPath) -> tuple[Any, FieldInfo | N
 def _siblings(model: type[BaseModel], path: KeyPath) -> list[str]:
     parent, _ = _field_at(model, path[:-1])
     return list(unwrap(parent).model_fields) if is_model(parent) else []
-
-
-def _choices(annotation: Any) -> tuple[Any, ...]:
-    from typing import Literal, get_args, get_origin
-
-    kind = unwrap(annotation)
-    return get_args(kind) if get_origin(kind) is Literal else ()
 
 
 def validate_options(

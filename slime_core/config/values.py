@@ -142,7 +142,7 @@ def describe(annotation: Any) -> str:
         return NAMES[kind]
     origin = typing.get_origin(kind)
     if origin is Literal:
-        return "one of " + ", ".join(str(arg) for arg in typing.get_args(kind))
+        return "one of " + ", ".join(choices(kind))
     if origin in (tuple, list, set, frozenset):
         inner = element(kind)
         plural = {int: "integers", float: "numbers", str: "strings", bool: "booleans"}.get(unwrap(inner))
@@ -150,6 +150,12 @@ def describe(annotation: Any) -> str:
     if origin is dict or is_model(kind):
         return "a table"
     return getattr(kind, "__name__", str(kind)).lower()
+
+
+def choices(annotation: Any) -> list[str]:
+    """The values of a key that takes one of a few."""
+    kind = unwrap(annotation)
+    return [str(value) for value in typing.get_args(kind)] if typing.get_origin(kind) is Literal else []
 
 
 def bounds(info: FieldInfo) -> list[str]:

@@ -56,7 +56,7 @@ def key(
 
     Args:
         resume: what a change makes of a resumed run; keys of tasks have the class of their array.
-        path: what a local path in it leads to; it is made absolute, and must exist if it is read.
+        path: what a local path in it leads to, which must exist where it is read; a function for names in _path.
         reader: who alone reads it.
         switch: the key of its section without which it does nothing.
         once: whether it is of what is built once a run, so that stages cannot change it.

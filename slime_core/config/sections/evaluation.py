@@ -55,7 +55,7 @@ class EvalSection(Section):
         "", "Column of a question's category; empty: the metadata's category, where rows have one.", EVALUATION
     )
     eval_function_path: Annotated[str, empty_for("slime.rollout.sglang_rollout.generate_rollout")] = key(
-        "", "Function by path.", EVALUATION, path="function"
+        "", "Function by path.", EVALUATION
     )
 
     def conflicts(

@@ -25,5 +25,5 @@ class ReportSection(Section):
     check_hooks: bool = key(
         False, "Watch what hooks do: hash what they may not change, judge 1 % of groups twice.", FIGURES
     )
-    custom_rollout_log_function_path: str = key("", "Function by path.", FIGURES, path="function")
-    custom_eval_rollout_log_function_path: str = key("", "Function by path.", FIGURES, path="function")
+    custom_rollout_log_function_path: str = key("", "Function by path.", FIGURES)
+    custom_eval_rollout_log_function_path: str = key("", "Function by path.", FIGURES)

@@ -15,9 +15,7 @@ class RewardSection(Section):
     """How samples are judged."""
 
     rm_type: str = key("", "A reward registered by name.", REWARDS)
-    custom_rm_path: str = key(
-        "", "Function by path: async reward(args, sample, **kw) -> float.", REWARDS, path="function", fills=True
-    )
+    custom_rm_path: str = key("", "Function by path: async reward(args, sample, **kw) -> float.", REWARDS, fills=True)
     group_rm: bool = key(False, "custom_rm_path gets the whole group's samples.", REWARDS)
     reward_key: str = key("", "Key of a dict reward that trains; the others become metrics.", REWARDS)
     reward_weights: dict[str, float] = key({}, "Weight of each of Reward.terms; empty trains on value.", REWARDS)
@@ -28,9 +26,7 @@ class RewardSection(Section):
     overlong_penalty_factor: float = key(1.0, "Penalty at the limit.", REWARDS, ge=0)
     mask_truncated: bool = key(False, "Truncated samples do not train, but count in their group.", REWARDS)
     reward_timeout: float = key(60.0, "Seconds for one group's reward.", LIMIT, gt=0)
-    custom_reward_post_process_path: str = key(
-        "", "Function by path over a step's samples.", REWARDS, path="function", fills=True
-    )
+    custom_reward_post_process_path: str = key("", "Function by path over a step's samples.", REWARDS, fills=True)
     sandbox_level: Literal["auto", "strong", "medium", "none"] = key(
         "auto",
         "Isolation of code that a model or a data set brings; a level that this machine does not have is "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -30,6 +31,7 @@ SAMPLES = ResumeClass("unsafe", "other samples")
 GROUPS = ResumeClass("unsafe", "other groups meet a step")
 SOURCE = ResumeClass("unsafe", "rollouts come from elsewhere, or nothing trains")
 
+served = partial(key, reader="servers")
 OVER, BATCH = "rollout.over_sampling_batch_size", "rollout.rollout_batch_size"
 SAVE, LOAD = "rollout.save_debug_rollout_data", "rollout.load_debug_rollout_data"
 DYNAMIC, FUNCTION = "rollout.dynamic_sampling", "rollout.rollout_function_path"
@@ -68,95 +70,60 @@ class RolloutSection(Section):
     rollout_num_gpus: int = key(
         0, "GPUs of all servers; 0: the trainer's, which they share.", MACHINE, ge=0, reader="placed engines"
     )
-    rollout_num_gpus_per_engine: int = key(
-        1, "GPUs of one server: its tensor-parallel size.", MACHINE, ge=1, reader="servers"
-    )
+    rollout_num_gpus_per_engine: int = served(1, "GPUs of one server: its tensor-parallel size.", MACHINE, ge=1)
     rollout_num_engines: int = key(
         0, "Engines; 0 is what rollout_num_gpus gives; on a CPU, 1.", MACHINE, ge=0, reader="separate engines"
     )
-    rollout_external_engine_addrs: tuple[str, ...] = key(
-        (), "Servers that run already, http://HOST:PORT each; none are started.", MACHINE, reader="servers"
+    rollout_external_engine_addrs: tuple[str, ...] = served(
+        (), "Servers that run already, http://HOST:PORT each; none are started.", MACHINE
     )
-    rollout_engine_token_env: str = key(
-        "SLIME_SGLANG_TOKEN",
-        "Environment variable that holds the token of external servers.",
-        MACHINE,
-        reader="servers",
+    rollout_engine_token_env: str = served(
+        "SLIME_SGLANG_TOKEN", "Environment variable that holds the token of external servers.", MACHINE
     )
-    rollout_engine_ca: str = key(
-        "", "PEM file of authorities, for https servers that Python does not trust.", MACHINE, reader="servers"
+    rollout_engine_ca: str = served(
+        "", "PEM file of authorities, for https servers that Python does not trust.", MACHINE
     )
-    engine_topology: str = key(
-        "", "TOML file of several server groups and models.", MACHINE, path="input", reader="servers"
-    )
-    rollout_router: Literal["auto", "builtin", "sglang"] = key(
+    engine_topology: str = served("", "TOML file of several server groups and models.", MACHINE, path="input")
+    rollout_router: Literal["auto", "builtin", "sglang"] = served(
         "auto",
         "Who spreads requests over servers: builtin is slime, sglang is SGLang's router; auto is SGLang's "
         "where it is installed and slime starts several servers of a model.",
         MACHINE,
-        reader="servers",
     )
-    rollout_middleware_paths: tuple[str, ...] = key(
-        (),
-        "Functions by path around every request to servers: async (request, next) -> Completion.",
-        SAMPLES,
-        reader="servers",
+    rollout_middleware_paths: tuple[str, ...] = served(
+        (), "Functions by path around every request to servers: async (request, next) -> Completion.", SAMPLES
     )
-    server_concurrency: int = key(512, "Requests in flight a server; others wait here.", LIMIT, ge=1, reader="servers")
-    rollout_start_timeout: float = key(900.0, "Seconds until a server must answer.", LIMIT, gt=0, reader="servers")
-    rollout_request_timeout: float = key(
-        1800.0, "Seconds for one request, its retries included.", LIMIT, gt=0, reader="servers"
+    server_concurrency: int = served(512, "Requests in flight a server; others wait here.", LIMIT, ge=1)
+    rollout_start_timeout: float = served(900.0, "Seconds until a server must answer.", LIMIT, gt=0)
+    rollout_request_timeout: float = served(1800.0, "Seconds for one request, its retries included.", LIMIT, gt=0)
+    rollout_max_retries: int = served(3, "Of one request, where asking again is safe.", LIMIT, ge=0)
+    rollout_health_check_interval: float = served(5.0, "Seconds between looks at a server.", LIMIT, gt=0)
+    rollout_health_check_timeout: float = served(
+        120.0, "Seconds without a new token while requests wait: the server counts as hung.", LIMIT, gt=0
     )
-    rollout_max_retries: int = key(3, "Of one request, where asking again is safe.", LIMIT, ge=0, reader="servers")
-    rollout_health_check_interval: float = key(
-        5.0, "Seconds between looks at a server.", LIMIT, gt=0, reader="servers"
+    rollout_max_restarts: int = served(3, "Of one server in a run; then it is retired.", LIMIT, ge=0)
+    min_healthy_engines: int = served(1, "Fewer servers than this end the run.", LIMIT, ge=1)
+    update_weight_transport: Literal["auto", "disk", "tensor", "nccl"] = served(
+        "auto", "How weights reach servers; auto: tensor on shared GPUs, nccl on others, disk on a CPU.", MACHINE
     )
-    rollout_health_check_timeout: float = key(
-        120.0,
-        "Seconds without a new token while requests wait: the server counts as hung.",
-        LIMIT,
-        gt=0,
-        reader="servers",
+    update_weight_buffer_size: int = served(512 << 20, "Bytes of one bucket of weights.", MACHINE, ge=1 << 20)
+    update_weight_disk_dir: str = served(
+        "", "Folder of the disk transport; empty: in the run directory.", MACHINE, path="output"
     )
-    rollout_max_restarts: int = key(3, "Of one server in a run; then it is retired.", LIMIT, ge=0, reader="servers")
-    min_healthy_engines: int = key(1, "Fewer servers than this end the run.", LIMIT, ge=1, reader="servers")
-    update_weight_transport: Literal["auto", "disk", "tensor", "nccl"] = key(
-        "auto",
-        "How weights reach servers; auto: tensor on shared GPUs, nccl on others, disk on a CPU.",
-        MACHINE,
-        reader="servers",
-    )
-    update_weight_buffer_size: int = key(
-        512 << 20, "Bytes of one bucket of weights.", MACHINE, ge=1 << 20, reader="servers"
-    )
-    update_weight_disk_dir: str = key(
-        "", "Folder of the disk transport; empty: in the run directory.", MACHINE, path="output", reader="servers"
-    )
-    pause_generation_mode: Literal["abort", "retract", "in_place"] = key(
+    pause_generation_mode: Literal["abort", "retract", "in_place"] = served(
         "retract",
         "Running requests while weights change: ended and continued, moved back to the queue with their "
         "cache dropped, or kept with the old weights' cache.",
         SAMPLES,
-        reader="servers",
     )
-    rollout_deterministic: bool = key(
-        False,
-        "SGLang's deterministic mode, a seed a request: runs repeat bit for bit, and slower.",
-        SAMPLES,
-        reader="servers",
+    rollout_deterministic: bool = served(
+        False, "SGLang's deterministic mode, a seed a request: runs repeat bit for bit, and slower.", SAMPLES
     )
-    check_weights: Literal["rolling", "all", "off"] = key(
-        "rolling",
-        "Tensors of servers compared with the trainer's after each step: some in turn, or all.",
-        LIMIT,
-        reader="servers",
+    check_weights: Literal["rolling", "all", "off"] = served(
+        "rolling", "Tensors of servers compared with the trainer's after each step: some in turn, or all.", LIMIT
     )
-    canary_band: float = key(
-        0.0,
-        "Largest mean difference of trainer and engine log-probs; 0: from rounding.",
-        LIMIT,
-        ge=0,
-        reader="servers",
+    canary_band: float = served(
+        0.0, "Largest mean difference of trainer and engine log-probs; 0: from rounding.", LIMIT, ge=0
     )
     dynamic_sampling: Literal["off", "equal_rewards"] = key(
         "off", "equal_rewards: drop groups whose rewards are all equal, and take the next prompts.", GROUPS
@@ -188,29 +155,21 @@ class RolloutSection(Section):
     generate_timeout: float = key(3600.0, "Seconds for one group's generation.", LIMIT, gt=0)
     on_plugin_error: Literal["fail", "drop"] = key("fail", "A hook that raises: stop or drop the group.", LIMIT)
     rollout_function_path: Annotated[str, empty_for("slime.rollout.sglang_rollout.generate_rollout")] = key(
-        "", "Function by path that replaces the rollout of a step.", SAMPLES, path="function", fills=True
+        "", "Function by path that replaces the rollout of a step.", SAMPLES, fills=True
     )
-    custom_generate_function_path: str = key(
-        "", "Function by path that generates one sample.", SAMPLES, path="function", fills=True
-    )
+    custom_generate_function_path: str = key("", "Function by path that generates one sample.", SAMPLES, fills=True)
     data_source_path: Annotated[str, empty_for("slime.rollout.data_source.RolloutDataSourceWithBuffer")] = key(
-        "", "Class by path that replaces the data source.", PROMPTS, path="function", fills=True
+        "", "Class by path that replaces the data source.", PROMPTS, fills=True
     )
     rollout_sample_hook_path: tuple[str, ...] = key(
-        (), "Functions by path, called on each sample.", SAMPLES, path="function", fills=True
+        (), "Functions by path, called on each sample.", SAMPLES, fills=True
     )
-    dynamic_sampling_filter_path: str = key(
-        "", "Function by path that keeps or drops a group.", GROUPS, path="function"
-    )
-    rollout_sample_filter_path: str = key(
-        "", "Function by path that may set sample.remove_sample.", GROUPS, path="function"
-    )
+    dynamic_sampling_filter_path: str = key("", "Function by path that keeps or drops a group.", GROUPS)
+    rollout_sample_filter_path: str = key("", "Function by path that may set sample.remove_sample.", GROUPS)
     buffer_filter_path: Annotated[str, empty_for("slime.rollout.data_source.pop_first")] = key(
-        "", "Function by path that picks groups from the buffer.", GROUPS, path="function"
+        "", "Function by path that picks groups from the buffer.", GROUPS
     )
-    run_done_path: str = key(
-        "", "Function by path, run_done(ctx): ends what the others have started.", FIGURES, path="function"
-    )
+    run_done_path: str = key("", "Function by path, run_done(ctx): ends what the others have started.", FIGURES)
     custom_config_path: str = key(
         "", "TOML, JSON or YAML file of more keys for functions by path.", SAMPLES, path="input"
     )

@@ -7,6 +7,7 @@ alone.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Literal
 
 from slime_core.algorithms import Algorithm, algorithms
@@ -20,6 +21,9 @@ from slime_core.config.values import show
 KIND = ResumeClass("unsafe", "saved weights and states are of this kind")
 LOSS = ResumeClass("unsafe", "another loss or advantage")
 SCHEDULE = ResumeClass("unsafe", "another optimizer or schedule")
+of_tis, of_rs = partial(key, switch="use_tis"), partial(key, switch="use_rs")
+megatron_hook = partial(key, reader="megatron hooks")
+
 NARROW = 0.1  # an eps_clip that no sequence's geometric mean ratio reaches
 UNIVERSAL = ("disable_grpo_std_normalization",)
 """Keys that mean the same to estimators that do not read them: those divide by nothing anyway."""
@@ -65,26 +69,17 @@ class TrainSection(Section):
     eps_clip_c: float = key(0.0, "Dual clip: bound of the loss at negative advantages; 0 is off.", LOSS, ge=0)
     use_rollout_logprobs: bool = key(False, "Old log-probs are the engine's, not the trainer's.", LOSS)
     use_tis: bool = key(False, "Weigh tokens by trainer over engine probability (importance sampling).", LOSS)
-    tis_level: Literal["token", "sequence", "geometric"] = key(
-        "token", "What that ratio is of.", LOSS, switch="use_tis"
+    tis_level: Literal["token", "sequence", "geometric"] = of_tis("token", "What that ratio is of.", LOSS)
+    tis_mode: Literal["truncate", "clip", "mask"] = of_tis(
+        "truncate", "Cut above tis_clip, and where tis_clip_low is set (clip) below it; mask: weight 0 outside.", LOSS
     )
-    tis_mode: Literal["truncate", "clip", "mask"] = key(
-        "truncate",
-        "Cut above tis_clip, and where tis_clip_low is set (clip) below it; mask: weight 0 outside.",
-        LOSS,
-        switch="use_tis",
-    )
-    tis_clip: float = key(2.0, "Upper bound of the weight.", LOSS, gt=0, switch="use_tis")
-    tis_clip_low: float = key(0.0, "Lower bound of the weight.", LOSS, ge=0, switch="use_tis")
-    tis_batch_normalize: bool = key(
-        False, "Divide weights by their mean over the optimizer step.", LOSS, switch="use_tis"
-    )
+    tis_clip: float = of_tis(2.0, "Upper bound of the weight.", LOSS, gt=0)
+    tis_clip_low: float = of_tis(0.0, "Lower bound of the weight.", LOSS, ge=0)
+    tis_batch_normalize: bool = of_tis(False, "Divide weights by their mean over the optimizer step.", LOSS)
     use_rs: bool = key(False, "Reject tokens or sequences whose ratio is out of bounds.", LOSS)
-    rs_level: Literal["token", "sequence", "geometric"] = key(
-        "geometric", "What that ratio is of.", LOSS, switch="use_rs"
-    )
-    rs_lower_bound: float = key(0.0, "0 is 1 / rs_upper_bound.", LOSS, ge=0, switch="use_rs")
-    rs_upper_bound: float = key(2.0, "Ratio above which is rejected.", LOSS, gt=0, switch="use_rs")
+    rs_level: Literal["token", "sequence", "geometric"] = of_rs("geometric", "What that ratio is of.", LOSS)
+    rs_lower_bound: float = of_rs(0.0, "0 is 1 / rs_upper_bound.", LOSS, ge=0)
+    rs_upper_bound: float = of_rs(2.0, "Ratio above which is rejected.", LOSS, gt=0)
     rs_veto_threshold: float = key(0.0, "Reject sequences with a token ratio below; 0 is off.", LOSS, ge=0)
     use_opsm: bool = key(False, "Mask sequences that are off-policy and have a negative advantage.", LOSS)
     opsm_delta: float = key(
@@ -135,23 +130,15 @@ class TrainSection(Section):
     logprob_chunk_tokens: int = key(
         0, "Rows of [tokens, vocab] logits alive at once; 0: what 512 MiB hold, 64 MiB on a CPU.", MACHINE, ge=0
     )
-    custom_advantage_function_path: str = key("", "Function by path.", LOSS, path="function")
-    custom_loss_function_path: str = key("", "Function by path.", LOSS, path="function")
-    custom_tis_function_path: str = key("", "Function by path.", LOSS, path="function")
-    custom_pg_loss_reducer_function_path: str = key("", "Function by path.", LOSS, path="function")
-    rollout_data_postprocess_path: str = key(
-        "", "Function by path, called with the step's columns.", LOSS, path="function", fills=True
-    )
-    custom_convert_samples_to_train_data_path: str = key("", "Function by path.", LOSS, path="function", fills=True)
-    custom_megatron_init_path: str = key(
-        "", "Function by path, called where a Megatron rank starts.", LOSS, path="function", reader="megatron hooks"
-    )
-    custom_megatron_before_log_prob_hook_path: str = key(
-        "", "Function by path, before scoring.", LOSS, path="function", reader="megatron hooks"
-    )
-    custom_megatron_before_train_step_hook_path: str = key(
-        "", "Function by path, before a step.", LOSS, path="function", reader="megatron hooks"
-    )
+    custom_advantage_function_path: str = key("", "Function by path.", LOSS)
+    custom_loss_function_path: str = key("", "Function by path.", LOSS)
+    custom_tis_function_path: str = key("", "Function by path.", LOSS)
+    custom_pg_loss_reducer_function_path: str = key("", "Function by path.", LOSS)
+    rollout_data_postprocess_path: str = key("", "Function by path, called with the step's columns.", LOSS, fills=True)
+    custom_convert_samples_to_train_data_path: str = key("", "Function by path.", LOSS, fills=True)
+    custom_megatron_init_path: str = megatron_hook("", "Function by path, called where a Megatron rank starts.", LOSS)
+    custom_megatron_before_log_prob_hook_path: str = megatron_hook("", "Function by path, before scoring.", LOSS)
+    custom_megatron_before_train_step_hook_path: str = megatron_hook("", "Function by path, before a step.", LOSS)
 
     @property
     def supervised(self) -> bool:
@@ -209,37 +196,23 @@ class TrainSection(Section):
         if any(task.n_samples_per_prompt not in (0, n) for task in data.tasks):
             return  # rollouts a step then depend on the tasks that were drawn
         rollouts, steps = prompts * n, self.num_steps_per_rollout
-        product = f"rollout_batch_size * n_samples_per_prompt = {prompts} * {n} = {rollouts} rollouts a step"
-        keys = ["rollout.rollout_batch_size", "rollout.n_samples_per_prompt"]
-        both = [*keys, "train.global_batch_size"]
         if batch > rollouts:
-            yield conflict(
-                f"global_batch_size = {batch} is more than there is",
-                both,
-                why=product,
-                fix=f"set global_batch_size to {rollouts} or less, or raise rollout_batch_size",
-            )
+            what = f"global_batch_size = {batch} is more than there is"
+            fix = f"set global_batch_size to {rollouts} or less, or raise rollout_batch_size"
         elif batch and rollouts % batch:
-            yield conflict(
-                f"{rollouts} rollouts do not divide into optimizer steps of global_batch_size = {batch}",
-                both,
-                why=product,
-                fix=f"set global_batch_size to a divisor of {rollouts}, such as {_divisor(rollouts, batch)}",
-            )
+            what = f"{rollouts} rollouts do not divide into optimizer steps of global_batch_size = {batch}"
+            fix = f"set global_batch_size to a divisor of {rollouts}, such as {_divisor(rollouts, batch)}"
         elif batch and steps > 1 and batch * steps != rollouts:
-            yield conflict(
-                f"num_steps_per_rollout = {steps} and global_batch_size = {batch} contradict each other",
-                [*both, "train.num_steps_per_rollout"],
-                why=product,
-                fix="set one of them and leave the other out",
-            )
+            what = f"num_steps_per_rollout = {steps} and global_batch_size = {batch} contradict each other"
+            fix = "set one of them and leave the other out"
         elif not batch and rollouts % steps:
-            yield conflict(
-                f"{rollouts} rollouts do not divide into num_steps_per_rollout = {steps} optimizer steps",
-                [*keys, "train.num_steps_per_rollout"],
-                why=product,
-                fix=f"set num_steps_per_rollout to a divisor of {rollouts}, such as {_divisor(rollouts, steps)}",
-            )
+            what = f"{rollouts} rollouts do not divide into num_steps_per_rollout = {steps} optimizer steps"
+            fix = f"set num_steps_per_rollout to a divisor of {rollouts}, such as {_divisor(rollouts, steps)}"
+        else:
+            return
+        keys = ["rollout.rollout_batch_size", "rollout.n_samples_per_prompt", "train.num_steps_per_rollout"]
+        product = f"rollout_batch_size * n_samples_per_prompt = {prompts} * {n} = {rollouts} rollouts a step"
+        yield conflict(what, [*keys, "train.global_batch_size"], why=product, fix=fix)
 
     def _schedule(self) -> Iterator[Problem]:
         if self.min_lr > self.lr:

@@ -90,7 +90,7 @@ def test_sets_are_added_with_their_defaults_and_paths_of_the_files_folder(folder
         ("datasets: [{name: a, path: x, prompt_data: y}]", "CFG07", "'prompt_data' a second time"),
         ("datasets: {name: a}", "CFG06", "holds no evaluation sets"),
         ("eval: 3", "CFG06", "holds no evaluation sets"),
-        ("[1, 2]", "CFG06", "holds no evaluation sets"),
+        ("[1, 2]", "CFG06", "holds no table of keys"),
         ("default: {}\ndatasets: []", "CFG06", "holds no evaluation sets"),
         ("a: [", "CFG06", "cannot be read"),
         ("eval:\n  datasets: {]", "CFG06", "(line 2, column 14)"),
