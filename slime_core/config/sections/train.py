@@ -210,9 +210,10 @@ class TrainSection(Section):
             fix = f"set num_steps_per_rollout to a divisor of {rollouts}, such as {_divisor(rollouts, steps)}"
         else:
             return
-        keys = ["rollout.rollout_batch_size", "rollout.n_samples_per_prompt", "train.num_steps_per_rollout"]
+        keys = ["rollout.rollout_batch_size", "rollout.n_samples_per_prompt"]
+        keys += [f"train.{name}" for name in self.changed(["global_batch_size", "num_steps_per_rollout"])]
         product = f"rollout_batch_size * n_samples_per_prompt = {prompts} * {n} = {rollouts} rollouts a step"
-        yield conflict(what, [*keys, "train.global_batch_size"], why=product, fix=fix)
+        yield conflict(what, keys, why=product, fix=fix)
 
     def _schedule(self) -> Iterator[Problem]:
         if self.min_lr > self.lr:
