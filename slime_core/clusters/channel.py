@@ -34,7 +34,7 @@ import numpy as np
 from slime_core.clusters.hangs import Look, look, within
 from slime_core.config.schema import Config
 from slime_core.durable import FileMark
-from slime_core.trainers.data_parallel import Portion, RankSeat
+from slime_core.trainers.data_parallel import DataParallelRank, RankBatch
 from slime_core.types import (
     ArrayRef,
     Batch,
@@ -49,7 +49,7 @@ from slime_core.types import (
 from slime_core.weights.flops import Flops
 
 CROSSING = (
-    *(ArrayRef, Batch, Portion, RankSeat, Flops, FileMark),
+    *(ArrayRef, Batch, RankBatch, DataParallelRank, Flops, FileMark),
     *(Completion, GenerateRequest, SamplingParams),
     *(WeightUpdate, WeightRoute, RankTensor, Piece),
 )

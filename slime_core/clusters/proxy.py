@@ -1,6 +1,6 @@
 """Calls from the driver to one of its processes: any methods of an object there, many at once, each under a number.
 
-    Proxy.call("step", portion) --frame--> Service.step, else that of its `target`
+    Proxy.call("step", rank_batch) --frame--> Service.step, else that of its `target`
                                         <--frame-- the value, or the error, in the order in which they are ready
 
     python -m MODULE CALLS [FD ...] PARENT         runs a service; CALLS is the socket of its `channel.Channel`

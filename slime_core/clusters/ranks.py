@@ -1,6 +1,6 @@
 """Trainer ranks as processes, behind one Trainer: calls go to all ranks, rank 0's answer counts.
 
-    step, score:  Batch --Dealer--> a Portion a data-parallel rank --one frame, put once--> the ranks of its model
+    step, score:  Batch --Partitioner--> a RankBatch a data-parallel rank --one frame, put once--> its ranks
     other calls:  one frame for all
 
     python -m slime_core.clusters.ranks CALLS PARENT         is one rank: `RankService`
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from slime_core.durable import FileMark
     from slime_core.plugins import Plugins
     from slime_core.protocols import Role
-    from slime_core.trainers.data_parallel import Dealer, Portion, RankSeat
+    from slime_core.trainers.data_parallel import DataParallelRank, Partitioner, RankBatch
     from slime_core.types import Batch, Columns, WeightRoute, WeightUpdate
 
 RANK = "slime_core.clusters.ranks"
@@ -68,8 +68,8 @@ class RankTrainer:
     ) -> None:
         self._epoch = epoch
         self._config, self._plugins = config, plugins
-        self._seats: list[RankSeat] = []
-        self._dealer: Dealer | None = None
+        self._dp_ranks: list[DataParallelRank] = []
+        self._partitioner: Partitioner  # of the stage that has begun
         self._world, self._run_dir = world, run_dir
         self._rendezvous = run_dir / "log" / f"rendezvous-{os.getpid()}"
         self._start, self._address = start, address
@@ -112,7 +112,7 @@ class RankTrainer:
         }
         args = [({"rank": number, **hello}, self._seen_by(number)) for number in range(self._world)]
         met, *_ = await self._ask("meet", args, range(self._world), BEGIN)
-        self._seats = await self._every("join", met, self._run_dir / "errors", phase=BEGIN)
+        self._dp_ranks = await self._every("join", met, self._run_dir / "errors", phase=BEGIN)
 
     def _seen_by(self, _: int) -> Path:
         """The run directory, as a rank's machine names it."""
@@ -144,10 +144,10 @@ class RankTrainer:
         """Every rank's answer to the same."""
         return await self._ask(method, [args], [0] * self._world, phase or method)
 
-    async def _dealt(self, phase: str, portions: Sequence[Portion], *args: Any) -> list[Any]:
-        """Every rank's answer, each asked about its own portion."""
-        seats = [seat.number for seat in self._seats]
-        return await self._ask(phase, [(portion, *args) for portion in portions], seats, phase)
+    async def _scatter(self, phase: str, rank_batches: Sequence[RankBatch], *args: Any) -> list[Any]:
+        """Every rank's answer, each sent its own rank batch."""
+        numbers = [rank.number for rank in self._dp_ranks]
+        return await self._ask(phase, [(rank_batch, *args) for rank_batch in rank_batches], numbers, phase)
 
     async def _ask(self, method: str, args: Sequence[Sequence[Any]], which: Sequence[int], phase: str) -> list[Any]:
         """Every rank's answer, each asked with those of ``args`` that ``which`` says: one frame, however many get it.
@@ -232,32 +232,26 @@ class RankTrainer:
 
     async def begin(self, stage: Config) -> None:
         """See `protocols.Trainer`."""
-        from slime_core.trainers.data_parallel import Dealer
+        from slime_core.trainers.data_parallel import Partitioner
 
         await self.call("begin", stage)
         train = settle(stage.train)
         settled = stage.model_copy(update={"train": train})
-        self._dealer = Dealer(settled, self._plugins.loss(train.loss_type), self._seats[0])
-
-    def _dealing(self) -> Dealer:
-        if self._dealer is None:
-            raise TrainerError("the trainer has no stage yet", fix="call begin(stage) first")
-        return self._dealer
+        self._partitioner = Partitioner(settled, self._plugins.loss(train.loss_type), self._dp_ranks[0])
 
     async def score(self, batch: Batch, roles: frozenset[Role]) -> dict[str, Columns]:
         """See `protocols.Trainer`; every rank scores its own samples."""
         if not roles:
             return {}
-        dealer = self._dealing()
-        portions = await asyncio.to_thread(dealer.portions, batch)
-        answers = await self._dealt("score", portions, roles)
-        numbered = [(seat.number, answer) for seat, answer in zip(self._seats, answers, strict=True)]
-        return dealer.joined(batch, portions, by_number(len(portions), numbered))
+        rank_batches = await asyncio.to_thread(self._partitioner.partition, batch)
+        answers = await self._scatter("score", rank_batches, roles)
+        numbered = [(rank.number, answer) for rank, answer in zip(self._dp_ranks, answers, strict=True)]
+        return self._partitioner.join(batch, rank_batches, by_number(len(rank_batches), numbered))
 
     async def step(self, batch: Batch) -> dict[str, float]:
         """See `protocols.Trainer`; every rank trains on its own samples."""
-        portions = await asyncio.to_thread(self._dealing().step, batch)
-        answer: dict[str, float] = (await self._dealt("step", portions))[0]
+        rank_batches = await asyncio.to_thread(self._partitioner.partition_step, batch)
+        answer: dict[str, float] = (await self._scatter("step", rank_batches))[0]
         return answer
 
     async def publish(self, version: int, route: WeightRoute | None = None) -> WeightUpdate:
@@ -310,8 +304,8 @@ class RankService(Service):
             return open_rendezvous(hello["address"], hello["world"])
         return str(hello["rendezvous"])
 
-    async def join(self, place: str, errors: Path) -> RankSeat:
-        """Make the trainer, when all are at ``place``; what the driver must know of it to deal."""
+    async def join(self, place: str, errors: Path) -> DataParallelRank:
+        """Make the trainer, when all are at ``place``; return its data-parallel rank, which the driver needs."""
         hello, config = self._hello, self._hello["config"]
         plugins = load_plugins(config)
         if plugins.fingerprint() != hello["fingerprint"]:
@@ -333,8 +327,8 @@ class RankService(Service):
             rendezvous=place,
             errors=errors,
         )
-        seat: RankSeat = self.target.seat
-        return seat
+        dp_rank: DataParallelRank = self.target.dp_rank
+        return dp_rank
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Partition a step's Batch over data-parallel ranks, and join the columns of their rows.
 
-    rollouts --optimizer steps--> samples --chunks of a prompt, Karmarkar-Karp over FLOPs--> Portions, one a rank
-    Portion --score--> columns of its rows --> of all rows
+    rollouts --optimizer steps--> samples --chunks of a prompt, Karmarkar-Karp over FLOPs--> a RankBatch a rank
+    RankBatch --score--> columns of its rows --> columns of all rows
 
 A token's weight is that of its whole optimizer step, so no split changes the loss. Samples are whole; those of a
 prompt stay together as far as ranks are then as evenly loaded: a pack computes a prompt that several share once.
 
-The driver of several ranks sends each its own portion. A worker that is given a whole Batch takes its portion.
+The driver of several ranks sends each its own. A worker that gets a whole Batch partitions it itself.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ if TYPE_CHECKING:
 
     ColumnsByRole = dict[str, Columns]
 
-EVEN = 1.01  # heaviest rank over the mean, or the heaviest sample, at which no prompt's samples are parted any further
-READS = ("values", "returns")  # columns of a critic
+EVEN = 1.01  # heaviest rank over the mean, or the heaviest sample, at which no prompt's samples are split any further
+CRITIC_COLUMNS = ("values", "returns")
 Ints = Any  # NDArray[np.int64]
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class RankSeat:
-    """What a rank says of itself to who deals: the model's ranks of one ``number`` work on the same samples."""
+class DataParallelRank:
+    """A worker's data-parallel rank: workers of one ``number`` compute the same samples together."""
 
-    number: int  # its data-parallel rank
-    ranks: int  # data-parallel ranks
-    over: int  # ranks that hold each sequence together (context parallel)
+    number: int  # counted from 0
+    size: int  # data-parallel ranks
     flops: Flops
+    context_parallel: int = 1  # ranks that share each sequence
 
 
 @dataclass(slots=True, kw_only=True)
-class Portion:
+class RankBatch:
     """One data-parallel rank's samples of a step, in the order of the whole Batch.
 
     Every rank has the same number of micro-batches in an optimizer step, because all take part in each collective:
@@ -60,7 +60,7 @@ class Portion:
     """
 
     batch: Batch
-    number: int  # whose it is
+    number: int  # of the data-parallel rank
     scale: NDArray[np.float32]  # S, weight of each trainable token in the loss of its whole optimizer step
     step_of: NDArray[np.int64]  # S, optimizer step
     real: NDArray[np.bool_]  # S
@@ -68,9 +68,9 @@ class Portion:
     rounds: list[int]  # by optimizer step: micro-batches of every rank
     longest: list[int]  # by optimizer step: samples of the rank that has most
     ids: list[str]  # of all samples of the whole Batch, for errors
-    stamp: int  # of the whole Batch: ranks with portions of different ones have different stamps
+    stamp: int  # checksum of the whole Batch
     trained: float  # trainable tokens of the whole Batch
-    known: dict[str, float] = field(default_factory=dict)  # further metrics of the whole Batch
+    metrics: dict[str, float] = field(default_factory=dict)  # further ones of the whole Batch
 
     @property
     def weights(self) -> NDArray[np.float32]:
@@ -94,38 +94,39 @@ class BatchSplit:
     aggregation: str = "rollout_mean"  # this and the divisor: `aggregate.token_weights`
     divisor: int = 1
 
-    def portions(self, batch: Batch) -> list[Portion]:
-        """The portion of every rank; with one rank its batch is the Batch itself."""
+    def partition(self, batch: Batch) -> list[RankBatch]:
+        """Partition a batch, a RankBatch a rank; with one rank its batch is the Batch itself."""
         scale = np.zeros(len(batch), dtype=np.float32)
         ends = np.concatenate([[0], np.cumsum(batch.loss_mask, dtype=np.float64)])[batch.response_offsets]
         trainable, prompt_of = np.diff(ends), prompts_of(batch)
         step_of = np.zeros(len(batch), dtype=np.int64)
-        dealt: list[list[Ints]] = []
+        assigned: list[list[Ints]] = []
         for number, rollouts in enumerate(split_rollouts(batch, self.num_steps, self.global_batch_size)):
             members = np.flatnonzero(np.isin(batch.rollout, rollouts))
             step_of[members] = number
             scale[members] = sample_weights(
                 trainable[members], batch.rollout[members], len(rollouts), self.aggregation, self.divisor
             )
-            dealt.append(deal(batch, members, prompt_of, self.flops, self.ranks))
-        rounds = [max(fewest_packs(batch, r, prompt_of, self.max_tokens) for r in ranks) for ranks in dealt]
+            assigned.append(assign_samples(batch, members, prompt_of, self.flops, self.ranks))
+        rounds = [max(fewest_packs(batch, r, prompt_of, self.max_tokens) for r in ranks) for ranks in assigned]
         names = json.dumps([batch.version, batch.stage, batch.sample_ids, sorted(batch.columns)])
         whole: dict[str, Any] = {
             "rounds": rounds,
-            "longest": [max(map(len, ranks)) for ranks in dealt],
+            "longest": [max(map(len, ranks)) for ranks in assigned],
             "ids": batch.sample_ids,
             "stamp": zlib.crc32(names.encode()),
             "trained": float(trainable.sum()),
         }
         if self.ranks == 1:
             every = np.arange(len(batch))
-            one = Portion(batch=batch, number=0, scale=scale, step_of=step_of, real=every >= 0, places=every, **whole)
-            return [one]
-        portions = []
+            return [
+                RankBatch(batch=batch, number=0, scale=scale, step_of=step_of, real=every >= 0, places=every, **whole)
+            ]
+        rank_batches = []
         for number in range(self.ranks):
-            places, real = _with_fillers(batch, [ranks[number] for ranks in dealt], dealt)
-            portions.append(
-                Portion(
+            places, real = _with_fillers(batch, [ranks[number] for ranks in assigned], assigned)
+            rank_batches.append(
+                RankBatch(
                     batch=take(batch, places),
                     number=number,
                     scale=scale[places],
@@ -135,13 +136,13 @@ class BatchSplit:
                     **whole,
                 )
             )
-        return portions
+        return rank_batches
 
 
-def deal(batch: Batch, samples: Ints, prompt_of: Ints, flops: Flops, ranks: int) -> list[Ints]:
-    """Samples of one optimizer step by rank, so that the heaviest rank has as little to compute as can be found.
+def assign_samples(batch: Batch, samples: Ints, prompt_of: Ints, flops: Flops, ranks: int) -> list[Ints]:
+    """Assign the samples of one optimizer step to ranks, so that the heaviest rank computes as little as possible.
 
-    Chunks of a prompt's samples are dealt by :func:`karmarkar_karp`: first whole prompts, then halves of the
+    Chunks of a prompt's samples are assigned by :func:`karmarkar_karp`: first whole prompts, then halves of the
     largest, down to single samples, until the ranks are even. A prompt that two ranks have is computed by both.
 
     Args:
@@ -176,10 +177,10 @@ def deal(batch: Batch, samples: Ints, prompt_of: Ints, flops: Flops, ranks: int)
         chunk = -(-chunk // 2)
 
 
-def _with_fillers(batch: Batch, batches: list[Ints], dealt: list[list[Ints]]) -> tuple[Ints, NDArray[np.bool_]]:
+def _with_fillers(batch: Batch, batches: list[Ints], assigned: list[list[Ints]]) -> tuple[Ints, NDArray[np.bool_]]:
     """A rank's samples of all optimizer steps, in batch order, and which are real; each step has one at least."""
     fillers = []
-    for batch_samples, ranks in zip(batches, dealt):
+    for batch_samples, ranks in zip(batches, assigned):
         if not len(batch_samples):
             everyone = np.concatenate(ranks)
             fillers.append(everyone[np.argmin(batch.lengths[everyone])])
@@ -229,18 +230,18 @@ def take(batch: Batch, places: Ints) -> Batch:
     )
 
 
-def pack(portion: Portion, *, max_tokens: int, alone: bool = False) -> list[list[MicroBatch]]:
+def pack(rank_batch: RankBatch, *, max_tokens: int, alone: bool = False) -> list[list[MicroBatch]]:
     """Optimizer steps of micro-batches, as many in each as every rank has.
 
     Args:
         max_tokens: tokens of a micro-batch at most; a longer sample is alone in one
         alone: one sequence a micro-batch, for models that cannot be packed
     """
-    batch, weights, steps = portion.batch, portion.weights, []
+    batch, weights, steps = rank_batch.batch, rank_batch.weights, []
     prompt_of = np.arange(len(batch)) if alone else prompts_of(batch)
-    for step, count in enumerate(portion.longest if alone else portion.rounds):
-        samples = np.flatnonzero(portion.step_of == step)
-        packs = make_packs(batch, samples[portion.real[samples]], prompt_of, 1 if alone else max_tokens, count)
+    for step, count in enumerate(rank_batch.longest if alone else rank_batch.rounds):
+        samples = np.flatnonzero(rank_batch.step_of == step)
+        packs = make_packs(batch, samples[rank_batch.real[samples]], prompt_of, 1 if alone else max_tokens, count)
         shortest = samples[[np.argmin(batch.lengths[samples])]]
         groups = [(members, True) for members in packs] + [(shortest, False)] * (count - len(packs))
         steps.append([micro_batch(batch, *one, prompt_of, weights) for one in groups])
@@ -248,15 +249,15 @@ def pack(portion: Portion, *, max_tokens: int, alone: bool = False) -> list[list
 
 
 @dataclass(slots=True, frozen=True)
-class Dealer:
-    """Deals the batches of one stage, whose [train] section is settled, to ranks like the one in ``seat``."""
+class Partitioner:
+    """Partition the batches of one stage, whose [train] section is settled, over ranks like ``dp_rank``."""
 
     stage: Config
     loss: Loss
-    seat: RankSeat
+    dp_rank: DataParallelRank
 
-    def portions(self, batch: Batch) -> list[Portion]:
-        """Of every data-parallel rank.
+    def partition(self, batch: Batch) -> list[RankBatch]:
+        """Partition a batch over the data-parallel ranks.
 
         Raises:
             TrainerError: TRN00 an empty batch, TRN102 a column of another length.
@@ -264,17 +265,17 @@ class Dealer:
         check_shape(batch)
         train = self.stage.train
         return BatchSplit(
-            flops=self.seat.flops,
-            ranks=self.seat.ranks,
-            max_tokens=train.max_tokens_per_gpu * self.seat.over,
+            flops=self.dp_rank.flops,
+            ranks=self.dp_rank.size,
+            max_tokens=train.max_tokens_per_gpu * self.dp_rank.context_parallel,
             num_steps=train.num_steps_per_rollout,
             global_batch_size=train.global_batch_size,
             aggregation=train.loss_aggregation,
             divisor=train.loss_divisor or self.stage.rollout.rollout_max_response_len,
-        ).portions(batch)
+        ).partition(batch)
 
-    def ready(self, batch: Batch) -> Batch:
-        """The batch as a step trains on it, with what its loss makes of whole optimizer steps.
+    def prepare(self, batch: Batch) -> Batch:
+        """Check a batch and add the columns that its loss computes from whole optimizer steps.
 
         Raises:
             TrainerError: what :func:`batch.check_columns` and :func:`batch.prepared` raise.
@@ -283,22 +284,22 @@ class Dealer:
         check_columns(batch, self.loss.columns, f"the loss '{self.loss.name}' reads")
         return prepared(batch, self.loss, self.stage.train)
 
-    def step(self, batch: Batch) -> list[Portion]:
-        """Portions to train on."""
-        batch = self.ready(batch)
+    def partition_step(self, batch: Batch) -> list[RankBatch]:
+        """Return the rank batches to train on."""
+        batch = self.prepare(batch)
         metrics = explained_variance(batch)
-        return [replace(portion, known=metrics) for portion in self.portions(batch)]
+        return [replace(rank_batch, metrics=metrics) for rank_batch in self.partition(batch)]
 
-    def joined(self, batch: Batch, portions: Sequence[Portion], answers: Sequence[ColumnsByRole]) -> ColumnsByRole:
-        """Columns [R] of the whole batch from those of each portion's rows.
+    def join(self, batch: Batch, rank_batches: Sequence[RankBatch], answers: Sequence[ColumnsByRole]) -> ColumnsByRole:
+        """Join the columns of rank batches to columns [R] of the whole batch.
 
         Raises:
             TrainerError: TRN95 a log-prob or value that is not finite.
         """
         whole: ColumnsByRole = {}
-        for portion, roles in zip(portions, answers, strict=True):
-            counts = np.repeat(portion.real, portion.batch.response_lengths)
-            rows = rows_of(batch.response_offsets, portion.places)[counts]
+        for rank_batch, roles in zip(rank_batches, answers, strict=True):
+            counts = np.repeat(rank_batch.real, rank_batch.batch.response_lengths)
+            rows = rows_of(batch.response_offsets, rank_batch.places)[counts]
             for role, columns in roles.items():
                 for name, values in columns.items():
                     columns_of_role = whole.setdefault(role, {})
@@ -312,15 +313,15 @@ class Dealer:
                 check_finite(batch, columns["values"], "value", why=reason, fix="lower train.critic_lr")
         return whole
 
-    def gathered(self, batch: Batch, columns: ColumnsByRole) -> ColumnsByRole:
-        """:meth:`joined` where each rank has the whole batch, and what it found of its portion; a collective."""
+    def gather(self, batch: Batch, columns: ColumnsByRole) -> ColumnsByRole:
+        """:meth:`join` where each rank has the whole batch and the columns of its rank batch; a collective."""
         import torch.distributed as dist
 
-        everyone: list[Any] = [(self.seat.number, columns)]
+        everyone: list[Any] = [(self.dp_rank.number, columns)]
         if dist.is_initialized() and dist.get_world_size() > 1:
             everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, (self.seat.number, columns))
-        return self.joined(batch, self.portions(batch), by_number(self.seat.ranks, everyone))
+            dist.all_gather_object(everyone, (self.dp_rank.number, columns))
+        return self.join(batch, self.partition(batch), by_number(self.dp_rank.size, everyone))
 
 
 def by_number(ranks: int, answers: Sequence[tuple[int, dict[Any, Columns]]]) -> list[dict[Any, Columns]]:
@@ -338,9 +339,9 @@ def explained_variance(batch: Batch) -> dict[str, float]:
     without these columns.
     """
     trained = batch.loss_mask > 0
-    if not trained.any() or not set(READS) <= batch.columns.keys():
+    if not trained.any() or not set(CRITIC_COLUMNS) <= batch.columns.keys():
         return {}
-    values, returns = (np.asarray(batch.columns[name], dtype=np.float64)[trained] for name in READS)
+    values, returns = (np.asarray(batch.columns[name], dtype=np.float64)[trained] for name in CRITIC_COLUMNS)
     spread = float(np.mean((returns - returns.mean()) ** 2))
     if spread == 0 or not np.isfinite(spread):
         return {}
@@ -400,7 +401,7 @@ def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
     """
     heap = [(-cost, number, [(cost, [number])]) for number, cost in enumerate(costs)]
     heapq.heapify(heap)
-    fresh = len(heap)  # breaks ties, so that equal costs are dealt alike everywhere
+    fresh = len(heap)  # breaks ties alike everywhere
     while len(heap) > 1:
         *_, one = heapq.heappop(heap)
         *_, other = heapq.heappop(heap)

@@ -20,7 +20,7 @@ from slime_core.errors import TrainerError
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.protocols import Loss
-    from slime_core.trainers.data_parallel import Portion
+    from slime_core.trainers.data_parallel import RankBatch
     from slime_core.types import MicroBatch
 
 log = logging.getLogger(__name__)
@@ -65,10 +65,10 @@ def optimizer_steps(stage: Config, without: int = 0) -> int:
 
 
 @dataclass(slots=True)
-class Sums:
-    """Weighted sums of one optimizer step, over micro-batches and then ranks."""
+class LossSums:
+    """Weighted sums of loss and metrics of one optimizer step, over micro-batches and then ranks."""
 
-    portion: Portion
+    rank_batch: RankBatch
     device: torch.device
     totals: dict[str, float] = field(default_factory=dict)
     bad: set[int] = field(default_factory=set)  # samples whose loss is not finite, places in the whole Batch
@@ -79,25 +79,25 @@ class Sums:
         for name, number in zip(values, numbers):
             self.totals[name] = self.totals.get(name, 0.0) + number
 
-    def blame(self, values: torch.Tensor, counts: torch.Tensor, response: NDArray[np.int64], packed: Any) -> None:
-        """Note the samples that own tokens with a loss that is not finite; all of a pack where its sum alone is not.
+    def mark_nonfinite(self, values: torch.Tensor, counts: torch.Tensor, rows: NDArray[np.int64], pack: Any) -> None:
+        """Mark the samples of tokens whose loss is not finite; all of a pack where only its sum is not.
 
         Args:
             values: losses of tokens
             counts: bool, where they enter the loss
-            response: where the tokens lie in the columns of the portion
-            packed: samples of the pack
+            rows: of the tokens in the columns of the rank batch
+            pack: its samples
         """
         bad = (~torch.isfinite(values) & counts).nonzero()[:, 0].cpu().numpy()
-        owners = np.searchsorted(self.portion.batch.response_offsets, response[bad], side="right") - 1
-        self.bad.update(map(int, self.portion.places[owners if len(bad) else packed]))
+        owners = np.searchsorted(self.rank_batch.batch.response_offsets, rows[bad], side="right") - 1
+        self.bad.update(map(int, self.rank_batch.places[owners if len(bad) else pack]))
 
     def finish(self, world: int) -> tuple[dict[str, float], list[int]]:
         """Totals over all ranks, and the samples of any rank whose loss is not finite."""
         if world == 1:
             return dict(self.totals), sorted(self.bad)
         names = sorted(self.totals)
-        flags = [float(i in self.bad) for i in range(len(self.portion.ids))]
+        flags = [float(i in self.bad) for i in range(len(self.rank_batch.ids))]
         row = torch.tensor([*(self.totals[n] for n in names), *flags], dtype=torch.float64, device=self.device)
         dist.all_reduce(row)
         numbers = row.tolist()
@@ -105,17 +105,17 @@ class Sums:
         return dict(zip(names, numbers)), bad
 
 
-class Share:
-    """A micro-batch's share of the loss, on its response ``rows``, asked for whole or in blocks of them."""
+class MicroBatchLoss:
+    """A micro-batch's part of the loss on its response ``rows``, computed whole or in blocks of them."""
 
     def __init__(
         self, loss: Loss, train: Any, micro: MicroBatch, rows: NDArray[np.int64], device: torch.device
     ) -> None:
         self.loss, self.train, self.micro, self.rows = loss, train, micro, rows
-        self.columns = {name: on(values[rows], device) for name, values in micro.columns.items()}
-        self.weight = on(micro.weight[rows], device)
-        self.seen: dict[str, torch.Tensor] = {}  # weighted sums of metrics
-        self.values: list[torch.Tensor] = []  # of the rows, block after block
+        self.columns = {name: to_device(values[rows], device) for name, values in micro.columns.items()}
+        self.weight = to_device(micro.weight[rows], device)
+        self.metric_sums: dict[str, torch.Tensor] = {}  # weighted
+        self.values: list[torch.Tensor] = []  # of the rows, a tensor a block
 
     def __call__(self, part: slice, log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
         """The sum of weighted losses of the rows ``part``."""
@@ -134,16 +134,17 @@ class Share:
             self.values.append(values.detach())
             for name, row in {"entropy": entropy.detach(), **metrics}.items():
                 total = torch.where(counts, row * weight, 0).sum(dtype=torch.float64)
-                self.seen[name] = self.seen[name] + total if name in self.seen else total
+                self.metric_sums[name] = self.metric_sums[name] + total if name in self.metric_sums else total
         return torch.where(counts, values * weight, 0).sum()
 
-    def blame(self, sums: Sums) -> None:
-        """Note the samples that own tokens with a loss that is not finite."""
-        sums.blame(torch.cat(self.values), self.weight > 0, self.micro.response[self.rows], self.micro.samples)
+    def mark_nonfinite(self, sums: LossSums) -> None:
+        """Mark the samples of tokens whose loss is not finite."""
+        rows = self.micro.response[self.rows]
+        sums.mark_nonfinite(torch.cat(self.values), self.weight > 0, rows, self.micro.samples)
 
 
-def on(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A column on the device, without waiting."""
+def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Copy a column to the device, without waiting."""
     return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
 
@@ -166,16 +167,16 @@ class NonFiniteGuard:
     errors: Path | None = None  # the run's folder, where this rank writes
     in_a_row: int = 0
 
-    def skip(self, portion: Portion, bad: list[int], loss: float, norm: float) -> StepOutcome:
+    def skip(self, rank_batch: RankBatch, bad: list[int], loss: float, norm: float) -> StepOutcome:
         """A step that is not finite.
 
         Args:
-            bad: samples whose loss is not finite, places in ``portion.ids``; empty where only the gradient is not
+            bad: samples whose loss is not finite, places in ``rank_batch.ids``; empty where only the gradient is not
 
         Raises:
             TrainerError: TRN95, one more than ``most`` in a row.
         """
-        ids, version = portion.ids, portion.batch.version
+        ids, version = rank_batch.ids, rank_batch.batch.version
         self.in_a_row += 1
         if self.in_a_row > self.most:
             raise not_finite(version, ids, bad, loss, norm)
@@ -196,10 +197,6 @@ class NonFiniteGuard:
             with (self.errors / FILE).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
         return StepOutcome("nonfinite")
-
-    def passed(self) -> None:
-        """A step was finite."""
-        self.in_a_row = 0
 
 
 def not_finite(version: int, ids: Sequence[str], bad: list[int], loss: float, norm: float) -> TrainerError:

@@ -13,8 +13,8 @@ import torch
 
 from slime_core.errors import SlimeError, TrainerError
 from slime_core.trainers.batch import check_tokens
-from slime_core.trainers.data_parallel import READS
-from slime_core.trainers.optimizer_step import Schedule, Sums, on
+from slime_core.trainers.data_parallel import CRITIC_COLUMNS
+from slime_core.trainers.optimizer_step import LossSums, Schedule, to_device
 from slime_core.weights.folder import ModelFolder
 from slime_core.weights.shards import Shards
 
@@ -165,7 +165,7 @@ def critic_schedule(train: Any, optimizer_steps: int) -> Schedule:
     )
 
 
-def critic_loss(values: torch.Tensor, micro: MicroBatch, clip: float, sums: Sums | None) -> torch.Tensor:
+def critic_loss(values: torch.Tensor, micro: MicroBatch, clip: float, sums: LossSums | None) -> torch.Tensor:
     """A micro-batch's share of the value loss; ``sums`` get it, and per-token metrics by weight.
 
     Args:
@@ -175,14 +175,14 @@ def critic_loss(values: torch.Tensor, micro: MicroBatch, clip: float, sums: Sums
     """
     from slime_core.algorithms.shared.losses import value_loss
 
-    weight = on(micro.weight, values.device)
-    old, returns = (on(micro.columns[name], values.device) for name in READS)
+    weight = to_device(micro.weight, values.device)
+    old, returns = (to_device(micro.columns[name], values.device) for name in CRITIC_COLUMNS)
     losses, metrics = value_loss(values, old, returns, clip, weight)
     counts = weight > 0
     total = torch.where(counts, losses * weight, 0).sum()
     if sums is not None:
         if not torch.isfinite(total.detach()):
-            sums.blame(losses.detach(), counts, micro.response, micro.samples)
+            sums.mark_nonfinite(losses.detach(), counts, micro.response, micro.samples)
         weighted = {name: torch.where(counts, v.detach() * weight, 0).sum() for name, v in metrics.items()}
         sums.add({"loss": total.detach(), **weighted})
     return total

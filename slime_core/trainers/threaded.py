@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from slime_core.plugins import Plugins
     from slime_core.protocols import Role
     from slime_core.threads import TorchThread
-    from slime_core.trainers.data_parallel import Portion, RankSeat
+    from slime_core.trainers.data_parallel import DataParallelRank, RankBatch
     from slime_core.types import Batch, Columns, WeightRoute, WeightUpdate
     from slime_core.weights.folder import ModelFolder
 
@@ -25,7 +25,7 @@ HOLDS = frozenset({"gradients", "optimizer", "parameters"})
 class WorkerTrainer:
     """What a backend's trainer is but for its ``worker_class``, whose methods are the calls.
 
-    Every rank makes its own with the same arguments, gets the same calls, and takes its portion of a batch;
+    Every rank makes its own with the same arguments, gets the same calls, and takes its part of a batch;
     ``rendezvous`` is a file that all see, for more than one. The answers of rank 0 count. ``errors`` is a folder for
     the sample ids of steps that were not finite, ``epoch`` counts the run's processes; updates carry it.
     """
@@ -62,23 +62,23 @@ class WorkerTrainer:
         """
         await self._thread.run(self._worker.begin, stage)
 
-    async def score(self, batch: Batch | Portion, roles: frozenset[Role]) -> dict[str, Columns]:
+    async def score(self, batch: Batch | RankBatch, roles: frozenset[Role]) -> dict[str, Columns]:
         """See `protocols.Trainer`; every role lives here, where the stage needs it.
 
-        Of a portion that a driver has dealt to this rank: the columns of its rows, not checked. Nothing is answered
+        Of a rank batch that a driver sent to this rank: the columns of its rows, not checked. Nothing is answered
         by ranks that another of their data-parallel rank speaks for.
         """
         self._need({"parameters"}, "score")
         return await self._thread.run(self._worker.score, batch, roles)
 
     @property
-    def seat(self) -> RankSeat:
-        """Which portions of batches are this rank's."""
-        seat: RankSeat = self._worker.seat
-        return seat
+    def dp_rank(self) -> DataParallelRank:
+        """Its data-parallel rank, by which a driver partitions batches."""
+        dp_rank: DataParallelRank = self._worker.dp_rank
+        return dp_rank
 
-    async def step(self, batch: Batch | Portion) -> dict[str, float]:
-        """See `protocols.Trainer`; on a portion too.
+    async def step(self, batch: Batch | RankBatch) -> dict[str, float]:
+        """See `protocols.Trainer`; on a rank batch too.
 
         Raises:
             TrainerError: TRN95 a loss or gradient that is not finite, with sample ids, after ``max_nonfinite_steps``

@@ -60,11 +60,11 @@ def compared(batch: Batch, micros: list[list[MicroBatch]], fast: Fast, slow: Slo
     steps = split_rollouts(batch, train.num_steps_per_rollout, train.global_batch_size)
     errors: dict[str, float] = {}
     losses, loss_error = [], 0.0
-    for rollouts, portion in zip(steps, micros, strict=True):
+    for rollouts, step_micros in zip(steps, micros, strict=True):
         tokens = np.isin(batch.rollout, rollouts)[batch.sample_of_token()]
         if not batch.loss_mask[tokens].any():
             continue
-        loss, gradients = fast(portion)
+        loss, gradients = fast(step_micros)
         want, scale, grads = slow.gradient(batch, rollouts, tokens)
         losses.append(loss)
         loss_error = max(loss_error, _ratio(abs(loss - want), scale))

@@ -1,7 +1,7 @@
-"""One rank of a trainer, whatever its backend: its stage, and the calls that all ranks answer together.
+"""One rank of a trainer of any backend: its stage, and the calls that all ranks take part in.
 
-A backend says how its models begin, pass, learn and are stored. Dealing, scoring, steps, what becomes of a gradient
-that is not finite, publishing, and what was released are here, once.
+A backend implements how its models begin, pass, learn and are stored. Partitioning, scoring, steps, skipping gradients
+that are not finite, publishing and offloading are here, once.
 """
 
 from __future__ import annotations
@@ -21,9 +21,16 @@ from slime_core.config.presets import settle
 from slime_core.errors import SlimeError, TrainerError
 from slime_core.memory import first_line, is_out_of_memory, trim
 from slime_core.trainers.batch import check_columns, check_tokens, stamp_of
-from slime_core.trainers.data_parallel import READS, Dealer, Portion, RankSeat, agreed, pack
+from slime_core.trainers.data_parallel import CRITIC_COLUMNS, DataParallelRank, Partitioner, RankBatch, agreed, pack
 from slime_core.trainers.offload import HostStaging, Offload
-from slime_core.trainers.optimizer_step import NonFiniteGuard, Schedule, StepOutcome, Sums, optimizer_steps, summary
+from slime_core.trainers.optimizer_step import (
+    LossSums,
+    NonFiniteGuard,
+    Schedule,
+    StepOutcome,
+    optimizer_steps,
+    summary,
+)
 from slime_core.trainers.process_group import join_group
 from slime_core.trainers.roles import critic_figures, missing
 from slime_core.trainers.verify import Slow, compared
@@ -49,12 +56,12 @@ Tensors = dict[str, torch.Tensor]
 class Worker(ABC):
     """A rank; methods run on the torch thread and take part in every collective.
 
-    A backend makes ``seat``, ``policy`` and ``actor`` (the policy's learner), and ``frozen`` in its ``__init__``. A
+    A backend makes ``dp_rank``, ``policy`` and ``actor`` (the policy's learner), and ``frozen`` in its ``__init__``. A
     learner has ``norm() -> float``, ``update(norm) -> rate``, ``rate`` and ``forget()``; a critic ``path``, ``model``
     and ``learner``; frozen models ``reference``, ``teacher`` and ``check_teacher(batch)``; a model ``packs``.
     """
 
-    seat: RankSeat
+    dp_rank: DataParallelRank
     policy: Any
     actor: Any
     frozen: Any
@@ -124,90 +131,88 @@ class Worker(ABC):
     def _critic_only_steps(self) -> int:
         return int(self.train.num_critic_only_steps) if self.critic is not None else 0
 
-    def dealer(self) -> Dealer:
-        """Who deals the stage's batches.
+    def partitioner(self) -> Partitioner:
+        """Return the partitioner of the stage's batches.
 
         Raises:
             TrainerError: no stage has begun.
         """
-        if self.stage is None:
-            raise TrainerError("the trainer has no stage yet", fix="call begin(stage) first")
-        return Dealer(self.stage, self.loss, self.seat)
+        return Partitioner(self.begun_stage(), self.loss, self.dp_rank)
 
-    def _check_portion(self, portion: Portion, whole: Batch | Portion, roles: frozenset[Role] = frozenset()) -> None:
+    def _check(self, rank_batch: RankBatch, whole: Batch | RankBatch, roles: frozenset[Role] = frozenset()) -> None:
         """Refuse tokens that a model has no row for; where that is so on one rank, on all of them.
 
         Args:
-            whole: the batch that the portion was dealt from here, which must be the same on every rank
+            whole: the batch that was partitioned here, the same on every rank
 
         Raises:
             TrainerError: TOK44 with the sample; others as `data_parallel.agreed`.
         """
 
         def check() -> None:
-            check_tokens(portion.batch, self.folder.vocab_size)
+            check_tokens(rank_batch.batch, self.folder.vocab_size)
             if "teacher" in roles and self.frozen.teacher is not None:
-                self.frozen.check_teacher(portion.batch)
+                self.frozen.check_teacher(rank_batch.batch)
 
-        stamp = stamp_of(whole) if isinstance(whole, Batch) and self.world > 1 else portion.stamp
-        agreed(check, stamp, portion.batch.version, self.rank, self.world)
+        stamp = stamp_of(whole) if isinstance(whole, Batch) and self.world > 1 else rank_batch.stamp
+        agreed(check, stamp, rank_batch.batch.version, self.rank, self.world)
 
     @torch.no_grad()
-    def score(self, work: Batch | Portion, roles: frozenset[Role]) -> dict[str, Columns]:
-        """Columns of a portion's rows, unchecked, on one of its ranks; or of a whole batch on all of them."""
-        dealer = self.dealer()
-        portion = work if isinstance(work, Portion) else dealer.portions(work)[self.seat.number]
-        self._check_portion(portion, work, roles)
-        with self._told_of_memory(portion, "scoring"):
-            columns = {role: self._score(portion, role) for role in sorted(roles)}
+    def score(self, work: Batch | RankBatch, roles: frozenset[Role]) -> dict[str, Columns]:
+        """Columns of a rank batch's rows, unchecked, on one of its ranks; or of a whole batch on all of them."""
+        partitioner = self.partitioner()
+        rank_batch = work if isinstance(work, RankBatch) else partitioner.partition(work)[self.dp_rank.number]
+        self._check(rank_batch, work, roles)
+        with self._explain_oom(rank_batch, "scoring"):
+            columns = {role: self._score(rank_batch, role) for role in sorted(roles)}
         columns_of: dict[str, Columns] = {role: one for role, one in columns.items() if one} if self.speaks() else {}
-        return columns_of if isinstance(work, Portion) else dealer.gathered(work, columns_of)
+        return columns_of if isinstance(work, RankBatch) else partitioner.gather(work, columns_of)
 
-    def _score(self, portion: Portion, role: Role) -> Columns:
+    def _score(self, rank_batch: RankBatch, role: Role) -> Columns:
         if role in ("policy", "old_policy"):
-            return dict(zip(("log_probs", "entropy"), self.columns(portion, self.policy, role, 2)))
+            return dict(zip(("log_probs", "entropy"), self.columns(rank_batch, self.policy, role, 2)))
         if role in PRECISIONS:
             if role == self.train.dtype:
-                return {"log_probs": self.columns(portion, self.policy, "policy", 2)[0]}
-            return self.log_probs_in(portion, getattr(torch, role))
+                return {"log_probs": self.columns(rank_batch, self.policy, "policy", 2)[0]}
+            return self.log_probs_in(rank_batch, getattr(torch, role))
         if role == "reference" and self.frozen.reference is not None:
             self.staging.before_change()
             self.settle()
             with self.as_reference():
-                return {"log_probs": self.columns(portion, self.policy, role, 2)[0]}
+                return {"log_probs": self.columns(rank_batch, self.policy, role, 2)[0]}
         if role == "teacher" and self.frozen.teacher is not None:
-            return {"log_probs": self.columns(portion, self.frozen.teacher, role, 2)[0]}
+            return {"log_probs": self.columns(rank_batch, self.frozen.teacher, role, 2)[0]}
         if role == "values" and self.critic is not None:
-            return {"values": self.columns(portion, self.critic.model, role, 1)[0]}
+            return {"values": self.columns(rank_batch, self.critic.model, role, 1)[0]}
         raise missing(role)
 
-    def step(self, work: Batch | Portion) -> dict[str, float]:
-        """Train on a portion; or on a whole batch, of which every rank takes its portion."""
-        dealer = self.dealer()
-        portion = work if isinstance(work, Portion) else dealer.step(work)[self.seat.number]
-        self._check_portion(portion, work)
-        with self._told_of_memory(portion, "training on"):
+    def step(self, work: Batch | RankBatch) -> dict[str, float]:
+        """Train on a rank batch, or on this rank's part of a whole batch."""
+        partitioner = self.partitioner()
+        rank_batch = work if isinstance(work, RankBatch) else partitioner.partition_step(work)[self.dp_rank.number]
+        self._check(rank_batch, work)
+        with self._explain_oom(rank_batch, "training on"):
             try:
-                return self._step(portion)
+                return self._step(rank_batch)
             finally:
                 if self.device.type == "cpu":
                     trim()  # activations, before an engine generates
 
-    def _step(self, portion: Portion) -> dict[str, float]:
+    def _step(self, rank_batch: RankBatch) -> dict[str, float]:
         metrics, alone = dict[str, float](), self.steps < self._critic_only_steps
-        micros = others = self.packs(portion)
+        micros = others = self.packs(rank_batch)
         if self.critic is not None:
             giver = "; an estimator that reads values gives returns"
-            check_columns(portion.batch, READS, "the critic learns from", giver)
-            metrics = portion.known
+            check_columns(rank_batch.batch, CRITIC_COLUMNS, "the critic learns from", giver)
+            metrics = rank_batch.metrics
             if self.critic.model.packs != self.policy.packs:
-                others = self.packs(portion, self.critic.model)
-        outcomes = [self._optimizer_step(portion, *both, alone) for both in zip(micros, others, strict=True)]
+                others = self.packs(rank_batch, self.critic.model)
+        outcomes = [self._optimizer_step(rank_batch, *both, alone) for both in zip(micros, others, strict=True)]
         self.steps += 1
-        return summary(outcomes, portion.trained) | metrics
+        return summary(outcomes, rank_batch.trained) | metrics
 
     def _optimizer_step(
-        self, portion: Portion, micros: list[MicroBatch], others: list[MicroBatch], alone: bool
+        self, rank_batch: RankBatch, micros: list[MicroBatch], others: list[MicroBatch], alone: bool
     ) -> StepOutcome:
         """One optimizer step of the policy and of the critic, which gets ``others``, or of the critic ``alone``.
 
@@ -219,13 +224,13 @@ class Worker(ABC):
         metrics: dict[str, float] = {}
         bad: list[int] = []
         if not alone:
-            sums = Sums(portion, self.device)
+            sums = LossSums(rank_batch, self.device)
             self.run_backward(micros, sums)
             totals, bad = self.finish(sums)
             metrics = {n: v if n == "loss" else v / weight for n, v in totals.items()}
             metrics["grad_norm"] = self.actor.norm()
         if self.critic is not None:
-            sums = Sums(portion, self.device)
+            sums = LossSums(rank_batch, self.device)
             self.critic_backward(others, sums)
             totals, worse = self.finish(sums)
             metrics |= critic_figures(totals, weight, self.critic.learner.norm())
@@ -234,8 +239,8 @@ class Worker(ABC):
         if bad or not all(map(math.isfinite, norms)):
             self.forget()
             loss = metrics.get("loss", 0.0) + metrics.get("value_loss", 0.0)
-            return self.guard.skip(portion, bad, loss, math.hypot(*norms))
-        self.guard.passed()
+            return self.guard.skip(rank_batch, bad, loss, math.hypot(*norms))
+        self.guard.in_a_row = 0
         return self._update(metrics, alone)
 
     def _update(self, metrics: dict[str, float], alone: bool) -> StepOutcome:
@@ -269,17 +274,17 @@ class Worker(ABC):
         dist.all_reduce(total)
         return float(total)
 
-    def packs(self, portion: Portion, model: Any = None) -> list[list[MicroBatch]]:
-        """The portion's micro-batches by optimizer step, for the policy or another model."""
-        most = self.train.max_tokens_per_gpu * self.seat.over
-        return pack(portion, max_tokens=most, alone=not (model or self.policy).packs)
+    def packs(self, rank_batch: RankBatch, model: Any = None) -> list[list[MicroBatch]]:
+        """The rank batch's micro-batches by optimizer step, for the policy or another model."""
+        most = self.train.max_tokens_per_gpu * self.dp_rank.context_parallel
+        return pack(rank_batch, max_tokens=most, alone=not (model or self.policy).packs)
 
     @contextmanager
-    def _told_of_memory(self, portion: Portion, what: str) -> Iterator[None]:
+    def _explain_oom(self, rank_batch: RankBatch, what: str) -> Iterator[None]:
         """Turn an allocation that fails inside the block, a plugin's too, into TRN96; gradients are dropped.
 
         Raises:
-            TrainerError: TRN96 with the tokens of this rank's portion, the largest micro-batch, and the keys to lower.
+            TrainerError: TRN96 with the tokens of the rank batch, the largest micro-batch, and the keys to lower.
         """
         try:
             yield
@@ -297,19 +302,19 @@ class Worker(ABC):
             self.forget()  # outside of the handler: the trace that holds the pass's tensors is gone
         else:
             self.release(set())
-        raise self._short(portion, what, message)
+        raise self._oom_error(rank_batch, what, message)
 
-    def _short(self, portion: Portion, what: str, message: str) -> TrainerError:
-        train, batch = self.train, portion.batch
+    def _oom_error(self, rank_batch: RankBatch, what: str, message: str) -> TrainerError:
+        train, batch = self.train, rank_batch.batch
         longest = int(batch.lengths.max())
         try:
-            sizes = [len(micro.tokens) for step in self.packs(portion) for micro in step]
+            sizes = [len(micro.tokens) for step in self.packs(rank_batch) for micro in step]
         except MemoryError:  # not even for this
-            sizes = [min(max(longest, train.max_tokens_per_gpu * self.seat.over), len(batch.tokens))]
+            sizes = [min(max(longest, train.max_tokens_per_gpu * self.dp_rank.context_parallel), len(batch.tokens))]
         tokens = max(sizes)
         fixes = []
         if tokens > longest:
-            lower = -(-max(longest, tokens // 2) // self.seat.over)
+            lower = -(-max(longest, tokens // 2) // self.dp_rank.context_parallel)
             fixes.append(f"train.max_tokens_per_gpu={lower}   (it is {train.max_tokens_per_gpu})")
         else:
             fixes.append(
@@ -332,17 +337,16 @@ class Worker(ABC):
 
     def verify(self, batch: Batch) -> dict[str, float]:
         """Errors of one step's loss and gradients; a collective, the same answer on every rank. No critic's."""
-        dealer = self.dealer()
-        batch = dealer.ready(batch)
-        portion = dealer.portions(batch)[self.seat.number]
-        self._check_portion(portion, batch)
+        partitioner = self.partitioner()
+        batch = partitioner.prepare(batch)
+        rank_batch = partitioner.partition(batch)[self.dp_rank.number]
+        self._check(rank_batch, batch)
         self.settle()
-        return compared(batch, self.packs(portion), partial(self.gradients, portion), self.slow_way())
+        return compared(batch, self.packs(rank_batch), partial(self.gradients, rank_batch), self.slow_way())
 
     def slow_way(self) -> Slow:
         """transformers' model with the weights that the ranks hold now; a collective."""
-        assert self.stage is not None
-        return Slow(self.slow_model(), self.stage, self.loss, self.dtype, self.rank, self.world)
+        return Slow(self.slow_model(), self.begun_stage(), self.loss, self.dtype, self.rank, self.world)
 
     @torch.no_grad()
     def publish(self, version: int, route: WeightRoute | None = None) -> WeightUpdate:
@@ -366,7 +370,7 @@ class Worker(ABC):
         return tensors
 
     def restore(self, path: Path) -> None:
-        self.need_stage("restore")
+        self.begun_stage()
         with self.offload.present():
             self.read(path)
         self.barrier()
@@ -380,9 +384,10 @@ class Worker(ABC):
             self.write_folder(path)
         self.barrier()
 
-    def need_stage(self, call: str) -> None:
+    def begun_stage(self) -> Config:
         if self.stage is None:
-            raise TrainerError("the trainer has no stage yet", fix=f"call begin(stage) before {call}")
+            raise TrainerError("the trainer has no stage yet", fix="call begin(stage) first")
+        return self.stage
 
     def release(self, what: set[str]) -> None:
         self.staging.before_change()
@@ -423,11 +428,11 @@ class Worker(ABC):
         """Fresh optimizers of policy and critic, the stage's ``steps``, and the frozen models that it needs."""
 
     @abstractmethod
-    def columns(self, portion: Portion, model: Any, role: Role, count: int) -> NDArray[np.float32]:
+    def columns(self, rank_batch: RankBatch, model: Any, role: Role, count: int) -> NDArray[np.float32]:
         """What a model gives for each response token, [count, R]: its log-prob and entropy, or its value."""
 
     @abstractmethod
-    def log_probs_in(self, portion: Portion, dtype: torch.dtype) -> Columns:
+    def log_probs_in(self, rank_batch: RankBatch, dtype: torch.dtype) -> Columns:
         """The policy's log-probs computed in another dtype; nothing of a model that is too large; a collective."""
 
     @abstractmethod
@@ -435,19 +440,19 @@ class Worker(ABC):
         """The policy computes with the reference's weights inside the block."""
 
     @abstractmethod
-    def run_backward(self, micros: list[MicroBatch], sums: Sums) -> None:
+    def run_backward(self, micros: list[MicroBatch], sums: LossSums) -> None:
         """The policy's gradients of one optimizer step, and its sums."""
 
     @abstractmethod
-    def critic_backward(self, micros: list[MicroBatch], sums: Sums) -> None:
+    def critic_backward(self, micros: list[MicroBatch], sums: LossSums) -> None:
         """The critic's gradients of one optimizer step, and its sums."""
 
     @abstractmethod
-    def finish(self, sums: Sums) -> tuple[dict[str, float], list[int]]:
+    def finish(self, sums: LossSums) -> tuple[dict[str, float], list[int]]:
         """A step's totals over all ranks, and the samples of any rank whose loss is not finite."""
 
     @abstractmethod
-    def gradients(self, portion: Portion, micros: list[MicroBatch]) -> tuple[float, Tensors]:
+    def gradients(self, rank_batch: RankBatch, micros: list[MicroBatch]) -> tuple[float, Tensors]:
         """An optimizer step's loss, and every whole gradient in float64 on the host; nothing is stepped."""
 
     @abstractmethod

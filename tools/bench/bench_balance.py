@@ -107,16 +107,16 @@ def measure(args: argparse.Namespace, ranks: int) -> Row:
     for seed in range(args.seeds):
         batch = draw(args, seed)
         start = time.process_time()
-        portions = split.portions(batch)
+        rank_batches = split.partition(batch)
         found.seconds = max(found.seconds, time.process_time() - start)
         old = np.array([load(micros) for micros in in_turn(batch, ranks, args.max_tokens)])
-        new = np.array([load(pack(portion, max_tokens=args.max_tokens)[0]) for portion in portions])
+        new = np.array([load(pack(rank_batch, max_tokens=args.max_tokens)[0]) for rank_batch in rank_batches])
         mean = new.mean()
         found.before = max(found.before, old.max() / old.mean())
         found.now = max(found.now, new.max() / mean)
         found.least = max(found.least, float(FLOPS.sequence(batch.lengths.astype(np.float64)).max()) / mean, 1.0)
         found.whole = max(found.whole, size(encode(batch)) / 2**20)
-        found.part = max(found.part, max(size(encode(portion)) for portion in portions) / 2**20)
+        found.part = max(found.part, max(size(encode(rank_batch)) for rank_batch in rank_batches) / 2**20)
     return found
 
 

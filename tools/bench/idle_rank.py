@@ -11,29 +11,29 @@ from typing import Any
 import numpy as np
 
 from slime_core.clusters.proxy import Service, run
-from slime_core.trainers.data_parallel import Portion, RankSeat
+from slime_core.trainers.data_parallel import DataParallelRank, RankBatch
 from slime_core.weights.flops import Flops
 
 
 class IdleRank(Service):
-    """Columns of a portion's rows, figures of a step; all other calls do nothing."""
+    """Columns of a rank batch's rows, figures of a step; all other calls do nothing."""
 
     def meet(self, hello: dict[str, Any], run_dir: Path) -> str:
         """Keep what the driver says."""
         self._hello = hello
         return ""
 
-    def join(self, place: str, errors: Path) -> RankSeat:
-        """Its seat."""
+    def join(self, place: str, errors: Path) -> DataParallelRank:
+        """Its data-parallel rank."""
         flops = Flops(token=1e9, pair=1e5)
-        return RankSeat(number=self._hello["rank"], ranks=self._hello["world"], over=1, flops=flops)
+        return DataParallelRank(number=self._hello["rank"], size=self._hello["world"], context_parallel=1, flops=flops)
 
-    def score(self, portion: Portion, roles: frozenset[str]) -> dict[str, Any]:
+    def score(self, rank_batch: RankBatch, roles: frozenset[str]) -> dict[str, Any]:
         """Columns of its rows."""
-        rows = np.full(len(portion.batch.loss_mask), -1.0, np.float32)
+        rows = np.full(len(rank_batch.batch.loss_mask), -1.0, np.float32)
         return {role: {"log_probs": rows, "entropy": rows} for role in roles}
 
-    def step(self, portion: Portion) -> dict[str, float]:
+    def step(self, rank_batch: RankBatch) -> dict[str, float]:
         """Figures."""
         return {"loss": 0.0, "grad_norm": 1.0, "lr": 1e-6, "optimizer_steps": 1.0}
 

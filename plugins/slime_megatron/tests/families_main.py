@@ -52,7 +52,7 @@ def check(name: str, root: Path, world: int, flags: dict) -> dict:
     from slime_convert.bridge import join, shard
     from slime_core.config.load import load_config
     from slime_core.protocols import Loss
-    from slime_core.trainers.optimizer_step import Sums
+    from slime_core.trainers.optimizer_step import LossSums
     from slime_megatron.learner import MegatronLearner
     from slime_megatron.model import build_model
     from slime_megatron.passes import speaks, totals
@@ -81,7 +81,7 @@ def check(name: str, root: Path, world: int, flags: dict) -> dict:
         for key, a, b in zip(("log_probs", "entropy"), got, want, strict=True):
             answer[key] = max(answer[key], relative(a, b))
     learner.forget()
-    sums = Sums(None, torch.device(DEVICE))
+    sums = LossSums(None, torch.device(DEVICE))
     model.passes.backward(micros, Loss(name="test", fn=loss), train, sums)
     answer["loss"] = abs(totals(sums)[0]["loss"] - float(expected["loss"])) / abs(float(expected["loss"]))
     gradients = Folder(root / name / "gradients").tensors()

@@ -48,7 +48,7 @@ def main(rank: int, model: str, out: Path, world: int, flags: dict, cases: list)
                 batch = splits.with_roles(made.batch_of(groups=2, rollouts=3))
                 answer = worker.verify(batch)
                 found[f"{case}-{size}"] = {
-                    "micro_batches": len(worker.packs(splits.portion_of(worker, batch))[0]),
+                    "micro_batches": len(worker.packs(splits.rank_batch_of(worker, batch))[0]),
                     **{name: answer[name] for name in ("float64", "gradient_error", "loss_error")},
                 }
     if rank == 0:

@@ -106,7 +106,7 @@ def ungathered(ranks, path):
 if __name__ == "__main__":
     from cpu import cpu_redirect
     from saving_main import Ranks
-    from splits import portion_of
+    from splits import rank_batch_of
 
     torch.set_num_threads(1)
     number, count, where, model = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
@@ -118,7 +118,7 @@ if __name__ == "__main__":
         found = {
             "wrong": differences(mine, plain),
             "compared": len(plain.found),
-            "micro_batches": len(ranks.worker.packs(portion_of(ranks.worker, ranks.batch))[0]),
+            "micro_batches": len(ranks.worker.packs(rank_batch_of(ranks.worker, ranks.batch))[0]),
             "buckets": len(ranks.worker.actor.ddp.bucket_groups),
             "ungathered": ungathered(ranks, where),
         }

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from slime_core.trainers.fsdp.attention import PackSegments
-    from slime_core.trainers.optimizer_step import Sums
+    from slime_core.trainers.optimizer_step import LossSums
     from slime_core.types import MicroBatch
     from slime_core.weights.folder import ModelFolder
     from slime_core.weights.shards import Shards
@@ -60,7 +60,7 @@ class FsdpCritic:
         self.model.choose_recomputing(train)
         self.learner.begin(train, roles.critic_schedule(train, optimizer_steps))
 
-    def backward(self, micros: list[MicroBatch], sums: Sums) -> None:
+    def backward(self, micros: list[MicroBatch], sums: LossSums) -> None:
         """Add one optimizer step's gradients, and its sums: ``loss``, and per-token metrics by weight."""
         for number, micro in enumerate(micros):
             self.learner.reduce_gradients(number + 1 == len(micros))

@@ -28,7 +28,7 @@ from slime_core.trainers.compiling import Choice, Compiled, pays
 from slime_core.trainers.fingerprint import digest, sums
 from slime_core.trainers.fsdp.attention import NAME, PackSegments, register, take
 from slime_core.trainers.fsdp.fused import fuse
-from slime_core.trainers.optimizer_step import Schedule, Share, Sums, on
+from slime_core.trainers.optimizer_step import LossSums, MicroBatchLoss, Schedule, to_device
 
 if TYPE_CHECKING:
     from slime_core.protocols import Loss
@@ -215,13 +215,14 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob and entropy of every response token of the pack, [R]."""
     result: tuple[torch.Tensor, torch.Tensor] = policy(
-        *on_device(micro, device), ResponseTokens(on(micro.predict, device), on(micro.target, device), temperature)
+        *on_device(micro, device),
+        ResponseTokens(to_device(micro.predict, device), to_device(micro.target, device), temperature),
     )
     return result
 
 
 def backward(
-    policy: FsdpPolicy, loss: Loss, train: Any, micro: MicroBatch, temperature: torch.Tensor | None, sums: Sums
+    policy: FsdpPolicy, loss: Loss, train: Any, micro: MicroBatch, temperature: torch.Tensor | None, sums: LossSums
 ) -> None:
     """Add the pack's share of the loss to the gradients, and its sums to ``sums``.
 
@@ -230,21 +231,21 @@ def backward(
     """
     if within_forward(policy, loss, train):
         rows = np.flatnonzero(micro.weight > 0)
-        share = Share(loss, train, micro, rows, sums.device)
+        loss_part = MicroBatchLoss(loss, train, micro, rows, sums.device)
         place = torch.from_numpy(rows)
         row_selection = ResponseTokens(
-            on(micro.predict[rows], sums.device),
-            on(micro.target[rows], sums.device),
+            to_device(micro.predict[rows], sums.device),
+            to_device(micro.target[rows], sums.device),
             temperature[place.to(temperature.device)] if temperature is not None else None,
         )
-        (total,) = policy(*on_device(micro, sums.device), row_selection, share)
+        (total,) = policy(*on_device(micro, sums.device), row_selection, loss_part)
     else:
-        share = Share(loss, train, micro, np.arange(len(micro.weight)), sums.device)
-        total = share(slice(None), *forward(policy, micro, temperature, sums.device))
+        loss_part = MicroBatchLoss(loss, train, micro, np.arange(len(micro.weight)), sums.device)
+        total = loss_part(slice(None), *forward(policy, micro, temperature, sums.device))
     total.backward()
-    sums.add({"loss": total, **share.seen})
+    sums.add({"loss": total, **loss_part.metric_sums})
     if not torch.isfinite(total.detach()):
-        share.blame(sums)
+        loss_part.mark_nonfinite(sums)
 
 
 def within_forward(policy: FsdpPolicy, loss: Loss, train: Any) -> bool:
@@ -255,7 +256,7 @@ def within_forward(policy: FsdpPolicy, loss: Loss, train: Any) -> bool:
 def on_device(micro: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, PackSegments]:
     """Tokens, their positions and the segments of a pack, as a model takes them."""
     segments = PackSegments.of(micro.cu_seqlens, micro.prefix, device)
-    return on(micro.tokens, device), on(micro.position_ids, device), segments
+    return to_device(micro.tokens, device), to_device(micro.position_ids, device), segments
 
 
 def shard(policy: FsdpPolicy, mesh: DeviceMesh, dtype: torch.dtype, exact: Sequence[nn.Module] = ()) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from slime_core.trainers.data_parallel import Portion, RankSeat
+from slime_core.trainers.data_parallel import DataParallelRank, RankBatch
 from slime_core.trainers.fsdp import checkpoint, publishing
 from slime_core.trainers.fsdp.critic import FsdpCritic
 from slime_core.trainers.fsdp.frozen import FsdpFrozen
@@ -27,7 +27,7 @@ from slime_core.trainers.fsdp.model import (
     shard,
 )
 from slime_core.trainers.fsdp.precision import in_dtype
-from slime_core.trainers.optimizer_step import Sums
+from slime_core.trainers.optimizer_step import LossSums
 from slime_core.trainers.verify import slow_model
 from slime_core.trainers.worker import Tensors, Worker
 from slime_core.types import WeightUpdate
@@ -59,7 +59,7 @@ class FsdpWorker(Worker):
         shard(self.policy, self.mesh, self.dtype)
         self.actor: FsdpLearner = FsdpLearner(self.policy, self.rank, self.world)
         self.frozen: FsdpFrozen = FsdpFrozen(self.folder, self.mesh, self.dtype, self.device)
-        self.seat = RankSeat(number=self.rank, ranks=self.world, over=1, flops=Flops.of(self.folder.config))
+        self.dp_rank = DataParallelRank(number=self.rank, size=self.world, flops=Flops.of(self.folder.config))
 
     def prepare_stage(self) -> None:
         self.policy.chunk = self.train.logprob_chunk_tokens
@@ -82,9 +82,9 @@ class FsdpWorker(Worker):
             self.critic.begin(self.train, steps)
         self.frozen.begin(needs, self.train, self.actor)
 
-    def columns(self, portion: Portion, model: FsdpPolicy, role: Role, count: int) -> NDArray[np.float32]:
-        columns = torch.zeros(count, len(portion.batch.loss_mask), dtype=torch.float32, device=self.device)
-        for micro in chain(*self.packs(portion, model)):
+    def columns(self, rank_batch: RankBatch, model: FsdpPolicy, role: Role, count: int) -> NDArray[np.float32]:
+        columns = torch.zeros(count, len(rank_batch.batch.loss_mask), dtype=torch.float32, device=self.device)
+        for micro in chain(*self.packs(rank_batch, model)):
             if role == "values":
                 rows: tuple[torch.Tensor, ...] = (self.critic.values(micro),)
             else:
@@ -95,21 +95,21 @@ class FsdpWorker(Worker):
         reshard(model)
         return columns.cpu().numpy()
 
-    def log_probs_in(self, portion: Portion, dtype: torch.dtype) -> Columns:
-        return {"log_probs": self.columns(portion, in_dtype(self.policy, dtype), "policy", 2)[0]}
+    def log_probs_in(self, rank_batch: RankBatch, dtype: torch.dtype) -> Columns:
+        return {"log_probs": self.columns(rank_batch, in_dtype(self.policy, dtype), "policy", 2)[0]}
 
     def as_reference(self) -> AbstractContextManager[None]:
         return self.frozen.as_reference(self.actor)
 
-    def run_backward(self, micros: list[MicroBatch], sums: Sums) -> None:
+    def run_backward(self, micros: list[MicroBatch], sums: LossSums) -> None:
         for number, micro in enumerate(micros):
             self.actor.reduce_gradients(number + 1 == len(micros))
             backward(self.policy, self.loss, self.train, micro, self._temperature(micro), sums)
 
-    def critic_backward(self, micros: list[MicroBatch], sums: Sums) -> None:
+    def critic_backward(self, micros: list[MicroBatch], sums: LossSums) -> None:
         self.critic.backward(micros, sums)
 
-    def finish(self, sums: Sums) -> tuple[dict[str, float], list[int]]:
+    def finish(self, sums: LossSums) -> tuple[dict[str, float], list[int]]:
         return sums.finish(self.world)
 
     def _temperature(self, micro: MicroBatch) -> torch.Tensor | None:
@@ -118,8 +118,8 @@ class FsdpWorker(Worker):
             return None
         return torch.from_numpy(micro.temperature).to(self.device)
 
-    def gradients(self, portion: Portion, micros: list[MicroBatch]) -> tuple[float, Tensors]:
-        sums = Sums(portion, self.device)
+    def gradients(self, rank_batch: RankBatch, micros: list[MicroBatch]) -> tuple[float, Tensors]:
+        sums = LossSums(rank_batch, self.device)
         self.run_backward(micros, sums)
         loss = self.finish(sums)[0]["loss"]
         grads = {}

@@ -150,8 +150,8 @@ def test_post_processing_of_the_steps_columns_may_change_masks_and_advantages(by
 
 
 def packed(batch, max_tokens, **settings):
-    (portion,) = BatchSplit(flops=Flops(token=1.0, pair=0.0), max_tokens=max_tokens, **settings).portions(batch)
-    return pack(portion, max_tokens=max_tokens)
+    (rank_batch,) = BatchSplit(flops=Flops(token=1.0, pair=0.0), max_tokens=max_tokens, **settings).partition(batch)
+    return pack(rank_batch, max_tokens=max_tokens)
 
 
 def trained(plugins, config, ctx, max_tokens, log_probs=None):

@@ -5,7 +5,7 @@ import torch
 
 from slime_core.trainers.batch import prepared
 from slime_core.trainers.fsdp.model import full
-from slime_core.trainers.optimizer_step import Sums
+from slime_core.trainers.optimizer_step import LossSums
 from slime_core.types import Batch
 
 SETTINGS = {
@@ -51,9 +51,9 @@ def reordered(batch, order):
     )
 
 
-def portion_of(worker, batch):
+def rank_batch_of(worker, batch):
     """What a rank trains on of a whole batch, whose columns are not checked."""
-    return worker.dealer().portions(batch)[worker.seat.number]
+    return worker.partitioner().partition(batch)[worker.dp_rank.number]
 
 
 def step_of(worker, batch, loss=None):
@@ -64,9 +64,9 @@ def step_of(worker, batch, loss=None):
     own = worker.loss
     worker.loss = loss or own
     try:
-        portion = portion_of(worker, prepared(batch, worker.loss, worker.stage.train))
-        sums = Sums(portion, worker.device)
-        worker.run_backward(worker.packs(portion)[0], sums)
+        rank_batch = rank_batch_of(worker, prepared(batch, worker.loss, worker.stage.train))
+        sums = LossSums(rank_batch, worker.device)
+        worker.run_backward(worker.packs(rank_batch)[0], sums)
         totals, _ = sums.finish(worker.world)
         grads = {}
         for name, p in worker.actor.parameters().items():

@@ -1,4 +1,4 @@
-"""Karmarkar-Karp by hand and against every partition; what each rank is dealt, and how many bytes that is."""
+"""Karmarkar-Karp by hand and against every partition; what each rank gets, and how many bytes that is."""
 
 from itertools import product
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 from test_pack import batch_of
 
 from slime_core.clusters.channel import decode, encode
-from slime_core.trainers.data_parallel import BatchSplit, Portion, karmarkar_karp, pack, rows_of
+from slime_core.trainers.data_parallel import BatchSplit, RankBatch, karmarkar_karp, pack, rows_of
 from slime_core.types import ArrayRef
 from slime_core.weights.flops import Flops
 
@@ -66,11 +66,11 @@ def long_tailed(samples=256, a_prompt=8, seed=0):
     return batch_of(prompts.tolist(), responses.tolist(), prompts=names)
 
 
-def loads(batch, portions):
+def loads(batch, rank_batches):
     """FLOPs of each rank's real samples, prompts once."""
     starts, found = batch.lengths - batch.response_lengths, []
-    for portion in portions:
-        mine = portion.places[portion.real]
+    for rank_batch in rank_batches:
+        mine = rank_batch.places[rank_batch.real]
         prompts = {batch.tokens[batch.offsets[i] : batch.offsets[i] + starts[i]].tobytes(): starts[i] for i in mine}
         tails = sum(FLOPS.sequence(float(batch.lengths[i]), float(starts[i])) for i in mine)
         found.append(tails + sum(FLOPS.sequence(float(start)) for start in prompts.values()))
@@ -80,32 +80,32 @@ def loads(batch, portions):
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_ranks_are_even_on_a_long_tailed_step(ranks):
     batch = long_tailed(1024)
-    found = loads(batch, BatchSplit(flops=FLOPS, ranks=ranks, max_tokens=4096).portions(batch))
+    found = loads(batch, BatchSplit(flops=FLOPS, ranks=ranks, max_tokens=4096).partition(batch))
     assert found.max() / found.mean() < 1.01
 
 
 def test_samples_of_a_prompt_stay_together_where_ranks_are_even_so():
     batch = batch_of([4] * 8, [6] * 8, prompts=list("aaaabbbb"))
-    portions = BatchSplit(flops=FLOPS, ranks=2, max_tokens=100).portions(batch)
-    assert [p.places.tolist() for p in portions] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    portions = BatchSplit(flops=FLOPS, ranks=4, max_tokens=100).portions(batch)
-    assert [p.places.tolist() for p in portions] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    rank_batches = BatchSplit(flops=FLOPS, ranks=2, max_tokens=100).partition(batch)
+    assert [p.places.tolist() for p in rank_batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    rank_batches = BatchSplit(flops=FLOPS, ranks=4, max_tokens=100).partition(batch)
+    assert [p.places.tolist() for p in rank_batches] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def test_an_optimizer_step_is_balanced_by_itself_and_siblings_stay_in_it():
     batch = batch_of([2] * 8, [9, 1, 8, 2, 7, 3, 6, 4], rollout=[5, 5, 3, 3, 9, 9, 1, 1])
-    for portion in BatchSplit(flops=FLOPS, ranks=2, max_tokens=100, num_steps=2).portions(batch):
-        assert portion.step_of.tolist() == [0, 0, 1, 1]
-        assert set(portion.places[:2].tolist()) <= {0, 1, 2, 3}
-        assert set(portion.places[2:].tolist()) <= {4, 5, 6, 7}
-    parts = BatchSplit(flops=FLOPS, ranks=2, max_tokens=100, global_batch_size=3).portions(batch)
+    for rank_batch in BatchSplit(flops=FLOPS, ranks=2, max_tokens=100, num_steps=2).partition(batch):
+        assert rank_batch.step_of.tolist() == [0, 0, 1, 1]
+        assert set(rank_batch.places[:2].tolist()) <= {0, 1, 2, 3}
+        assert set(rank_batch.places[2:].tolist()) <= {4, 5, 6, 7}
+    parts = BatchSplit(flops=FLOPS, ranks=2, max_tokens=100, global_batch_size=3).partition(batch)
     assert sorted(i for p in parts for i, step in zip(p.places, p.step_of) if step == 0) == [0, 1, 2, 3, 4, 5]
     assert sorted(i for p in parts for i, step in zip(p.places, p.step_of) if step == 1) == [6, 7]
 
 
 def test_a_rank_without_a_sample_in_a_step_gets_the_shortest_and_trains_on_no_row_of_it():
     batch = batch_of([2, 2, 2], [5, 3, 4], rollout=[0, 1, 1])
-    first, second = BatchSplit(flops=FLOPS, ranks=2, max_tokens=100, num_steps=2).portions(batch)
+    first, second = BatchSplit(flops=FLOPS, ranks=2, max_tokens=100, num_steps=2).partition(batch)
     assert first.real.all()
     assert (first.places.tolist(), second.places.tolist()) == ([0, 2], [0, 1])
     assert second.real.tolist() == [False, True]
@@ -116,25 +116,25 @@ def test_a_rank_without_a_sample_in_a_step_gets_the_shortest_and_trains_on_no_ro
 
 def test_with_one_rank_the_batch_is_not_copied():
     batch = long_tailed(64)
-    (portion,) = BatchSplit(flops=FLOPS, max_tokens=100).portions(batch)
-    assert portion.batch is batch
+    (rank_batch,) = BatchSplit(flops=FLOPS, max_tokens=100).partition(batch)
+    assert rank_batch.batch is batch
 
 
-def test_every_row_of_a_portion_is_that_of_the_whole_batch():
+def test_every_row_of_a_rank_batch_is_that_of_the_whole_batch():
     batch = long_tailed(64)
     batch.train_metadata = [{"i": i} for i in range(64)]
     batch.multimodal = [None, {"pixels": ArrayRef(segment="a", offset=1, dtype="u1", shape=(1,), crc32=2)}] * 32
     seen = []
-    for portion in BatchSplit(flops=FLOPS, ranks=4, max_tokens=500).portions(batch):
-        part, rows = portion.batch, rows_of(batch.response_offsets, portion.places)
+    for rank_batch in BatchSplit(flops=FLOPS, ranks=4, max_tokens=500).partition(batch):
+        part, rows = rank_batch.batch, rows_of(batch.response_offsets, rank_batch.places)
         assert part.columns["advantages"].tolist() == batch.columns["advantages"][rows].tolist()
-        assert part.tokens.tolist() == batch.tokens[rows_of(batch.offsets, portion.places)].tolist()
-        assert part.lengths.tolist() == batch.lengths[portion.places].tolist()
-        assert part.sample_ids == [batch.sample_ids[i] for i in portion.places]
-        assert part.train_metadata == [{"i": i} for i in portion.places]
-        assert part.multimodal == [batch.multimodal[i] for i in portion.places]
-        assert part.temperature.tolist() == batch.temperature[portion.places].tolist()
-        seen += portion.places.tolist()
+        assert part.tokens.tolist() == batch.tokens[rows_of(batch.offsets, rank_batch.places)].tolist()
+        assert part.lengths.tolist() == batch.lengths[rank_batch.places].tolist()
+        assert part.sample_ids == [batch.sample_ids[i] for i in rank_batch.places]
+        assert part.train_metadata == [{"i": i} for i in rank_batch.places]
+        assert part.multimodal == [batch.multimodal[i] for i in rank_batch.places]
+        assert part.temperature.tolist() == batch.temperature[rank_batch.places].tolist()
+        seen += rank_batch.places.tolist()
     assert sorted(seen) == list(range(64))
 
 
@@ -148,9 +148,9 @@ def test_a_loss_in_float64_is_the_same_for_any_number_of_ranks(mode, ranks):
     def total(count):
         given = {"num_steps": 3, "aggregation": mode, "divisor": 64}
         sums = np.zeros(3)
-        for portion in BatchSplit(flops=FLOPS, ranks=count, max_tokens=600, **given).portions(batch):
-            mine = losses[rows_of(batch.response_offsets, portion.places)]
-            for number, step in enumerate(pack(portion, max_tokens=600)):
+        for rank_batch in BatchSplit(flops=FLOPS, ranks=count, max_tokens=600, **given).partition(batch):
+            mine = losses[rows_of(batch.response_offsets, rank_batch.places)]
+            for number, step in enumerate(pack(rank_batch, max_tokens=600)):
                 for micro in step:
                     sums[number] += (mine[micro.response] * micro.weight.astype(np.float64)).sum()
         return sums
@@ -168,19 +168,19 @@ def test_each_rank_is_sent_about_its_share_of_the_bytes(ranks):
         return len(frame.head) + sum(map(len, frame.blobs))
 
     whole = size(batch)
-    sent = [size(p) for p in BatchSplit(flops=FLOPS, ranks=ranks, max_tokens=4096).portions(batch)]
+    sent = [size(p) for p in BatchSplit(flops=FLOPS, ranks=ranks, max_tokens=4096).partition(batch)]
     names = size(batch.sample_ids)
     assert max(sent) < 1.35 * whole / ranks + names
     assert sum(sent) < 1.05 * whole + ranks * names
 
 
-def test_a_portion_crosses_as_it_is():
-    one = BatchSplit(flops=FLOPS, ranks=3, max_tokens=300).portions(long_tailed(32))[1]
+def test_a_rank_batch_crosses_as_it_is():
+    one = BatchSplit(flops=FLOPS, ranks=3, max_tokens=300).partition(long_tailed(32))[1]
     back = decode(encode(one))
-    assert isinstance(back, Portion)
+    assert isinstance(back, RankBatch)
     for name in ("scale", "weights", "step_of", "real", "places"):
         np.testing.assert_array_equal(getattr(back, name), getattr(one, name))
         assert getattr(back, name).dtype == getattr(one, name).dtype
-    for name in ("number", "rounds", "longest", "ids", "stamp", "trained", "known"):
+    for name in ("number", "rounds", "longest", "ids", "stamp", "trained", "metrics"):
         assert getattr(back, name) == getattr(one, name)
     np.testing.assert_array_equal(back.batch.tokens, one.batch.tokens)

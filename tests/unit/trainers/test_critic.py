@@ -68,12 +68,12 @@ def reference_values(one, batch, params):
 def critic_gradient(one, batch):
     def compute():
         from slime_core.trainers.fsdp.model import local
-        from slime_core.trainers.optimizer_step import Sums
+        from slime_core.trainers.optimizer_step import LossSums
 
         worker = one.worker
-        (portion,) = worker.dealer().portions(batch)
-        sums = Sums(portion, torch.device("cpu"))
-        worker.critic.backward(worker.packs(portion)[0], sums)
+        (rank_batch,) = worker.partitioner().partition(batch)
+        sums = LossSums(rank_batch, torch.device("cpu"))
+        worker.critic.backward(worker.packs(rank_batch)[0], sums)
         grads = {n: local(p.grad).clone() for n, p in worker.critic.learner.parameters().items() if p.grad is not None}
         worker.critic.learner.forget()
         return dict(sums.totals), grads

@@ -214,18 +214,18 @@ def test_the_count_of_steps_in_a_row_is_saved(tolerant, tmp_path):
     assert tolerant.worker.guard.in_a_row == 1
 
 
-def portion_of(batch):
-    return BatchSplit(flops=Flops(token=1.0, pair=0.0), max_tokens=100).portions(batch)[0]
+def rank_batch_of(batch):
+    return BatchSplit(flops=Flops(token=1.0, pair=0.0), max_tokens=100).partition(batch)[0]
 
 
 def test_without_the_key_the_first_step_that_is_not_finite_ends_the_run():
     with pytest.raises(TrainerError, match="TRN95"):
-        NonFiniteGuard().skip(portion_of(made.batch_of()), [0], math.nan, 1.0)
+        NonFiniteGuard().skip(rank_batch_of(made.batch_of()), [0], math.nan, 1.0)
 
 
 def test_all_samples_are_written_where_only_the_gradient_is_not_finite(tmp_path):
     batch = made.batch_of()
-    assert NonFiniteGuard(most=1, errors=tmp_path).skip(portion_of(batch), [], 1.0, math.inf) == StepOutcome(
+    assert NonFiniteGuard(most=1, errors=tmp_path).skip(rank_batch_of(batch), [], 1.0, math.inf) == StepOutcome(
         "nonfinite"
     )
     (row,) = map(json.loads, (tmp_path / FILE).read_text().splitlines())

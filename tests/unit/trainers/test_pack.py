@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from slime_core.trainers import data_parallel as dealt
+from slime_core.trainers import data_parallel
 from slime_core.trainers.data_parallel import BatchSplit, rows_of
 from slime_core.trainers.packing import split_rollouts
 from slime_core.types import Batch
@@ -41,11 +41,11 @@ def batch_of(prompt_lengths, responses, rollout=None, mask=None, prompts=None):
 def pack(batch, *, max_tokens, rank=0, world=1, alone=False, **settings):
     """A rank's micro-batches, ``response`` and ``samples`` as places in the whole batch."""
     split = BatchSplit(flops=Flops(token=1.0, pair=0.01), ranks=world, max_tokens=max_tokens, **settings)
-    portion = split.portions(batch)[rank]
-    steps = dealt.pack(portion, max_tokens=max_tokens, alone=alone)
-    rows = rows_of(batch.response_offsets, portion.places)
+    rank_batch = split.partition(batch)[rank]
+    steps = data_parallel.pack(rank_batch, max_tokens=max_tokens, alone=alone)
+    rows = rows_of(batch.response_offsets, rank_batch.places)
     for micro in (micro for step in steps for micro in step):
-        micro.samples, micro.response = portion.places[micro.samples], rows[micro.response]
+        micro.samples, micro.response = rank_batch.places[micro.samples], rows[micro.response]
     return steps
 
 

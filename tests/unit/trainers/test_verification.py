@@ -99,7 +99,7 @@ def test_a_wrong_gradient_of_a_trainer_in_bfloat16_is_found(bench, damage, right
             loss, grads = one._gradient(batch, 0)
             return loss, damage({name: grad.double() for name, grad in grads.items()})
 
-        ready = one.worker.dealer().ready(batch)
+        ready = one.worker.partitioner().prepare(batch)
         return compared(ready, [[]], fast, one.worker.slow_way())
 
     answer = one.thread.call(verified)

@@ -96,11 +96,11 @@ class Bench:
 
     def _gradient(self, batch, step):
         from slime_core.trainers.fsdp.model import backward, local
-        from slime_core.trainers.optimizer_step import Sums
+        from slime_core.trainers.optimizer_step import LossSums
 
-        (portion,) = self.worker.dealer().portions(batch)
-        sums = Sums(portion, torch.device("cpu"))
-        for micro in self.worker.packs(portion)[step]:
+        (rank_batch,) = self.worker.partitioner().partition(batch)
+        sums = LossSums(rank_batch, torch.device("cpu"))
+        for micro in self.worker.packs(rank_batch)[step]:
             backward(
                 self.worker.policy, self.worker.loss, self.worker.train, micro, self.worker._temperature(micro), sums
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from slime_core.trainers import roles
-from slime_core.trainers.optimizer_step import Sums
+from slime_core.trainers.optimizer_step import LossSums
 from slime_megatron.learner import MegatronLearner
 from slime_megatron.others import settings_of
 from slime_megatron.settings import build
@@ -40,6 +40,6 @@ class MegatronCritic:
         """Its own, or the policy's where it has the policy's layers."""
         return settings_of(self._folder, run.bridge(self._folder.config), run) if self.path else settings
 
-    def backward(self, micros: list[MicroBatch], sums: Sums) -> None:
+    def backward(self, micros: list[MicroBatch], sums: LossSums) -> None:
         """Add one optimizer step's gradients, and its sums."""
         self.model.passes.backward_values(micros, self.value_clip, sums)

@@ -66,10 +66,10 @@ def _owned(one: Learned) -> Iterator[tuple[Master, LocalTensor, int, int]]:
     by_id = {id(shard.tensor): shard for shard in one.tensors.held.values()}
     for master in masters(one.learner.optimizer):
         shard = by_id.get(id(master.parameter))
-        if shard is None or (master.dealt and shard.entry.kind == "whole" and shard.group.rank()):
+        if shard is None or (master.sharded and shard.entry.kind == "whole" and shard.group.rank()):
             continue
         begin, end = master.begin, master.end
-        if not master.dealt:
+        if not master.sharded:
             begin, end = share(begin, end, piece_of(shard).width, *shard.replicas)
         if begin < end:
             yield master, shard, begin, end

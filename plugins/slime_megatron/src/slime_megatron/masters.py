@@ -24,13 +24,13 @@ MASTER, MOMENTS = "fp32_param", ("exp_avg", "exp_avg_sq")
 class Master:
     """Elements ``begin`` to ``end`` of a parameter's shard, as one optimizer keeps them.
 
-    ``dealt``: the other data-parallel ranks have the other elements; else they have copies.
+    ``sharded``: other data-parallel ranks have the other elements; else each has a copy.
     """
 
     parameter: torch.Tensor
     begin: int
     end: int
-    dealt: bool
+    sharded: bool
     one: Any  # the optimizer
     main: torch.Tensor  # what the inner optimizer steps: the key of its states
 
@@ -85,7 +85,7 @@ def masters(optimizer: Any) -> Iterator[Master]:
     """Everything that this rank's optimizers keep, in the order of theirs."""
     for one in _each(optimizer):
         if isinstance(one, DistributedOptimizer):
-            for parameter, main in _dealt(one):
+            for parameter, main in _sharded(one):
                 span = one._get_model_param_range_map(parameter)["param"]
                 yield Master(parameter, span.start, span.end, True, one, main)
         elif isinstance(one, Float16OptimizerWithFloat16Params):
@@ -101,7 +101,7 @@ def masters(optimizer: Any) -> Iterator[Master]:
                 yield Master(parameter, 0, parameter.numel(), False, one, parameter)
 
 
-def _dealt(one: DistributedOptimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _sharded(one: DistributedOptimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Parameters of a distributed optimizer, and what its inner one steps for this rank's range of each.
 
     Its own `model_param_group_index_map` is wrong where a group has float32 parameters beside others.

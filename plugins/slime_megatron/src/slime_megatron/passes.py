@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from slime_core.trainers import roles
-from slime_core.trainers.optimizer_step import Share, Sums, on
+from slime_core.trainers.optimizer_step import LossSums, MicroBatchLoss, to_device
 from slime_megatron.packing import Pack, make_pack
 
 if TYPE_CHECKING:
@@ -56,23 +56,23 @@ class Passes:
         with torch.no_grad():
             return self._run(micros, last, forward_only=True)
 
-    def backward(self, micros: Sequence[MicroBatch], loss: Loss, train: Any, sums: Sums) -> None:
+    def backward(self, micros: Sequence[MicroBatch], loss: Loss, train: Any, sums: LossSums) -> None:
         """Add the gradients of an optimizer step to the stage's, reduced over ranks, and its sums to ``sums``."""
 
         def last(work: MicroBatchInputs, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            share = Share(loss, train, work.micro, np.arange(len(work.micro.weight)), self.device)
+            loss_part = MicroBatchLoss(loss, train, work.micro, np.arange(len(work.micro.weight)), self.device)
             log_prob, entropy = self._score(work, hidden)
-            total = share(slice(None), log_prob, entropy)
+            total = loss_part(slice(None), log_prob, entropy)
             if speaks():
-                sums.add({"loss": total, **share.seen})
+                sums.add({"loss": total, **loss_part.metric_sums})
                 if not torch.isfinite(total.detach()):
-                    share.blame(sums)
+                    loss_part.mark_nonfinite(sums)
             return total, self._one(), None
 
         self.stage.train()
         self._run(micros, last, forward_only=False)
 
-    def backward_values(self, micros: Sequence[MicroBatch], clip: float, sums: Sums) -> None:
+    def backward_values(self, micros: Sequence[MicroBatch], clip: float, sums: LossSums) -> None:
         """The same of a value model and the value loss; ``clip`` is ``train.value_clip``."""
 
         def last(work: MicroBatchInputs, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
@@ -111,14 +111,16 @@ class Passes:
         )
         temperature = micro.temperature
         return MicroBatchInputs(
-            micro, pack, None if temperature is None or (temperature == 1).all() else on(temperature, self.device)
+            micro,
+            pack,
+            None if temperature is None or (temperature == 1).all() else to_device(temperature, self.device),
         )
 
     def _score(self, work: MicroBatchInputs, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The stage's ``score`` of all response tokens of the micro-batch, [R] each, on all context-parallel ranks."""
         pack = work.pack
         assert pack.local is not None
-        target = on(work.micro.target, self.device)
+        target = to_device(work.micro.target, self.device)
         temperature = work.temperature[pack.local] if work.temperature is not None else None
         local: tuple[torch.Tensor, ...] = self.stage.score(
             hidden, pack, target[pack.local], temperature, chunk=self.chunk
@@ -142,7 +144,7 @@ def speaks() -> bool:
     )
 
 
-def totals(sums: Sums) -> tuple[dict[str, float], list[int]]:
+def totals(sums: LossSums) -> tuple[dict[str, float], list[int]]:
     """A step's sums over all data-parallel ranks, and the samples whose loss is not finite; the same on every rank."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (sums.totals, sorted(sums.bad)))

@@ -182,7 +182,7 @@ def _states(one: Learned, planned: bool) -> Iterator[Item]:
             continue  # a copy of what another stage writes
         piece, (number, count) = piece_of(shard), shard.replicas
         begin, end = master.begin, master.end
-        if not master.dealt:
+        if not master.sharded:
             begin, end = share(begin, end, piece.width, number, count)
         elif shard.entry.kind == "whole" and shard.group.rank():
             continue

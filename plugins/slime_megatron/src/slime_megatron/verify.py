@@ -16,13 +16,13 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
-from slime_core.trainers.optimizer_step import Sums
+from slime_core.trainers.optimizer_step import LossSums
 from slime_core.trainers.verify import Slow, Tensors, slow_model
 from slime_core.weights import build
 from slime_core.weights.transports.buckets import stream
 
 if TYPE_CHECKING:
-    from slime_core.trainers.data_parallel import Portion
+    from slime_core.trainers.data_parallel import RankBatch
     from slime_core.types import Columns, MicroBatch
     from slime_megatron.tensors import Tensors as Places
     from slime_megatron.worker import MegatronWorker
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 WHOLE_UP_TO = 10**9  # parameters of a model that ranks hold whole, in float32, only to see what rounding does
 
 
-def gradients(worker: MegatronWorker, portion: Portion, micros: list[MicroBatch]) -> tuple[float, Tensors]:
+def gradients(worker: MegatronWorker, rank_batch: RankBatch, micros: list[MicroBatch]) -> tuple[float, Tensors]:
     """See `Worker.gradients`: named as in the model folder, whole on every rank; a collective."""
     tensors = worker.policy.tensors
     buffers = {n: h.tensor.clone() for n, h in tensors.held.items() if not isinstance(h.tensor, torch.nn.Parameter)}
-    sums = Sums(portion, worker.device)
+    sums = LossSums(rank_batch, worker.device)
     worker.actor.forget()
     worker.policy.passes.backward(micros, worker.loss, worker.train, sums)
     loss = worker.finish(sums)[0]["loss"]
@@ -48,8 +48,8 @@ def gradients(worker: MegatronWorker, portion: Portion, micros: list[MicroBatch]
     return loss, {name: grad.double().cpu() for name, grad in whole.items()}
 
 
-def log_probs_in(worker: MegatronWorker, portion: Portion, dtype: torch.dtype) -> Columns:
-    """Log-probs of a portion by transformers' model in a dtype, nothing of a model that is too large; a collective."""
+def log_probs_in(worker: MegatronWorker, rank_batch: RankBatch, dtype: torch.dtype) -> Columns:
+    """Log-probs by transformers' model in a dtype, nothing of a model that is too large; a collective."""
     whole = build.skeleton(worker.folder.config, trust_remote_code=worker.folder.trust_remote_code)
     size = sum(p.numel() for p in whole.parameters())
     if size > WHOLE_UP_TO:
@@ -57,7 +57,7 @@ def log_probs_in(worker: MegatronWorker, portion: Portion, dtype: torch.dtype) -
     slow = worker.slow_way()
     slow.model.to(dtype)
     with torch.no_grad():
-        rows = [slow.rows(portion.batch, i)[0].float().cpu() for i in range(len(portion.batch))]
+        rows = [slow.rows(rank_batch.batch, i)[0].float().cpu() for i in range(len(rank_batch.batch))]
     return {"log_probs": torch.cat(rows).numpy()}
 
 

@@ -14,8 +14,8 @@ from megatron.core import parallel_state
 
 from slime_convert.bridges import find_bridge
 from slime_core.context import Context
-from slime_core.trainers.data_parallel import Portion, RankSeat
-from slime_core.trainers.optimizer_step import Sums
+from slime_core.trainers.data_parallel import DataParallelRank, RankBatch
+from slime_core.trainers.optimizer_step import LossSums
 from slime_core.trainers.verify import Slow
 from slime_core.trainers.worker import Tensors, Worker
 from slime_core.weights.flops import Flops
@@ -54,7 +54,9 @@ class MegatronWorker(Worker):
         layout = self.settings.layout
         start(layout, self.config.seed)
         number = parallel_state.get_data_parallel_rank()
-        self.seat = RankSeat(number=number, ranks=layout.dp, over=layout.cp, flops=Flops.of(self.folder.config))
+        self.dp_rank = DataParallelRank(
+            number=number, size=layout.dp, context_parallel=layout.cp, flops=Flops.of(self.folder.config)
+        )
         self.plugins.tell("slime_megatron_init", "a Megatron rank's start", self.ctx, args=self.settings)
         self.policy: Model = build_model(self.settings, self.bridge, self.folder, self.device, seed=self.config.seed)
         self.actor: MegatronLearner = MegatronLearner(self.policy.stage)
@@ -89,8 +91,8 @@ class MegatronWorker(Worker):
         for one in saving.learned(self):
             check_shapes(one.tensors.entries)
 
-    def columns(self, portion: Portion, model: Model, role: Role, count: int) -> NDArray[np.float32]:
-        columns = torch.zeros(count, len(portion.batch.loss_mask), dtype=torch.float32, device=self.device)
+    def columns(self, rank_batch: RankBatch, model: Model, role: Role, count: int) -> NDArray[np.float32]:
+        columns = torch.zeros(count, len(rank_batch.batch.loss_mask), dtype=torch.float32, device=self.device)
         self.plugins.tell(
             "slime_megatron_before_log_prob",
             f"log-probs of {role}",
@@ -98,26 +100,26 @@ class MegatronWorker(Worker):
             model=[model.passes.wrapped],
             role=role,
         )
-        micros = list(chain(*self.packs(portion)))
+        micros = list(chain(*self.packs(rank_batch)))
         scores = model.passes.scores(micros)
         if speaks():
             for micro, rows in zip(micros, scores, strict=True):
                 columns[:, torch.from_numpy(micro.response).to(self.device)] = torch.stack(rows)
         return columns.cpu().numpy()
 
-    def log_probs_in(self, portion: Portion, dtype: torch.dtype) -> Columns:
-        return verify.log_probs_in(self, portion, dtype)
+    def log_probs_in(self, rank_batch: RankBatch, dtype: torch.dtype) -> Columns:
+        return verify.log_probs_in(self, rank_batch, dtype)
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
         with self.frozen.as_reference(self.policy):
             yield
 
-    def run_backward(self, micros: list[MicroBatch], sums: Sums) -> None:
+    def run_backward(self, micros: list[MicroBatch], sums: LossSums) -> None:
         self._ready(self.actor)
         self.policy.passes.backward(micros, self.loss, self.train, sums)
 
-    def critic_backward(self, micros: list[MicroBatch], sums: Sums) -> None:
+    def critic_backward(self, micros: list[MicroBatch], sums: LossSums) -> None:
         self._ready(self.critic.learner)
         self.critic.backward(micros, sums)
 
@@ -132,7 +134,7 @@ class MegatronWorker(Worker):
             step=learner.steps,
         )
 
-    def finish(self, sums: Sums) -> tuple[dict[str, float], list[int]]:
+    def finish(self, sums: LossSums) -> tuple[dict[str, float], list[int]]:
         return totals(sums)
 
     def settle(self) -> None:
@@ -142,8 +144,8 @@ class MegatronWorker(Worker):
     def speaks(self) -> bool:
         return speaks()
 
-    def gradients(self, portion: Portion, micros: list[MicroBatch]) -> tuple[float, Tensors]:
-        return verify.gradients(self, portion, micros)
+    def gradients(self, rank_batch: RankBatch, micros: list[MicroBatch]) -> tuple[float, Tensors]:
+        return verify.gradients(self, rank_batch, micros)
 
     def slow_model(self) -> Any:
         return verify.slow_copy(self)
@@ -162,14 +164,14 @@ class MegatronWorker(Worker):
         saving.reserve(self)
 
     def save(self, path: Path) -> None:
-        self.need_stage("save")
+        self.begun_stage()
         saving.save(self, path)
 
     def read(self, path: Path) -> None:
         restoring.restore(self, path)
 
     def checksum(self) -> str:
-        self.need_stage("fingerprint")
+        self.begun_stage()
         return fingerprint(self)
 
     def write_folder(self, path: Path) -> None:

@@ -68,7 +68,7 @@ async def trained(model, run_dir, plugins=(), megatron=None, **train):
 
 
 async def bad(ranks):
-    """The error for a token that is outside the vocabulary, in the portion of one rank; the ranks live on."""
+    """The error for a token that is outside the vocabulary, in the rank batch of one rank; the ranks live on."""
     batch = batch_of()
     batch.tokens[-1] = 10_000
     with pytest.raises(TrainerError) as caught:
