@@ -1,4 +1,4 @@
-"""One optimizer step's loss, metrics and every gradient, and the same step's batch in another order."""
+"""One optimizer step's loss, metrics and every gradient."""
 
 import numpy as np
 import torch
@@ -6,7 +6,6 @@ import torch
 from slime_core.trainers.batch import prepared
 from slime_core.trainers.fsdp.model import full
 from slime_core.trainers.optimizer_step import LossSums
-from slime_core.types import Batch
 
 SETTINGS = {
     "clip": {"eps_clip_high": 0.28, "kl_loss_coef": 0.05, "entropy_coef": 0.01},
@@ -24,31 +23,6 @@ def with_roles(batch, seed=5):
     for name in ("policy", "reference", "rollout_log_probs"):
         batch.columns[name] = (near + draw.normal(size=count) * 0.15).astype(np.float32)
     return batch
-
-
-def reordered(batch, order):
-    """The batch with its samples in another order; rollout and group ids stay."""
-
-    def rows(values, offsets):
-        return np.concatenate([values[offsets[i] : offsets[i + 1]] for i in order])
-
-    def ends(offsets):
-        return np.concatenate([[0], np.cumsum(np.diff(offsets)[order])]).astype(np.int64)
-
-    return Batch(
-        version=batch.version,
-        sample_ids=[batch.sample_ids[i] for i in order],
-        tasks=[batch.tasks[i] for i in order],
-        group=batch.group[order],
-        rollout=batch.rollout[order],
-        reward=batch.reward[order],
-        tokens=rows(batch.tokens, batch.offsets),
-        offsets=ends(batch.offsets),
-        loss_mask=rows(batch.loss_mask, batch.response_offsets),
-        response_offsets=ends(batch.response_offsets),
-        columns={name: rows(values, batch.response_offsets) for name, values in batch.columns.items()},
-        temperature=batch.temperature[order],
-    )
 
 
 def rank_batch_of(worker, batch):

@@ -1,18 +1,47 @@
 """One step's loss and gradients are the same for any split of it: micro-batches, packs, padding, order, ranks."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-import split_main
 import splits
+import torch
 import trainer_bench as made
 from hypothesis import given, settings, strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from slime_core.plugins import load_plugins
 from slime_core.testing import tiny_model
+from slime_core.threads import TorchThread
+from slime_core.trainers.fsdp import FsdpTrainer
+from slime_core.types import Batch
+from slime_core.weights.folder import ModelFolder
 
-HERE = Path(__file__).parent
+
+def verify_rank(folder, out, rank, world):
+    """Write ``SETTING.safetensors`` into ``out``; every rank fails where the slow way finds another gradient."""
+    thread, trainer = TorchThread(1), None
+    for case, train in splits.SETTINGS.items():
+        config = made.config_of(folder, max_tokens_per_gpu=40, **train)
+        if trainer is None:
+            trainer = FsdpTrainer(
+                config, load_plugins(config), ModelFolder.open(folder), thread=thread, rank=rank, world=world,
+                rendezvous=Path(out) / "meet" if world > 1 else None,
+            )  # fmt: skip
+        worker = trainer._worker
+        thread.call(worker.begin, config)
+        batch = splits.with_roles(made.batch_of(groups=2, rollouts=3))
+        found = thread.call(worker.verify, batch)
+        assert found["float64"] == 1
+        assert max(found["gradient_error"], found["loss_error"]) < 1e-5, (case, found)
+        totals, grads = thread.call(splits.step_of, worker, batch)
+        if rank == 0:
+            rows = grads | {f"total.{name}": torch.tensor(value).double() for name, value in totals.items()}
+            save_file({name: row.contiguous() for name, row in rows.items()}, str(Path(out) / f"{case}.safetensors"))
+    thread.close()
+
+
 TOLERANCE = 3e-5  # float32, of the largest entry of each gradient
 drawn = settings(deadline=None, derandomize=True, max_examples=8)
 
@@ -27,6 +56,31 @@ def one(request, folder):
     found = made.Bench(folder, **splits.SETTINGS[request.param], max_tokens_per_gpu=10_000)
     yield found
     found.thread.close()
+
+
+def reordered(batch, order):
+    """The batch with its samples in another order; rollout and group ids stay."""
+
+    def rows(values, offsets):
+        return np.concatenate([values[offsets[i] : offsets[i + 1]] for i in order])
+
+    def ends(offsets):
+        return np.concatenate([[0], np.cumsum(np.diff(offsets)[order])]).astype(np.int64)
+
+    return Batch(
+        version=batch.version,
+        sample_ids=[batch.sample_ids[i] for i in order],
+        tasks=[batch.tasks[i] for i in order],
+        group=batch.group[order],
+        rollout=batch.rollout[order],
+        reward=batch.reward[order],
+        tokens=rows(batch.tokens, batch.offsets),
+        offsets=ends(batch.offsets),
+        loss_mask=rows(batch.loss_mask, batch.response_offsets),
+        response_offsets=ends(batch.response_offsets),
+        columns={name: rows(values, batch.response_offsets) for name, values in batch.columns.items()},
+        temperature=batch.temperature[order],
+    )
 
 
 def step(one, batch, max_tokens=10_000, packs=True):
@@ -60,7 +114,7 @@ def test_packs_accumulation_and_order_change_nothing(
     draw = np.random.default_rng(seed + shuffle)
     batch.loss_mask *= (draw.random(len(batch.loss_mask)) >= masked).astype(np.float32)
     want = step(one, batch)
-    other = splits.reordered(batch, draw.permutation(len(batch)))
+    other = reordered(batch, draw.permutation(len(batch)))
     error, where = splits.difference(step(one, other, max_tokens), want)
     assert error < TOLERANCE, where
 
@@ -83,7 +137,7 @@ def test_all_masked_but_one_token_is_the_same_in_any_split(one):
 @pytest.fixture(scope="module")
 def alone(folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("one")
-    split_main.run(folder, out, 0, 1)
+    verify_rank(folder, out, 0, 1)
     return out
 
 
@@ -92,7 +146,7 @@ def alone(folder, tmp_path_factory):
 def test_ranks_change_nothing_and_each_step_agrees_with_the_slow_way(
     folder, alone, zygote, tmp_path, tmp_path_factory, world
 ):
-    ranks = [[HERE / "split_main.py", folder, tmp_path, rank, world] for rank in range(world)]
+    ranks = [[__file__, folder, tmp_path, rank, world] for rank in range(world)]
     zygote.together(tmp_path_factory.mktemp("said"), ranks)
     for case in splits.SETTINGS:
         want, got = (load_file(str(out / f"{case}.safetensors")) for out in (alone, tmp_path))
@@ -100,3 +154,7 @@ def test_ranks_change_nothing_and_each_step_agrees_with_the_slow_way(
         for name, tensor in want.items():
             scale = max(float(tensor.abs().max()), 1e-6 if tensor.ndim else 1e-2)
             assert float((got[name] - tensor).abs().max()) / scale < TOLERANCE, (case, name)
+
+
+if __name__ == "__main__":
+    verify_rank(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

@@ -2,27 +2,64 @@
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+import trainer_bench as made
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from slime_core.errors import TrainerError
+from slime_core.errors import SlimeError, TrainerError
+from slime_core.plugins import load_plugins
 from slime_core.testing import tiny_model
+from slime_core.threads import TorchThread
+from slime_core.trainers.fsdp import FsdpTrainer
 from slime_core.trainers.fsdp.publishing import parts_of
 from slime_core.types import Piece, RankTensor, WeightRoute
 from slime_core.weights import hashing
+from slime_core.weights.folder import ModelFolder
 
 pytestmark = pytest.mark.unit
 
-HERE = Path(__file__).parent
 SERVED = {"rollout_engine": "sglang"}
 
 
 def route(folder, **more):
     return WeightRoute(**{"transport": "disk", "dtype": "bfloat16", "folder": str(folder), **more})
+
+
+def publish_rank(folder, out, thread, rank, world):
+    """Publish by every route as one rank of two; write what came of it."""
+    config = made.config_of(folder, rollout=SERVED)
+    trainer = FsdpTrainer(
+        config, load_plugins(config), ModelFolder.open(folder), thread=thread, rank=rank, world=world,
+        rendezvous=out / "meet",
+    )  # fmt: skip
+    worker = trainer._worker
+    update = thread.call(worker.publish, 4, route(out / "weights"))
+    (out / "blocked").write_text("no folder")
+    error = ""
+    try:
+        thread.call(worker.publish, 5, route(out / "blocked"))
+    except SlimeError as raised:
+        error = f"{raised.code} {raised.where}"
+    staged = thread.call(worker.publish, 6, WeightRoute(transport="tensor", dtype="bfloat16"))
+    if rank == 0:
+        views = worker.senders.made["tensor"]._staging.views
+        save_file({name: view.clone() for name, view in views.items()}, str(out / "staged.safetensors"))
+    spread = WeightRoute(transport="tensor", dtype="bfloat16", copies=tuple(range(1, world)))
+    copies = [(thread.call(worker.publish, version, spread).handle or {}).get("copies") for version in (7, 8)]
+    views = worker.senders.made["tensor"]._staging.views
+    save_file({name: view.clone() for name, view in views.items()}, str(out / f"copy-{rank}.safetensors"))
+    answers = {
+        "copies": copies,
+        "disk": update.handle,
+        "error": error,
+        "tensor": staged.handle and len(staged.handle["buckets"]),
+    }
+    (out / f"answers-{rank}.json").write_text(json.dumps(answers))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -103,7 +140,7 @@ def two(zygote, tmp_path_factory):
     """A model folder, and what two ranks wrote."""
     folder = tiny_model(tmp_path_factory.mktemp("model") / "m", tied=True)
     out = tmp_path_factory.mktemp("two")
-    ranks = [[HERE / "publish_main.py", folder, out, rank, 2] for rank in range(2)]
+    ranks = [[__file__, folder, out, rank, 2] for rank in range(2)]
     zygote.together(tmp_path_factory.mktemp("said"), ranks)
     return folder, out
 
@@ -145,3 +182,9 @@ def test_a_rank_0_that_cannot_write_leaves_no_other_rank_waiting(two):
     answers = [json.loads((out / f"answers-{rank}.json").read_text()) for rank in range(2)]
     assert answers[0]["error"].startswith("STO00 ")
     assert answers[1]["error"] == ""
+
+
+if __name__ == "__main__":
+    one_thread = TorchThread(1)
+    publish_rank(Path(sys.argv[1]), Path(sys.argv[2]), one_thread, int(sys.argv[3]), int(sys.argv[4]))
+    one_thread.close()
