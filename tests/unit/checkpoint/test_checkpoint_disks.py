@@ -16,6 +16,53 @@ from slime_core.errors import StorageError
 pytestmark = pytest.mark.unit
 
 
+class FailingDisk(Disk):
+    """Raises ``number`` in the nth call of ``method`` (from 0), once."""
+
+    def __init__(self, method, number, nth=0):
+        self.left, self.failed = nth, []
+
+        def fail(*args):
+            self.left -= 1
+            if self.left == -1:
+                self.failed.append(args)
+                raise OSError(number, errno.errorcode[number])
+            return getattr(Disk, method)(self, *args)
+
+        setattr(self, method, fail)
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """``failing("sync", errno.EIO, nth=1)`` makes `durable.disk` fail; the answer is that disk."""
+
+    def make(method, number, nth=0):
+        disk = FailingDisk(method, number, nth)
+        monkeypatch.setattr(durable, "disk", disk)
+        return disk
+
+    return make
+
+
+@pytest.fixture
+def mount(tmp_path):
+    """``mount(kib, read_only=False)``: a file system of its own of that size, as root; else the test is skipped."""
+    mounted = []
+
+    def make(kib, *options):
+        path = tmp_path / f"disk-{len(mounted)}"
+        path.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", ",".join([f"size={kib}k", *options]), "none", str(path)]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("mounting a file system needs root; the same case runs on a disk that only says it is full")
+        mounted.append(path)
+        return path
+
+    yield make
+    for path in mounted:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
 class SlowTrainer(FakeTrainer):
     """Its files are durable when ``let`` is set."""
 
@@ -91,10 +138,10 @@ def test_a_full_disk_ends_the_save_and_not_the_checkpoint_before_it(saves, faili
     assert saves.reopened().latest().version == 7
 
 
-def test_a_disk_that_is_full_ends_the_save(mount, saves_at):
+def test_a_disk_that_is_full_ends_the_save(mount, saves):
     """On a file system of 96 KiB."""
     disk = mount(96)
-    saves = saves_at(disk / "checkpoints")
+    saves = saves.at(disk / "checkpoints")
     saves(4)
     saves.trainer.weights["embed"] = np.zeros(20_000)
     with pytest.raises(StorageError, match="STO109"):
@@ -108,10 +155,10 @@ async def big(saves):
     await saves.checkpoints.settle()
 
 
-def test_a_read_only_file_system_is_said(mount, saves_at):
+def test_a_read_only_file_system_is_said(mount, saves):
     """As root, whom permissions do not stop."""
     disk = mount(96)
-    saves = saves_at(disk / "checkpoints")
+    saves = saves.at(disk / "checkpoints")
     saves(4)
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     with pytest.raises(StorageError, match="STO110"):

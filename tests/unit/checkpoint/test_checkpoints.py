@@ -252,13 +252,13 @@ def test_only_half_written_ones_are_none(saves):
 
 
 @pytest.mark.parametrize("how", ["moved", "linked"])
-def test_a_run_directory_may_be_moved_or_linked(saves, saves_at, tmp_path, how):
+def test_a_run_directory_may_be_moved_or_linked(saves, tmp_path, how):
     saves(4)
     if how == "moved":
         (tmp_path / "run").rename(tmp_path / "elsewhere")
     else:
         (tmp_path / "elsewhere").symlink_to("run")
-    again = saves_at(tmp_path / "elsewhere" / "checkpoints", keep=1)
+    again = saves.at(tmp_path / "elsewhere" / "checkpoints", keep=1)
     assert again.checkpoints.latest().version == 4
     again(5)
     assert again.names() == ["step-5"]

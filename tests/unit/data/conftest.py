@@ -6,7 +6,7 @@ import pytest
 
 from slime_core.config.schema import Config
 from slime_core.context import Context
-from slime_core.data.opening import eval_sets, open_source
+from slime_core.data.opening import open_source
 from slime_core.errors import ConfigError, DataError
 from slime_core.testing.models import CHAT_TEMPLATE, char_tokenizer
 
@@ -53,18 +53,6 @@ def source(tmp_path, tokenizer):
         config = Config(seed=seed, data={"prompt_data": str(prompt_data), **data}, **(sections or {}))
         ctx = Context(config=config, run_dir=tmp_path, stage=stage)
         return open_source(config, plugins or NoPlugins(), tok or tokenizer, ctx)
-
-    return make
-
-
-@pytest.fixture
-def evaluation(tmp_path, tokenizer):
-    """Read the evaluation sets of a config."""
-
-    def make(*, plugins=None, sections=None, **keys):
-        config = Config(eval=keys, **(sections or {}))
-        ctx = Context(config=config, run_dir=tmp_path, evaluation=True)
-        return eval_sets(config, plugins or NoPlugins(), tokenizer, ctx)
 
     return make
 

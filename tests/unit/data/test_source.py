@@ -283,6 +283,18 @@ def test_a_plugins_prompt_that_is_too_long_is_dropped_and_counted(source):
     assert found.counts() == {"read": 22, "prompts": 20, "dropped/overlong": 2}
 
 
+@pytest.fixture
+def evaluation(tmp_path, tokenizer):
+    """Read the evaluation sets of a config."""
+
+    def make(*, plugins=None, sections=None, **keys):
+        config = Config(eval=keys, **(sections or {}))
+        ctx = Context(config=config, run_dir=tmp_path, evaluation=True)
+        return eval_sets(config, plugins or Plain(), tokenizer, ctx)
+
+    return make
+
+
 def test_evaluation_sets_are_read_whole_in_row_order(write, evaluation):
     one = write(*({"input": str(i), "label": i} for i in range(4)), name="one.jsonl")
     two = write({"q": "2"}, name="two.jsonl")

@@ -1,4 +1,4 @@
-"""Samples by name, steps of them, and the ledger's rows counted one by one."""
+"""Samples by name, steps of them, and SQL on a ledger's file."""
 
 import sqlite3
 
@@ -26,18 +26,6 @@ def batch_of(version, ids):
 
 def ids_of(*groups):
     return [sample.id for group in groups for sample in group.samples]
-
-
-def recount(folder):
-    """The counts by looking at every row."""
-    with sqlite3.connect(folder / "ledger.sqlite") as db:
-        rows = db.execute("SELECT state, name FROM samples LEFT JOIN reasons ON reasons.id = reason").fetchall()
-    db.close()
-    counts = {"issued": len(rows), "trained": 0, "pending": 0}
-    for state, reason in rows:
-        name = ("pending", "pending", "trained", f"dropped/{reason}")[state]
-        counts[name] = counts.get(name, 0) + 1
-    return counts
 
 
 def query(folder, text):

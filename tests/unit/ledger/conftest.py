@@ -3,7 +3,6 @@
 import asyncio
 
 import pytest
-from books import recount
 from ledger_audit import audit
 
 from slime_core.ledger.ledger import SqliteLedger
@@ -23,28 +22,6 @@ def with_ledger(tmp_path):
                 return answer
             finally:
                 await ledger.close()
-
-        return asyncio.run(go())
-
-    return run
-
-
-@pytest.fixture
-def use(tmp_path):
-    """Run an async test body with a ledger, and check at its end that the books balance, row by row."""
-
-    def run(body, *, folder=tmp_path):
-        async def go():
-            ledger = SqliteLedger(folder)
-            try:
-                answer = await body(ledger)
-                counts = dict(await ledger.counts())
-            finally:
-                await ledger.close()
-            assert counts == recount(folder)
-            dropped = sum(count for name, count in counts.items() if name.startswith("dropped/"))
-            assert counts["issued"] == counts["trained"] + counts["pending"] + dropped
-            return answer
 
         return asyncio.run(go())
 

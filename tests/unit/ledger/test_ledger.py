@@ -15,11 +15,11 @@ pytestmark = pytest.mark.unit
 
 
 @pytest.mark.parametrize("check", LEDGER_CHECKS, ids=lambda check: check.__name__)
-def test_it_keeps_the_contract(use, check):
-    use(check)
+def test_it_keeps_the_contract(with_ledger, check):
+    with_ledger(check)
 
 
-def test_everything_is_still_there_after_reopening(use):
+def test_everything_is_still_there_after_reopening(with_ledger):
     group = sample_group(0, fan_out=True)
 
     async def write(ledger):
@@ -35,11 +35,11 @@ def test_everything_is_still_there_after_reopening(use):
         assert [s.to_dict() for s in back] == [s.to_dict() for s in group.samples]
         return dict(await ledger.counts())
 
-    use(write)
-    assert use(read) == {"issued": 5, "trained": 3, "pending": 0, "dropped/zero_std": 2}
+    with_ledger(write)
+    assert with_ledger(read) == {"issued": 5, "trained": 3, "pending": 0, "dropped/zero_std": 2}
 
 
-def test_repeating_any_call_changes_nothing(use):
+def test_repeating_any_call_changes_nothing(with_ledger):
     group, other = sample_group(0), sample_group(1)
 
     async def body(ledger):
@@ -55,10 +55,10 @@ def test_repeating_any_call_changes_nothing(use):
         await ledger.drop([(other.samples, Drop(reason="second"))])
         return dict(await ledger.counts())
 
-    assert use(body) == {"issued": 4, "trained": 2, "pending": 0, "dropped/first": 2}
+    assert with_ledger(body) == {"issued": 4, "trained": 2, "pending": 0, "dropped/first": 2}
 
 
-def test_a_finished_payload_is_written_once(use, tmp_path):
+def test_a_finished_payload_is_written_once(with_ledger, tmp_path):
     group = sample_group(0)
 
     async def body(ledger):
@@ -68,7 +68,7 @@ def test_a_finished_payload_is_written_once(use, tmp_path):
         await ledger.finish(group)
         assert (tmp_path / "segments" / "000001.seg").stat().st_size == size
 
-    use(body)
+    with_ledger(body)
 
 
 def refused(error, what):
@@ -89,7 +89,7 @@ def refused(error, what):
         ("train", "journal", "is trained and cannot be journaled"),
     ],
 )
-def test_a_sample_leaves_its_state_only_forward(use, first, then, what):
+def test_a_sample_leaves_its_state_only_forward(with_ledger, first, then, what):
     group = sample_group(0)
 
     async def act(ledger, name):
@@ -118,10 +118,10 @@ def test_a_sample_leaves_its_state_only_forward(use, first, then, what):
         assert dict(await ledger.counts()) == before
         assert await ledger.composition(8) == []
 
-    use(body)
+    with_ledger(body)
 
 
-def test_a_later_attempt_takes_the_place_of_an_open_one(use):
+def test_a_later_attempt_takes_the_place_of_an_open_one(with_ledger):
     old, new = sample_group(0), sample_group(0)
     for sample in new.samples:
         sample.attempt, sample.response = 1, "again"
@@ -135,10 +135,10 @@ def test_a_later_attempt_takes_the_place_of_an_open_one(use):
         await ledger.issue([old])
         return dict(await ledger.counts())
 
-    assert use(body) == {"issued": 4, "trained": 0, "pending": 2, "dropped/restarted": 2}
+    assert with_ledger(body) == {"issued": 4, "trained": 0, "pending": 2, "dropped/restarted": 2}
 
 
-def test_fan_out_siblings_stand_for_the_sample_that_was_issued(use):
+def test_fan_out_siblings_stand_for_the_sample_that_was_issued(with_ledger):
     """Rollout 1 was issued as main/7-1 and came back as two samples with other names; nothing stays pending for it."""
     issued, neighbour = sample_group(7), sample_group(70)
     done = sample_group(7, fan_out=True)
@@ -149,18 +149,18 @@ def test_fan_out_siblings_stand_for_the_sample_that_was_issued(use):
         await ledger.finish(done)
         return dict(await ledger.counts())
 
-    assert use(body) == {"issued": 6, "trained": 0, "pending": 5, "dropped/replaced": 1}
+    assert with_ledger(body) == {"issued": 6, "trained": 0, "pending": 5, "dropped/replaced": 1}
 
 
-def test_samples_that_were_never_issued_are_counted_when_they_are_dropped(use):
+def test_samples_that_were_never_issued_are_counted_when_they_are_dropped(with_ledger):
     async def body(ledger):
         await ledger.drop([(sample_group(0).samples, Drop(reason="infra_error"))])
         return dict(await ledger.counts())
 
-    assert use(body) == {"issued": 2, "trained": 0, "pending": 0, "dropped/infra_error": 2}
+    assert with_ledger(body) == {"issued": 2, "trained": 0, "pending": 0, "dropped/infra_error": 2}
 
 
-def test_a_step_is_journaled_in_order_and_once(use):
+def test_a_step_is_journaled_in_order_and_once(with_ledger):
     groups = [sample_group(i) for i in range(3)]
     order = list(reversed(ids_of(*groups)))
 
@@ -178,10 +178,10 @@ def test_a_step_is_journaled_in_order_and_once(use):
             await ledger.journal(batch_of(1, [order[0], order[0]]))
         assert refused(caught.value, "twice")
 
-    use(body)
+    with_ledger(body)
 
 
-def test_a_version_trains_only_what_was_journaled_and_with_one_fingerprint(use):
+def test_a_version_trains_only_what_was_journaled_and_with_one_fingerprint(with_ledger):
     group = sample_group(0)
 
     async def body(ledger):
@@ -196,20 +196,20 @@ def test_a_version_trains_only_what_was_journaled_and_with_one_fingerprint(use):
             await ledger.trained(1, "beef")
         assert refused(caught.value, "other weights")
 
-    use(body)
+    with_ledger(body)
 
 
-def test_a_payload_that_is_not_there_is_named(use):
+def test_a_payload_that_is_not_there_is_named(with_ledger):
     async def body(ledger):
         await ledger.issue([sample_group(0)])
         for name in ("main/0-0", "nobody"):
             with pytest.raises(StorageError, match=name):
                 await ledger.samples([name])
 
-    use(body)
+    with_ledger(body)
 
 
-def test_a_group_that_cannot_be_stored_leaves_no_trace(use):
+def test_a_group_that_cannot_be_stored_leaves_no_trace(with_ledger):
     bad = sample_group(0)
     bad.samples[1].metadata["x"] = object()
 
@@ -220,10 +220,10 @@ def test_a_group_that_cannot_be_stored_leaves_no_trace(use):
         assert query(ledger.path.parent, "SELECT count(*) FROM samples WHERE segment IS NOT NULL") == [(0,)]
         return dict(await ledger.counts())
 
-    assert use(body) == {"issued": 2, "trained": 0, "pending": 2}
+    assert with_ledger(body) == {"issued": 2, "trained": 0, "pending": 2}
 
 
-def test_arrays_lie_beside_the_samples_that_refer_to_them(use, tmp_path):
+def test_arrays_lie_beside_the_samples_that_refer_to_them(with_ledger, tmp_path):
     group = sample_group(0)
     experts = np.arange(30, dtype=np.int16).reshape(5, 3, 2)
 
@@ -235,10 +235,10 @@ def test_arrays_lie_beside_the_samples_that_refer_to_them(use, tmp_path):
         (back,) = await ledger.samples(["main/0-1"])
         assert np.array_equal(ledger.segments.read_array(back.rollout_routed_experts), experts)
 
-    use(body)
+    with_ledger(body)
 
 
-def test_groups_that_finish_together_share_a_transaction_and_fail_alone(use):
+def test_groups_that_finish_together_share_a_transaction_and_fail_alone(with_ledger):
     groups = [sample_group(i) for i in range(20)]
     groups[7].samples[0].metadata["x"] = object()
     commits = []
@@ -257,5 +257,5 @@ def test_groups_that_finish_together_share_a_transaction_and_fail_alone(use):
         assert [s.to_dict() for s in back] == [s.to_dict() for i in stored for s in groups[i].samples]
         return dict(await ledger.counts())
 
-    assert use(body) == {"issued": 40, "trained": 0, "pending": 38, "dropped/x": 2}
+    assert with_ledger(body) == {"issued": 40, "trained": 0, "pending": 38, "dropped/x": 2}
     assert 1 <= sum(commits) < 10

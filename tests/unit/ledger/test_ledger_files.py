@@ -20,7 +20,7 @@ from slime_core.types import Group
 pytestmark = pytest.mark.unit
 
 
-def test_the_event_loop_runs_on_while_the_disk_is_slow(use, tmp_path):
+def test_the_event_loop_runs_on_while_the_disk_is_slow(with_ledger, tmp_path):
     """Another connection holds the write lock until the loop has turned; a ledger on the loop's thread would hang."""
     group = sample_group(0)
 
@@ -35,32 +35,32 @@ def test_the_event_loop_runs_on_while_the_disk_is_slow(use, tmp_path):
         other.close()
         await waiting
 
-    use(body)
+    with_ledger(body)
 
 
-def test_sqlite_is_durable_and_has_our_marks(use, tmp_path):
+def test_sqlite_is_durable_and_has_our_marks(with_ledger, tmp_path):
     async def body(ledger):
         call = ledger.commits.run
         assert await call(lambda: ledger.commits.db.execute("PRAGMA synchronous").fetchone()) == (2,)
         assert await call(lambda: ledger.commits.db.execute("PRAGMA journal_mode").fetchone()) == ("wal",)
         assert await call(lambda: threading.current_thread().name.startswith("ledger"))
 
-    use(body)
+    with_ledger(body)
     assert query(tmp_path, "PRAGMA user_version") == [(3,)]
     assert query(tmp_path, "PRAGMA application_id") == [(0x534C4D31,)]
     assert query(tmp_path, "PRAGMA integrity_check") == [("ok",)]
 
 
-def test_no_sample_can_be_deleted(use, tmp_path):
+def test_no_sample_can_be_deleted(with_ledger, tmp_path):
     async def body(ledger):
         await ledger.issue([sample_group(0)])
 
-    use(body)
+    with_ledger(body)
     with pytest.raises(sqlite3.IntegrityError, match="never deleted"):
         query(tmp_path, "DELETE FROM samples")
 
 
-def test_a_payload_is_durable_before_the_commit_that_names_it(use, monkeypatch):
+def test_a_payload_is_durable_before_the_commit_that_names_it(with_ledger, monkeypatch):
     events = []
     sync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (events.append("fsync"), sync(fd))[1])
@@ -72,10 +72,10 @@ def test_a_payload_is_durable_before_the_commit_that_names_it(use, monkeypatch):
         await ledger.finish(sample_group(1))
         assert [e for e in events if e in ("fsync", "COMMIT")] == ["fsync", "COMMIT"]
 
-    use(body)
+    with_ledger(body)
 
 
-def test_a_row_stays_under_300_bytes(use, tmp_path):
+def test_a_row_stays_under_300_bytes(with_ledger, tmp_path):
     groups = [sample_group(i) for i in range(400)]
 
     async def body(ledger):
@@ -87,7 +87,7 @@ def test_a_row_stays_under_300_bytes(use, tmp_path):
         await ledger.journal(batch_of(0, ids_of(*groups)))
         await ledger.trained(1)
 
-    use(body)
+    with_ledger(body)
     ((pages, size),) = query(tmp_path, "SELECT page_count, page_size FROM pragma_page_count, pragma_page_size")
     assert pages * size / 800 < 300
 
@@ -150,7 +150,7 @@ def test_a_run_directory_that_cannot_be_written_is_refused(tmp_path):
     assert caught.value.code == "STO110"
 
 
-def test_a_full_database_keeps_what_was_committed(use):
+def test_a_full_database_keeps_what_was_committed(with_ledger):
     groups = [sample_group(i) for i in range(500)]
 
     async def body(ledger):
@@ -165,10 +165,10 @@ def test_a_full_database_keeps_what_was_committed(use):
         await ledger.issue(groups)
         return (await ledger.counts())["issued"]
 
-    assert use(body) == 1000
+    assert with_ledger(body) == 1000
 
 
-def test_a_damaged_segment_names_the_file(use, tmp_path):
+def test_a_damaged_segment_names_the_file(with_ledger, tmp_path):
     group = sample_group(0)
 
     async def body(ledger):
@@ -182,8 +182,9 @@ def test_a_damaged_segment_names_the_file(use, tmp_path):
         with pytest.raises(StorageError) as caught:
             await ledger.samples(["main/0-1"])
         assert caught.value.code == "STO112"
+        assert dict(await ledger.counts()) == {"issued": 2, "trained": 0, "pending": 2}
 
-    use(body)
+    with_ledger(body, sound=False)
 
 
 def test_a_closed_ledger_says_so_and_closes_twice(tmp_path):
@@ -215,7 +216,7 @@ asyncio.run(main())
 """
 
 
-def test_every_finished_group_survives_a_kill(use, tmp_path):
+def test_every_finished_group_survives_a_kill(with_ledger, tmp_path):
     child = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     done = -1
     for _ in range(40):
@@ -234,5 +235,5 @@ def test_every_finished_group_survives_a_kill(use, tmp_path):
         again = Group(prompt=sample_group(done).prompt, samples=sample_group(done).samples, rollouts={})
         await ledger.finish(again)
 
-    use(body)
+    with_ledger(body)
     assert query(tmp_path, "PRAGMA integrity_check") == [("ok",)]

@@ -22,28 +22,10 @@ def folder(pristine, tmp_path):
 
 
 @pytest.fixture
-def tied_folder(pristine, tmp_path):
-    return shutil.copytree(pristine[True], tmp_path / "tied")
-
-
-@pytest.fixture
 def edit_json():
     def edit(path, **changes):
         value = json.loads(path.read_text()) if path.exists() else {}
         value.update(changes)
         path.write_text(json.dumps({k: v for k, v in value.items() if v is not ...}))
-
-    return edit
-
-
-@pytest.fixture
-def edit_tensors():
-    """Rewrite model.safetensors after a change of its tensors."""
-    from safetensors.torch import load_file, save_file
-
-    def edit(folder, change):
-        tensors = load_file(folder / "model.safetensors")
-        change(tensors)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     return edit

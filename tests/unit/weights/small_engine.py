@@ -1,20 +1,13 @@
-"""A trainer and an engine of a few tensors that speak route, publish, load and fingerprints; written from SGLang's
-loaders, not from `layout`: tensor-parallel ranks, joined projections, a padded vocabulary.
+"""The tensors of a small model by Hugging Face name, and what a tensor-parallel rank of SGLang holds of them.
 
-What arrives goes through ``SmallEngine.fault`` first; a tensor that does not arrive stays as it was, as on a server.
+Written from SGLang's loaders, not from `layout`: joined projections, experts, a padded vocabulary.
 """
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
-import numpy as np
 import torch
-
-from slime_core.types import WeightRoute, WeightUpdate
-from slime_core.weights.canary import Choice, merged
-from slime_core.weights.hashing import checksum, expected
-from slime_sglang.layout import layout
 
 VOCAB, HIDDEN, LAYERS = 70, 8, 3
 
@@ -124,94 +117,3 @@ class Rank:
         w13 = self.tensors.setdefault(f"{layer}.experts.w13_weight", torch.zeros(each, 2 * inner, hidden))
         begin = 0 if part == "gate_proj" else inner
         w13[local, begin : begin + inner] = tensor.chunk(inside)[place]
-
-
-def log_probs(embed, qkv, head, tokens, q_rows):
-    """[n - 1] plain log-probs of each token after the one before: a model of one bilinear layer."""
-    q, k = qkv[:q_rows], qkv[q_rows : q_rows + 6]
-    hidden = embed[tokens[:-1]] @ (torch.eye(HIDDEN) + q[:6].T @ k)
-    return torch.log_softmax(hidden @ head.T, dim=-1).gather(1, tokens[1:, None])[:, 0].numpy()
-
-
-class SmallEngine:
-    """One server of ``tp`` ranks, or several servers that hold the same."""
-
-    def __init__(self, config, tp=1, servers=1, abilities=("score",), keeps_head=False):
-        self.abilities, self.version, self.epoch = frozenset(abilities), -1, 1
-        self.config, self.tp = config, tp
-        self.servers = [[Rank(config, n, tp, keeps_head=keeps_head) for n in range(tp)] for _ in range(servers)]
-        self.fault = lambda tensors, server: tensors
-        self.choice = None
-        self.asked: list[str] = []  # kinds of check
-        self.start(hf_tensors(config, seed=99))
-
-    def start(self, tensors):
-        """What a server has read from its own folder."""
-        for server in self.servers:
-            for rank in server:
-                for name, tensor in tensors.items():
-                    rank.take(name, tensor)
-
-    def names(self):
-        """As `/weights_checker` tells them."""
-        return list(self.servers[0][0].tensors)
-
-    async def route(self, check):
-        self.asked.append(check)
-        self.choice = self.choice or Choice(layout(self.names(), self.config, self.tp))
-        return WeightRoute(transport="disk", dtype="float32", checks=self.choice.take(check))
-
-    async def load(self, update):
-        for number, server in enumerate(self.servers):
-            sent = self.fault(dict(update.tensors), number)
-            for rank in server:
-                for name, tensor in sent.items():
-                    rank.take(name, tensor)
-        self.version = update.version
-
-    async def fingerprints(self):
-        return merged({f"server {n}": self._told(server) for n, server in enumerate(self.servers)})
-
-    def _told(self, server):
-        return {
-            name + (f"@{rank.rank}" if rank.rank else ""): checksum(tensor)
-            for rank in server
-            for name, tensor in rank.tensors.items()
-        }
-
-    async def score(self, tokens, start):
-        ranks = [rank.tensors for rank in self.servers[0]]
-        embed = torch.cat([held["model.embed_tokens.weight"] for held in ranks])
-        head = torch.cat([held.get("lm_head.weight", held["model.embed_tokens.weight"]) for held in ranks])
-        qkv = ranks[0]["model.layers.0.self_attn.qkv_proj.weight"]
-        return log_probs(embed, qkv, head[:VOCAB], torch.tensor(tokens), 24 // self.tp)[start - 1 :]
-
-
-class SmallTrainer:
-    """Holds the Hugging Face tensors; a step changes all of them."""
-
-    def __init__(self, config, seed=0):
-        self.config, self.tensors = config, hf_tensors(config, seed)
-        self.routes, self.roles = [], []
-        self.rounding = {}  # role -> how far bfloat16 moves each log-prob, up and down in turn
-
-    def step(self):
-        self.tensors = {name: tensor + 0.01 * tensor.sin() + 0.001 for name, tensor in self.tensors.items()}
-
-    async def publish(self, version, route=None):
-        self.routes.append(route)
-        tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
-        fingerprints = expected(tensors, route.checks, torch.float32) if route else {}
-        return WeightUpdate(version=version, epoch=1, transport="small", tensors=tensors, fingerprints=fingerprints)
-
-    async def score(self, batch, roles):
-        self.roles.append(set(roles))
-        found, names = [], {which: f"model.layers.0.self_attn.{which}_proj.weight" for which in "qkv"}
-        embed = self.tensors["model.embed_tokens.weight"]
-        qkv = torch.cat([self.tensors[name] for name in names.values()])
-        for n in range(len(batch)):
-            tokens = torch.from_numpy(batch.tokens[batch.offsets[n] : batch.offsets[n + 1]]).long()
-            found.append(log_probs(embed, qkv, self.tensors.get("lm_head.weight", embed), tokens, 24))
-        values = np.concatenate(found)
-        turns = np.where(np.arange(len(values)) % 2, 1, -1).astype(np.float32)
-        return {role: {"log_probs": values + self.rounding.get(role, 0) * turns} for role in roles}

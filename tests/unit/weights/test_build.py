@@ -1,6 +1,7 @@
 """Modules with weights: loaded as transformers loads them, or drawn from a seed by name."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -10,6 +11,25 @@ from slime_core.testing.models import VOCAB, char_tokenizer, tiny_model
 from slime_core.weights.folder import ModelFolder
 
 pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def tied_folder(pristine, tmp_path):
+    return shutil.copytree(pristine[True], tmp_path / "tied")
+
+
+@pytest.fixture
+def edit_tensors():
+    """Rewrite model.safetensors after a change of its tensors."""
+    from safetensors.torch import load_file, save_file
+
+    def edit(folder, change):
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return edit
+
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
