@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("megatron.core", reason="an optional extra: pip install slime-rl[megatron]")
 sys.path.append(str(Path(__file__).resolve().parents[2] / "plugins" / "slime_megatron" / "tests"))
 
-from expert_pairs import COUNTS, HALF, SWIGLU, alone, assert_same, both, passed
+from test_experts import COUNTS, HALF, SWIGLU, alone, assert_same, both, passed
 
 pytestmark = [
     pytest.mark.gpu,

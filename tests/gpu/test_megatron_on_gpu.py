@@ -12,7 +12,8 @@ import torch
 HERE = Path(__file__).resolve().parents[2] / "plugins" / "slime_megatron" / "tests"
 sys.path.append(str(HERE))
 
-from family_models import FAMILIES, LAYOUTS, draw  # noqa: E402
+from megatron_ranks import EVERYTHING, PPO, Ranks, equal, optimizer_states, weights  # noqa: E402
+from test_families import FAMILIES, LAYOUTS, draw  # noqa: E402
 
 from slime_core.testing import tiny_model  # noqa: E402
 
@@ -37,7 +38,7 @@ def test_numbers_are_those_of_transformers(models, layout, dtype):
     if torch.cuda.device_count() < world:
         pytest.skip(f"not proven: {world} GPUs are needed for the layout {layout}")
     (models / "rendezvous").unlink(missing_ok=True)
-    command = [sys.executable, "families_main.py", str(models), str(world), json.dumps(flags), "all", *names]
+    command = [sys.executable, "test_families.py", str(models), str(world), json.dumps(flags), "all", *names]
     environment = {**os.environ, "DEVICE": "cuda", "DTYPE": dtype, "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -55,7 +56,7 @@ def test_compiled_layers_give_the_numbers_of_transformers(models):
     """Norms and rotations by the compiler, gradients in bfloat16; of a dense model, of GLM-4's and of latent attention."""
     names = ("qwen3", "glm4", "deepseek_v3")
     (models / "rendezvous").unlink(missing_ok=True)
-    command = [sys.executable, "families_main.py", str(models), "1", "{}", "all", *names]
+    command = [sys.executable, "test_families.py", str(models), "1", "{}", "all", *names]
     environment = {**os.environ, "DEVICE": "cuda", "DTYPE": "bfloat16", "COMPILE": "on", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -116,7 +117,7 @@ def offloads(tmp_path_factory):
     tiny_model(root / "model", tied=True)
     found = {}
     for case, (flags, other) in OFFLOADS.items():
-        command = [sys.executable, "offload_on_gpu.py", str(root), case, json.dumps(flags), *filter(None, [other])]
+        command = [sys.executable, __file__, str(root), case, json.dumps(flags), *filter(None, [other])]
         environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
         done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stderr[-3000:]
@@ -125,7 +126,7 @@ def offloads(tmp_path_factory):
     return root, found
 
 
-LR = 1e-3  # of the policy and of the critic, in `saving_main.config_of`
+LR = 1e-3  # of the policy and of the critic, in `megatron_ranks.config_of`
 LIMIT, APART = 2.02, 0.01
 
 
@@ -187,3 +188,56 @@ def test_what_is_on_the_gpu_goes_away_and_comes_back(offloads):
         free, same = found[case]["parked"]
         assert free > 2 * found[case]["parameters"]
         assert same
+
+
+def offload_on_gpu(root, case, flags, other):
+    """One rank, its optimizer on the GPU or in main memory: steps, memory, a checkpoint; and ``other``'s checkpoint.
+
+    PPO, whose critic has a float32 head beside other weights.
+    """
+    train = {"dtype": "bfloat16", "clip_grad": 0.05, "weight_decay": 0.1, **PPO}
+    ranks = Ranks(root, "model", flags, 0, 1, device="cuda:0", **train)
+    worker = ranks.worker
+    metrics = [worker.step(ranks.batch) for _ in range(2)]
+    torch.cuda.synchronize()
+    found = {
+        "memory": torch.cuda.memory_allocated(),
+        "parameters": sum(p.numel() for learner in worker.learners() for p in learner.stage.parameters()),
+        "metrics": metrics,
+        "places": sorted({str(t.device.type) for learner in worker.learners() for t in learner.states()}),
+    }
+    for learner in worker.learners():
+        for one in learner.optimizer.chained_optimizers:
+            for inner in getattr(one.optimizer, "cpu_optimizers", ()):
+                locked = [p.is_pinned() for group in inner.param_groups for p in group["params"]]
+                found["locked"] = found.get("locked", True) and all(locked)
+    states = optimizer_states(worker)
+    torch.save(states, root / f"{case}-states.pt")
+    ranks.save(root / case)
+    found["fingerprint"] = worker.fingerprint()
+    found["parked"] = parked(worker)
+    store_after_step(ranks, root / f"{case}-third.pt")
+    if other:
+        restored = ranks.restore(root / other)
+        found["restored"] = [restored, equal(optimizer_states(worker), torch.load(root / f"{other}-states.pt"))]
+        store_after_step(ranks, root / f"{case}-after-{other}.pt")
+    (root / f"{case}.json").write_text(json.dumps(found))
+
+
+def store_after_step(ranks, path):
+    """Store every parameter after one more step."""
+    ranks.step()
+    torch.save([tensor.float() for tensor in weights(ranks.worker)], path)
+
+
+def parked(worker):
+    """Whether memory becomes free when all state goes, and the state is the same when it is back."""
+    before, allocated = worker.fingerprint(), torch.cuda.memory_allocated()
+    worker.release(EVERYTHING)
+    free = allocated - torch.cuda.memory_allocated()
+    worker.reacquire(EVERYTHING)
+    return [free, worker.fingerprint() == before]
+
+
+if __name__ == "__main__":
+    offload_on_gpu(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), *(sys.argv[4:] or [""]))

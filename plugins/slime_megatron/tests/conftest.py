@@ -16,7 +16,7 @@ def small_blocks(monkeypatch):
 
 @pytest.fixture
 def source(tmp_path):
-    """A model folder of the family in `converting`."""
-    from converting import write_folder
+    """A model folder of the family in `small_family`."""
+    from small_family import write_folder
 
     return write_folder(tmp_path / "hf")

@@ -5,15 +5,15 @@ import shutil
 
 import pytest
 import torch
-from converting import write_folder
 from safetensors.torch import load_file, save_file
+from small_family import write_folder
 
 from slime_core.testing import tiny_model
 
 pytestmark = pytest.mark.integration
 
 WINDS = """
-from converting import BRIDGE
+from small_family import BRIDGE
 from slime_core import hookimpl
 
 @hookimpl

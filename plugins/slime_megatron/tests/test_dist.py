@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from converting import BRIDGE, back, same, tensors_of, to_dist, write_folder
+from small_family import BRIDGE, back, same, tensors_of, to_dist, write_folder
 
 from slime_convert.bridge import join
 from slime_convert.folder_writing import How

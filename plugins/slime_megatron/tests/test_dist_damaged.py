@@ -8,7 +8,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from converting import back, bridge_of, same, tensors_of, to_dist, write_folder
+from small_family import back, bridge_of, same, tensors_of, to_dist, write_folder
 
 from slime_convert.folder_writing import How
 from slime_core.errors import DataError

@@ -1,15 +1,121 @@
-"""Every family through megatron-core at every form of parallelism, against transformers: numbers, gradients, weights."""
+"""Every family through megatron-core at every form of parallelism, against transformers: numbers, gradients, weights.
+
+As a program this is a rank of one layout, with a number or ``all``, which starts them:
+
+    python test_families.py ROOT WORLD '{"tensor_model_parallel_size": 2}' all FAMILY ...
+
+DEVICE (cpu), DTYPE (float32) and COMPILE (auto) are variables of the environment; GPUs are taken in the order of ranks.
+Each writes ROOT/answers-RANK.json: the families' worst relative errors.
+"""
 
 import json
+import os
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from family_models import FAMILIES, LAYOUTS, draw
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from cuda_on_cpu import cpu_redirect
+from megatron_ranks import TENSOR, micro_batch
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("megatron-families")]
 
-MAIN = Path(__file__).with_name("families_main.py")
+DEVICE, DTYPE = os.environ.get("DEVICE", "cpu"), os.environ.get("DTYPE", "float32")
 VALUES, GRADIENTS = 1e-5, 1e-4  # relative, of a tensor's norm; float32 gives 1e-6 and less
+COMMON = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "num_key_value_heads": 8,
+    "head_dim": 4,
+}
+FAMILIES = {
+    "llama": {"model_type": "llama", "rope_parameters": LLAMA3},
+    "qwen2-tied": {"model_type": "qwen2", "head_dim": 4, "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3"},
+    "qwen3_moe": {"model_type": "qwen3_moe", **EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [0]},
+    "glm4": {"model_type": "glm4"},
+    "deepseek_v3": {"model_type": "deepseek_v3", **LATENT, "rope_parameters": YARN},
+}
+SPARSE = ("qwen3_moe", "deepseek_v3")
+GROUPED = {"moe_grouped_gemm": True}
+WITHIN = {"gradient_accumulation_fusion": True}  # the default on GPUs, no flag: the ranks set it
+HALVES = {"make_vocab_size_divisible_by": 2}  # ids on both ranks; else the second has filling alone
+LAYOUTS = {  # ranks, flags, families
+    "one": (1, {}, tuple(FAMILIES)),
+    "tensor": (2, TENSOR, tuple(FAMILIES)),
+    "tensor, gradients within products": (2, TENSOR | WITHIN | HALVES, tuple(FAMILIES)),
+    "pipeline": (2, {"pipeline_model_parallel_size": 2}, tuple(FAMILIES)),
+    "context": (2, {"context_parallel_size": 2, "use_distributed_optimizer": False}, tuple(FAMILIES)),
+    "expert": (2, {"expert_model_parallel_size": 2, "use_distributed_optimizer": False}, SPARSE),
+    "expert tensor": (2, {"expert_tensor_parallel_size": 2, "use_distributed_optimizer": False}, SPARSE),
+    "tensor, whole experts": (
+        2,
+        TENSOR | {"expert_tensor_parallel_size": 1, "use_distributed_optimizer": False},
+        SPARSE,
+    ),
+    "grouped": (1, GROUPED, SPARSE),
+    "grouped tensor": (2, GROUPED | TENSOR, SPARSE),
+    "grouped tensor, expert": (
+        2,
+        GROUPED | TENSOR | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+        SPARSE,
+    ),
+    "grouped tensor, expert, expert tensor": (
+        4,
+        GROUPED | TENSOR | {"expert_model_parallel_size": 2, "use_distributed_optimizer": False},
+        SPARSE,
+    ),
+}
+RARE = ("grouped", "tensor, whole experts", "grouped tensor, expert, expert tensor")
+"""Layouts whose parts other layouts prove one by one."""
+
+COMPILED = {"one": {"TORCH_COMPILE_DISABLE": "0"}}
+"""Where Megatron's own functions are compiled; elsewhere that takes ten times as long as all the rest."""
 
 
 @pytest.fixture(scope="module")
@@ -21,20 +127,13 @@ def models(tmp_path_factory):
     return root
 
 
-RARE = ("grouped", "tensor, whole experts", "grouped tensor, expert, expert tensor")
-"""Layouts whose parts other layouts prove one by one."""
-
-COMPILED = {"one": {"TORCH_COMPILE_DISABLE": "0"}}
-"""Where Megatron's own functions are compiled; elsewhere that takes ten times as long as all the rest."""
-
-
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=pytest.mark.nightly) if name in RARE else name for name in LAYOUTS]
 )
 def test_log_probs_gradients_and_weights_are_those_of_transformers(models, zygote, tmp_path, layout):
     world, flags, names = LAYOUTS[layout]
     (models / "rendezvous").unlink(missing_ok=True)
-    ranks = [[MAIN, models, world, json.dumps(flags), rank, *names] for rank in range(world)]
+    ranks = [[__file__, models, world, json.dumps(flags), rank, *names] for rank in range(world)]
     zygote.together(tmp_path, ranks, **COMPILED.get(layout, {}))
     for rank in range(world):
         answers = json.loads((models / f"answers-{rank}.json").read_text())
@@ -47,3 +146,166 @@ def test_log_probs_gradients_and_weights_are_those_of_transformers(models, zygot
             assert found["copied"] == [] or not flags.get("use_distributed_optimizer", True), where
             if rank == 0:
                 assert found["count"] > 20, where
+
+
+ENTROPY = 0.1  # its weight in the loss
+
+
+def loss(log_probs, entropy, columns, train):
+    """Of each response token, by a column of its own, so that every row's gradient is another."""
+    return columns["scale"] * (ENTROPY * entropy - log_probs), {}
+
+
+def packs():
+    """Two micro-batches: sequences of several lengths, one of them of a prompt that two share."""
+    return [micro_batch([7, 12, 5], [3, 6, 2], seed=1), micro_batch([20, 3], [11, 1], seed=2)]
+
+
+def draw(name: str, root: Path) -> None:
+    """Save the family's model under ``root/NAME/model``, and its gradients as a folder of the same names."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(7)
+    config = AutoConfig.for_model(**{**COMMON, **FAMILIES[name]})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor.ndim == 1 and "inv_freq" not in key:  # norms, biases: away from 1 and 0
+                tensor.add_(torch.randn_like(tensor) * 0.1)
+    model.save_pretrained(root / name / "model")
+    found, total = [], torch.zeros(())
+    for micro in packs():
+        edges = zip(micro.cu_seqlens[:-1], micro.cu_seqlens[1:], strict=True)
+        rows = [model(input_ids=torch.from_numpy(micro.tokens[a:b])[None]).logits[0] for a, b in edges]
+        logs = torch.cat(rows)[micro.predict].log_softmax(-1)
+        log_probs = logs.gather(1, torch.from_numpy(micro.target)[:, None])[:, 0]
+        entropy = -(logs.exp() * logs).sum(-1)
+        values, _ = loss(log_probs, entropy, {"scale": torch.from_numpy(micro.columns["scale"])}, None)
+        total = total + (values * torch.from_numpy(micro.weight)).sum()
+        found.append((log_probs.detach(), entropy.detach()))
+    total.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad if parameter.grad is not None else torch.zeros_like(parameter))
+    model.save_pretrained(root / name / "gradients")
+    torch.save({"loss": total.detach(), "rows": found}, root / name / "expected.pt")
+
+
+@dataclass
+class Folder:
+    """What a stage is built from."""
+
+    path: Path
+    init_weights: str = "load"
+
+    @property
+    def config(self):
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self.path)
+
+    def tensors(self):
+        from slime_core.weights.shards import Shards
+
+        return Shards.open(self.path)
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The error's norm over the tensor's."""
+    got, want = got.double().cpu(), want.double().cpu()
+    return float((got - want).norm() / want.norm().clamp_min(1e-12))
+
+
+def check(name: str, root: Path, world: int, flags: dict) -> dict:
+    """One family on this rank."""
+    from slime_convert.bridge import join, shard
+    from slime_core.config.load import load_config
+    from slime_core.protocols import Loss
+    from slime_core.trainers.optimizer_step import LossSums
+    from slime_megatron.learner import MegatronLearner
+    from slime_megatron.model import build_model
+    from slime_megatron.passes import speaks, totals
+    from slime_megatron.settings import build, settings
+    from slime_models.families import BRIDGES
+
+    folder = Folder(root / name / "model")
+    bridge = BRIDGES[folder.config.model_type]
+    train = load_config(None, ["--dtype", DTYPE, "train.compile=" + os.environ.get("COMPILE", "auto")]).train
+    table = {name: value for name, value in flags.items() if name not in WITHIN}
+    made = settings(bridge, folder.config, table, train, world, DEVICE)
+    made = replace(made, transformer={**made.transformer, **{n: v for n, v in flags.items() if n in WITHIN}})
+    model = build_model(made, bridge, folder, torch.device(DEVICE))
+    learner = MegatronLearner(model.stage)
+    learner.wrap(build(made))
+    model.learn(learner.ddp)
+    model.passes.chunk = 4
+    from megatron.core import parallel_state
+
+    mine = parallel_state.get_data_parallel_rank()
+    micros = packs() if made.layout.dp == 1 else [packs()[mine]]
+    expected = torch.load(root / name / "expected.pt")
+    wanted = expected["rows"] if made.layout.dp == 1 else [expected["rows"][mine]]
+    answer = {"log_probs": 0.0, "entropy": 0.0, "gradients": 0.0, "tensor": "", "gathered": []}
+    for got, want in zip(model.passes.scores(micros), wanted):
+        for key, a, b in zip(("log_probs", "entropy"), got, want, strict=True):
+            answer[key] = max(answer[key], relative(a, b))
+    learner.forget()
+    sums = LossSums(None, torch.device(DEVICE))
+    model.passes.backward(micros, Loss(name="test", fn=loss), train, sums)
+    answer["loss"] = abs(totals(sums)[0]["loss"] - float(expected["loss"])) / abs(float(expected["loss"]))
+    gradients = Folder(root / name / "gradients").tensors()
+    for key, held in model.tensors.held.items():
+        if held.entry.megatron.endswith("expert_bias"):
+            continue
+        whole = join(held.entry, [gradients[n] for n in held.entry.hf], made.sizes)
+        error = relative(held.tensor.main_grad, shard(held.entry, whole, held.group.rank(), held.group.size()))
+        if error > answer["gradients"]:
+            answer["gradients"], answer["tensor"] = error, key
+    stored = folder.tensors()
+    for source in model.tensors.sources():
+        whole = source.gather()
+        if dist.get_rank() == 0:
+            answer["gathered"] += [
+                p.name for p in source.parts if not torch.equal(p.cut(whole).cpu(), stored[p.name].to(whole.dtype))
+            ]
+            answer["count"] = answer.get("count", 0) + len(source.parts)
+    answer["speaks"] = speaks()
+    answer["copied"] = copied(model.stage)
+    return answer
+
+
+def copied(stage) -> list:
+    """Layers whose experts are multiplied from a copy of their weights."""
+    from slime_megatron.experts import GroupedExperts, stacked
+
+    found = []
+    for name, module in stage.named_modules():
+        if isinstance(module, GroupedExperts):
+            for linear in ("linear_fc1", "linear_fc2"):
+                weights = [getattr(expert, linear).weight for expert in module.local_experts]
+                found += [f"{name}.{linear}"] if stacked(weights).data_ptr() != weights[0].data_ptr() else []
+    return found
+
+
+def check_families(rank: int, root: Path, world: int, flags: dict, names: list) -> None:
+    """What one rank finds, in ROOT/answers-RANK.json."""
+    torch.set_num_threads(1)
+    with cpu_redirect() if DEVICE == "cpu" else nullcontext():
+        from slime_core.trainers.process_group import join_group
+        from slime_megatron.layout import Layout
+        from slime_megatron.state import start
+
+        join_group(rank, world, DEVICE, root / "rendezvous")
+        start(Layout.of({n: v for n, v in flags.items() if n not in WITHIN}, world), 0)
+        answers = {name: check(name, root, world, flags) for name in names}
+    (root / f"answers-{rank}.json").write_text(json.dumps(answers))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    where, count, table, number, *families = sys.argv[1:]  # a rank's number, or all: they are started from here
+    arguments = (Path(where), int(count), json.loads(table), families)
+    if number == "all":
+        torch.multiprocessing.start_processes(check_families, arguments, nprocs=int(count), start_method="spawn")
+    else:
+        check_families(int(number), *arguments)

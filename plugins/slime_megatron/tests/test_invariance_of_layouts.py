@@ -1,23 +1,21 @@
 """No layout and no cut into micro-batches changes a step's loss or gradient: each is that of the slow way in float64."""
 
-import json
-from pathlib import Path
-
 import pytest
-from family_models import GROUPED, TENSOR, mixture
-from invariance_main import SIZES
-from splits import SETTINGS
+from megatron_ranks import PIPELINE, TENSOR, answer, config_of, make_worker, mixture, run_ranks
+from splits import SETTINGS, rank_batch_of, with_roles
+from trainer_bench import batch_of
 
 from slime_core.testing import tiny_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("megatron-invariance")]
 
-MAIN = Path(__file__).with_name("invariance_main.py")
+SIZES = (17, 40, 10_000)
 CASES = {"dense": tuple(SETTINGS), "experts": ("clip",)}
+GROUPED = {"moe_grouped_gemm": True}
 LAYOUTS = {  # model, flags
     "data": ("dense", {}),
     "tensor": ("dense", TENSOR),
-    "pipeline": ("dense", {"pipeline_model_parallel_size": 2}),
+    "pipeline": ("dense", PIPELINE),
     "context": ("dense", {"context_parallel_size": 2}),
     "experts": ("experts", {"expert_model_parallel_size": 2}),
     "experts, grouped": ("experts", GROUPED | {"expert_model_parallel_size": 2}),
@@ -44,10 +42,8 @@ def models(tmp_path_factory):
     "layout", [pytest.param(name, marks=pytest.mark.nightly) if name in RARE else name for name in LAYOUTS]
 )
 def test_every_cut_on_two_ranks_agrees_with_the_slow_way(models, zygote, tmp_path, layout):
-    out, (model, flags) = tmp_path / "answer.json", LAYOUTS[layout]
-    ranks = [[MAIN, rank, models / model, out, 2, json.dumps(flags), *CASES[model]] for rank in range(2)]
-    zygote.together(tmp_path, ranks)
-    found = json.loads(out.read_text())
+    model, flags = LAYOUTS[layout]
+    found, _ = run_ranks(zygote, tmp_path, verified, 2, tmp_path, str(models / model), flags, CASES[model])
     assert len(found) == len(CASES[model]) * len(SIZES)
     for case in CASES[model]:
         counts = [found[f"{case}-{size}"]["micro_batches"] for size in SIZES]
@@ -56,3 +52,22 @@ def test_every_cut_on_two_ranks_agrees_with_the_slow_way(models, zygote, tmp_pat
             one = found[f"{case}-{size}"]
             assert one["float64"] == 1
             assert max(one["gradient_error"], one["loss_error"]) < 1e-5, (case, size, one)
+
+
+def verified(rank, root, model, flags, cases):
+    """Errors against the slow way in float64, by setting and size of micro-batches."""
+    worker, found = make_worker(config_of(model, flags), rank, 2, root / "meeting"), {}
+    for case in cases:
+        for size in SIZES:
+            worker.begin(config_of(model, flags, **{**SETTINGS[case], "max_tokens_per_gpu": size}))
+            batch = with_roles(batch_of(groups=2, rollouts=3))
+            errors = worker.verify(batch)
+            found[f"{case}-{size}"] = {
+                "micro_batches": len(worker.packs(rank_batch_of(worker, batch))[0]),
+                **{name: errors[name] for name in ("float64", "gradient_error", "loss_error")},
+            }
+    return found
+
+
+if __name__ == "__main__":
+    answer(verified)

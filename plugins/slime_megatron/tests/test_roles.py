@@ -1,28 +1,62 @@
 """Critic, reference, teacher, verification, memory and hooks over layouts, against the other backend's numbers."""
 
+import asyncio
 import json
+import os
+import resource
 import shutil
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import trainer_bench
+from megatron_ranks import (
+    EVERYTHING,
+    PIPELINE,
+    TENSOR,
+    CallerThread,
+    answer,
+    config_of,
+    copies,
+    equal,
+    offloaded,
+    run_ranks,
+)
 from safetensors.torch import load_file, save_file
 
-HERE = Path(__file__).parent
+from slime_core.errors import SlimeError
+from slime_core.plugins import load_plugins
+from slime_core.weights.folder import ModelFolder
+
 LAYOUTS = {
     "one": (1, {"hidden_size": 64, "qk_layernorm": True}),  # these two describe the policy, not the teacher
-    "tensor": (2, {"tensor_model_parallel_size": 2, "num_layers": 2}),
-    "pipeline": (2, {"pipeline_model_parallel_size": 2}),
+    "tensor": (2, TENSOR | {"num_layers": 2}),
+    "pipeline": (2, PIPELINE),
     "context": (2, {"context_parallel_size": 2}),
 }
 LARGER = {
     "data": (2, {}),
-    "tensor, pipeline": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+    "tensor, pipeline": (4, TENSOR | PIPELINE),
 }
 """Layouts that are held against the other backend alone; what the others prove beside that does not depend on them."""
 EXPERTS = {"one": (1, {}), "expert": (2, {"expert_model_parallel_size": 2})}
+ROLES = frozenset({"policy", "reference", "teacher", "values"})
+FIRST = {
+    "advantage_estimator": "ppo",
+    "critic_lr": 1e-3,
+    "opd_kl_coef": 0.1,
+    "kl_loss_coef": 0.05,
+    "lr_decay_style": "constant",
+    "max_tokens_per_gpu": 80,
+    "num_steps_per_rollout": 2,
+    "num_critic_only_steps": 1,
+    "loss_aggregation": "token_mean",
+}
+"""A critic and a teacher of other architectures; the reference is the policy."""
+SECOND = FIRST | {"num_critic_only_steps": 0, "num_steps_per_rollout": 1}
+"""A critic that copies the policy; a reference that is named."""
 WATCH = """
 import slime_core
 CALLS, RATE = [], None
@@ -109,19 +143,17 @@ def experts(folders, tmp_path_factory):
 
 def of_fsdp(folders):
     """Metrics and columns of the other backend."""
-    sys.path[:0] = [str(HERE), str(HERE.parents[2] / "tests" / "unit" / "trainers")]
-    import roles_main
-
-    from slime_core.plugins import load_plugins
     from slime_core.trainers.fsdp import FsdpTrainer
-    from slime_core.weights.folder import ModelFolder
 
-    config = roles_main.config_of(folders, ())
-    trainer = FsdpTrainer(config, load_plugins(config), ModelFolder.open(folders["policy"]), thread=roles_main.Here())
+    def stage_of(**train):
+        return config_of(folders["policy"], plugins=(), teacher_load=folders["teacher"], **train)
+
+    config = stage_of()
+    trainer = FsdpTrainer(config, load_plugins(config), ModelFolder.open(folders["policy"]), thread=CallerThread())
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return roles_main.learn(trainer, folders, lambda **train: roles_main.config_of(folders, (), **train))[:2]
+        return learn(trainer, folders, stage_of)[:2]
     finally:
         torch.set_num_threads(threads)
 
@@ -138,7 +170,7 @@ def fsdp_with_experts(experts):
 
 @pytest.fixture(scope="module")
 def run(zygote, tmp_path_factory):
-    """Run `roles_main.py` on the ranks of a layout; each with the plugin that watches."""
+    """Do a job on the ranks of a layout; each with the plugin that watches."""
     root, found = tmp_path_factory.mktemp("layouts"), {}
     info = root / "site" / "dist_watch-1.0.dist-info"
     info.mkdir(parents=True)
@@ -146,16 +178,14 @@ def run(zygote, tmp_path_factory):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dist-watch\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[slime.plugins]\nwatch = watch_plugin_module\n")
 
-    def once(what, name, folders, world, megatron):
-        """What the ranks found; one that failed before fails again at once."""
+    def once(job, name, folders, world, megatron):
+        """What rank 0 found, and its columns; ranks that failed before fail again at once."""
         if name not in found:
             found[name] = None
-            out = root / name
-            out.with_suffix(".folders").write_text(json.dumps(folders))
-            given = [world, out.with_suffix(".folders"), out, json.dumps(megatron), what]
-            ranks = [[HERE / "roles_main.py", rank, *given] for rank in range(world)]
-            zygote.together(tmp_path_factory.mktemp("said"), ranks, path=[root / "site"])
-            found[name] = json.loads(Path(f"{out}.json").read_text()), dict(np.load(f"{out}.npz"))
+            log, place = tmp_path_factory.mktemp("said"), root / name
+            place.mkdir()
+            first, *_ = run_ranks(zygote, log, job, world, place, world, folders, megatron, path=[root / "site"])
+            found[name] = first, dict(np.load(place / "columns.npz"))
         assert found[name] is not None, f"{name} failed above"
         return found[name]
 
@@ -166,7 +196,7 @@ def run(zygote, tmp_path_factory):
 @pytest.fixture
 def ranks(folders, run):
     """What the ranks of a layout found."""
-    return lambda layout: run("main", layout, folders, *LAYOUTS[layout])
+    return lambda layout: run(all_roles, layout, folders, *LAYOUTS[layout])
 
 
 def agree(found, columns, metrics, wanted):
@@ -246,24 +276,24 @@ def test_models_that_do_not_fit_are_refused(ranks, layout):
 
 @pytest.mark.parametrize("layout", LARGER)
 def test_on_more_ranks_all_models_score_and_learn_as_those_of_the_other_backend(run, folders, fsdp, layout):
-    found, columns = run("larger", layout, folders, *LARGER[layout])
+    found, columns = run(learning_alone, layout, folders, *LARGER[layout])
     agree(found, columns, *fsdp)
     assert 0 < found["verify"]["gradient_error"] < found["verify"]["limit"]
     assert found["rounding"]["float32"] == 0 < found["rounding"]["bfloat16"] < 0.1
     assert found["unchanged"]
-    assert found["states"]
+    assert found["offloaded"] == [0, True]
 
 
 @pytest.mark.parametrize("layout", EXPERTS)
 def test_models_with_experts_score_and_learn_as_those_of_the_other_backend(run, experts, fsdp_with_experts, layout):
-    found, columns = run("larger", f"experts, {layout}", experts, *EXPERTS[layout])
+    found, columns = run(learning_alone, f"experts, {layout}", experts, *EXPERTS[layout])
     agree(found, columns, *fsdp_with_experts)
     errors = found["verify"]
     assert 0 < errors["gradient_error"] < 1e-4
     assert errors["loss_error"] < 1e-5
     assert {f"gradient_error/model.layers.1.mlp.experts.{n}.down_proj.weight" for n in range(4)} <= errors.keys()
     assert found["unchanged"]
-    assert found["states"]
+    assert found["offloaded"] == [0, True]
 
 
 def test_memory_that_runs_out_names_the_keys_that_lower_it(ranks):
@@ -277,3 +307,206 @@ def test_memory_that_runs_out_names_the_keys_that_lower_it(ranks):
         assert "megatron.optimizer_cpu_offload=true" in error["fix"]
     assert smaller == [None, None]
     assert not found["left"]
+
+
+def batch_of():
+    """A batch with returns, and a temperature other than 1."""
+    batch = trainer_bench.batch_of(temperature=0.8)
+    batch.columns["returns"] = np.random.default_rng(4).normal(size=len(batch.loss_mask)).astype(np.float32)
+    return batch
+
+
+def call(trainer, method, *args):
+    """One call of a trainer."""
+    return asyncio.run(getattr(trainer, method)(*args))
+
+
+def scored(trainer, batch, name, arrays):
+    """The batch with the columns of all roles, which are noted under a name."""
+    from slime_core.plugins.result_checks import role_columns
+
+    columns = role_columns(call(trainer, "score", batch, ROLES))
+    arrays |= {f"{name}.{role}": values for role, values in columns.items()}
+    old = columns["values"] + 0.3 * batch.columns["returns"]
+    return replace(batch, columns={**batch.columns, **columns, "values": old})
+
+
+def learn(trainer, folders, stage_of):
+    """Two stages of steps: metrics, columns, and the last batch."""
+    arrays = {}
+    call(trainer, "begin", stage_of(critic_load=folders["critic"], **FIRST))
+    batch = scored(trainer, batch_of(), "first", arrays)
+    metrics = [call(trainer, "step", batch) for _ in range(2)]
+    call(trainer, "begin", stage_of(ref_load=folders["reference"], **SECOND))
+    batch = scored(trainer, batch_of(), "second", arrays)
+    metrics.append(call(trainer, "step", batch))
+    batch = scored(trainer, batch, "last", arrays)
+    return metrics, arrays, batch
+
+
+def make_trainer(rank, root, world, folders, stage_of):
+    """This rank's trainer."""
+    from slime_megatron.trainer import MegatronTrainer
+
+    config = stage_of(critic_load=folders["critic"], **FIRST)
+    return MegatronTrainer(
+        config, load_plugins(config), ModelFolder.open(folders["policy"]), thread=CallerThread(),
+        rank=rank, world=world, rendezvous=str(root / "meeting"),
+    )  # fmt: skip
+
+
+def all_roles(rank, root, world, folders, megatron):
+    """Everything on this rank."""
+
+    def stage_of(**train):
+        return config_of(folders["policy"], megatron, ("models", "watch"), teacher_load=folders["teacher"], **train)
+
+    trainer = make_trainer(rank, root, world, folders, stage_of)
+    metrics, arrays, batch = learn(trainer, folders, stage_of)
+    if rank == 0:
+        np.savez(root / "columns.npz", **arrays)
+    found = {"metrics": metrics, "hooks": hooks(), "verify": call(trainer, "verify", batch)}
+    found["rounding"] = rounding(trainer, batch)
+    found["unchanged"] = same(trainer, batch, arrays["last.policy"])
+    found["parked"] = parked(trainer, stage_of, batch, arrays)
+    found["guards"] = guards(trainer, batch)
+    found["frozen"] = frozen(trainer, batch)
+    found["refused"] = refused(trainer, folders, stage_of)
+    if world == 1:
+        found["short"] = short(trainer, stage_of)
+    return found
+
+
+def learning_alone(rank, root, world, folders, megatron):
+    """What is learnt, verification, and memory that goes and comes back: of more ranks, or of experts.
+
+    The reference comes from a Megatron checkpoint.
+    """
+
+    def stage_of(**train):
+        return config_of(folders["policy"], megatron, teacher_load=folders["teacher"], **train)
+
+    trainer = make_trainer(rank, root, world, folders, stage_of)
+    metrics, arrays, batch = learn(trainer, folders | {"reference": folders["reference_dist"]}, stage_of)
+    if rank == 0:
+        np.savez(root / "columns.npz", **arrays)
+    return {
+        "metrics": metrics,
+        "verify": call(trainer, "verify", batch),
+        "rounding": rounding(trainer, batch),
+        "unchanged": same(trainer, batch, arrays["last.policy"]),
+        "offloaded": offloaded(trainer._worker),
+    }
+
+
+def same(trainer, batch, before):
+    """Whether the policy gives the very same log-probs as before."""
+    found = call(trainer, "score", batch, frozenset({"policy"}))["policy"]["log_probs"]
+    return bool(np.array_equal(found, before))
+
+
+def rounding(trainer, batch):
+    """How far log-probs in both dtypes are from the policy's."""
+    scores = call(trainer, "score", batch, frozenset({"policy", "float32", "bfloat16"}))
+    own = scores.pop("policy")["log_probs"]
+    return {dtype: float(abs(columns["log_probs"] - own).max()) for dtype, columns in scores.items()}
+
+
+def parked(trainer, stage_of, batch, arrays):
+    """All state goes and comes back; a stage begins meanwhile."""
+    worker = trainer._worker
+    states = copies(worker._tensors("optimizer"))
+    worker.offload.leave({"gradients", "optimizer"})
+    worker.offload.leave({"parameters"})
+    left = sum(tensor.untyped_storage().nbytes() for kind in EVERYTHING for tensor in worker._tensors(kind))
+    worker.offload.back(EVERYTHING)
+    found = {
+        "left": left,
+        "states": equal(states, list(worker._tensors("optimizer"))),
+        "moments": any(bool(tensor.any()) for tensor in states),
+        "gradients": any(bool(tensor.any()) for tensor in worker._tensors("gradients")),
+        "scores": same(trainer, batch, arrays["last.policy"]),
+    }
+    worker.offload.leave(EVERYTHING)
+    call(trainer, "begin", stage_of(ref_load="", **SECOND))
+    found["still"] = sorted(worker.offload.away)
+    worker.offload.back(EVERYTHING)
+    return found | {"begun": same(trainer, batch, arrays["last.policy"])}
+
+
+def guards(trainer, batch):
+    """What is said where state was released."""
+    found = []
+    call(trainer, "release", {"optimizer"})
+    for ask in (("step", batch), ("verify", batch), ("release", {"weights"})):
+        try:
+            call(trainer, *ask)
+        except SlimeError as error:
+            found.append(str(error))
+    call(trainer, "reacquire", {"optimizer"})
+    return found
+
+
+def hooks():
+    """Calls that the plugin saw."""
+    import watch_plugin_module
+
+    return list(watch_plugin_module.CALLS)
+
+
+def frozen(trainer, batch):
+    """A step whose rate a hook sets to 0, and one after it: whether each moves the policy."""
+    import watch_plugin_module
+
+    def policy():
+        return copies(held.tensor for held in trainer._worker.policy.tensors.held.values())
+
+    moved = []
+    for rate in (0.0, None):
+        watch_plugin_module.RATE = rate
+        before = policy()
+        call(trainer, "step", batch)
+        moved.append(not equal(before, policy()))
+    return moved
+
+
+def refused(trainer, folders, stage_of):
+    """Codes and messages of models that do not fit."""
+    found = {}
+    for name, train in {
+        "reference": {"ref_load": folders["teacher"]},
+        "untied": {"ref_load": folders["untied"]},
+        "checkpoint": {"ref_load": folders["untied_dist"]},
+        "teacher": {"teacher_load": folders["letters"]},
+        "critic": {"critic_load": folders["wide"]},
+    }.items():
+        try:
+            call(trainer, "begin", stage_of(**{**SECOND, **train}))
+        except SlimeError as error:
+            found[name] = [error.code, str(error)]
+    return found
+
+
+def short(trainer, stage_of):
+    """Memory that really runs out, in a step and in scoring; then the same step in smaller passes."""
+    big = trainer_bench.batch_of(groups=12, rollouts=8, longest=300, fan_out=False)
+    answers = []
+    for tokens in (1 << 20, 600):
+        train = {"lr": 1e-3, "max_tokens_per_gpu": tokens, "gradient_checkpointing": False}
+        call(trainer, "begin", stage_of(**train))
+        for ask in (("step", big), ("score", big, frozenset({"policy"}))):
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            most = pages * os.sysconf("SC_PAGE_SIZE") + (24 << 20)
+            resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+            try:
+                call(trainer, *ask)
+                answers.append(None)
+            except SlimeError as error:
+                answers.append(error.as_dict())
+            finally:
+                resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return {"answers": answers, "left": any(bool(t.any()) for t in trainer._worker._tensors("gradients"))}
+
+
+if __name__ == "__main__":
+    answer(all_roles, learning_alone)

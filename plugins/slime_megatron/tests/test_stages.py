@@ -1,19 +1,22 @@
 """What counts as a layer of a pipeline, and residuals in float32: nothing that is computed changes but rounding.
 
-The ranks of `stages_main.py` do all of it, with a model of three layers.
+Two ranks do all of it, with a model of three layers.
 """
 
-import json
-from pathlib import Path
-
+import numpy as np
 import pytest
+from megatron_ranks import PIPELINE, Ranks, answer, run_ranks
 
 from slime_core.testing import tiny_model
 
 pytest.importorskip("megatron.core", reason="an optional extra: pip install slime-rl[megatron]")
 pytestmark = pytest.mark.integration
 
-MAIN = Path(__file__).with_name("stages_main.py")
+SPLITS = {
+    "data": {},
+    "embedding": PIPELINE | {"account_for_embedding_in_pipeline_split": True},
+    "loss": PIPELINE | {"account_for_loss_in_pipeline_split": True},
+}
 LAYERS = {
     "data": [[1, 2, 3], [1, 2, 3]],
     "embedding": [[1], [2, 3]],
@@ -27,8 +30,7 @@ def ranks(zygote, tmp_path_factory):
     """What both found."""
     root = tmp_path_factory.mktemp("root")
     tiny_model(root / "dense", tied=True, layers=3)
-    zygote.together(tmp_path_factory.mktemp("said"), [[MAIN, rank, root] for rank in range(2)])
-    return [json.loads((root / f"found-{rank}.json").read_text()) for rank in range(2)]
+    return run_ranks(zygote, tmp_path_factory.mktemp("said"), splits_and_residuals, 2, root)
 
 
 @pytest.mark.parametrize("split", LAYERS)
@@ -58,3 +60,56 @@ def test_residuals_in_float32_are_handed_on_and_round_less(ranks):
         assert (plain["handed on"], wide["handed on"]) == ("torch.bfloat16", "torch.float32")
         assert 0 < wide["error"] < 0.9 * plain["error"]
         assert wide["rows"][0] != wide["rows"][1]
+
+
+def splits_and_residuals(rank, root):
+    """Everything on this rank."""
+    return {"splits": splits(rank, root), "residuals": residuals(rank, root)}
+
+
+def log_probs(ranks):
+    """The policy's."""
+    return ranks.worker.score(ranks.batch, frozenset({"policy"}))["policy"]["log_probs"]
+
+
+def splits(rank, root):
+    """Each way to share three layers, and what it makes of the checkpoint of the one before."""
+    found, before, first = {}, None, None
+    for name in (*SPLITS, "embedding"):
+        ranks = Ranks(root, "dense", SPLITS[name], rank, 2)
+        seen = found[f"{name} again" if name in found else name] = {}
+        seen["layers"] = [layer.layer_number for layer in ranks.worker.policy.stage.decoder.layers]
+        scored = log_probs(ranks)
+        first = scored if first is None else first
+        seen["log_probs"] = float(np.abs(scored - first).max())
+        seen["fingerprint"] = ranks.worker.fingerprint()
+        if before is not None:
+            seen["restored"] = [before[1], ranks.restore(before[0])]
+            seen["restored log_probs"] = float(np.abs(log_probs(ranks) - before[2]).max())
+        ranks.step()
+        path = root / f"saved-{len(found)}"
+        ranks.save(path)
+        before = path, ranks.worker.fingerprint(), log_probs(ranks)
+    return found
+
+
+def residuals(rank, root):
+    """Log-probs and a step with residuals in float32, against without and against all in float32."""
+    found = {}
+    meant = log_probs(Ranks(root, "dense", {}, rank, 2))
+    uneven = PIPELINE | {"decoder_first_pipeline_num_layers": 1}
+    for dtype in ("float32", "bfloat16"):
+        for wide in (False, True):
+            flags = uneven | {"fp32_residual_connection": wide}
+            ranks = Ranks(root, "dense", flags, rank, 2, dtype=dtype)
+            before = log_probs(ranks)
+            handed = ranks.worker.policy.stage.config.pipeline_dtype
+            ranks.step()
+            rows = [before.tolist(), log_probs(ranks).tolist()]
+            error = float(np.sqrt(np.mean((before - meant) ** 2)))
+            found[f"{dtype} {wide}"] = {"rows": rows, "error": error, "handed on": str(handed)}
+    return found
+
+
+if __name__ == "__main__":
+    answer(splits_and_residuals)

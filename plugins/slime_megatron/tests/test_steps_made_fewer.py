@@ -19,7 +19,7 @@ with warnings.catch_warnings():
     from slime_megatron.packing import make_pack
     from slime_megatron.rotary import turn, turns
     from slime_megatron.vocabulary import Slice, log_probs
-from family_models import _pack as micro_of
+from megatron_ranks import micro_batch
 
 from slime_core.trainers.compiling import Compiled
 
@@ -28,7 +28,7 @@ HEADS, GROUPS, WIDTH = 4, 2, 8
 
 
 def pack_of(lengths, *, cp=1, rank=0, multiple=1, prefix=None):
-    micro = micro_of(lengths, [1] * len(lengths), seed=3)
+    micro = micro_batch(lengths, [1] * len(lengths), seed=3)
     if prefix is not None:
         micro.prefix = torch.tensor(prefix, dtype=torch.int32).numpy()
     return make_pack(micro, cp=cp, rank=rank, multiple=multiple, device=torch.device("cpu"))

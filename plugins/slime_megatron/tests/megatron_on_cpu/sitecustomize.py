@@ -17,7 +17,7 @@ plain, entered = threads._set_threads, []
 
 def on_cpu(count: int) -> None:
     """The thread's first act."""
-    from cpu import cpu_redirect
+    from cuda_on_cpu import cpu_redirect
 
     plain(count)
     entered.append(cpu_redirect())

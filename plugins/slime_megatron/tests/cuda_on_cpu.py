@@ -69,51 +69,13 @@ def _summed(output, given, group=None, **kwargs):
 
 
 class _Stream:
-    """Everything is done in the order in which it is asked for."""
+    """Everything is done in the order in which it is asked for: there is nothing to wait for."""
 
-    def wait_stream(self, other) -> None:
-        """Nothing to wait for."""
-
-    def wait_event(self, event) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def record_event(self, event=None):
+    def wait_stream(self, *_, **__):
         """Done already."""
         return self
 
-    def wait(self, stream=None) -> None:
-        """Nothing to wait for."""
-
-
-class _MainMemory(TorchFunctionMode):
-    """What was moved off the "device" is known by a mark, and so is what is made of it; all else is on the "device"."""
-
-    KEEPS = (torch.Tensor.detach, torch.Tensor.clone, torch.Tensor.float)
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func == torch.Tensor.is_cuda.__get__:
-            return not hasattr(args[0], "moved")
-        if func is torch.Tensor.is_pinned:
-            return False
-        if func is torch.Tensor.cpu:
-            found = args[0].clone()
-        elif func is torch.Tensor.pin_memory:
-            found = args[0].detach()
-        else:
-            found = func(*args, **(kwargs or {}))
-        if func is torch.Tensor.cpu or (func in (*self.KEEPS, torch.Tensor.pin_memory) and hasattr(args[0], "moved")):
-            found.moved = True
-        return found
-
-
-@contextmanager
-def main_memory() -> Iterator[None]:
-    """Inside `cpu_redirect`: tensors tell whether they are on the "device" or were moved to main memory."""
-    with _MainMemory():
-        yield
+    wait_event = synchronize = record_event = wait = wait_stream
 
 
 @contextmanager
