@@ -1,13 +1,11 @@
-"""Services of the judge for tests: in this process with real workers, or a process; requests; ends of processes."""
+"""Services of the judge for tests, in this process with real workers or a process, and requests to them."""
 
 import asyncio
 import json
-import os
-import select
 import socket
 import subprocess
 import sys
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -23,20 +21,13 @@ from slime_kernelbench.service.desk import JudgeService
 from slime_kernelbench.service.devices import Device
 from slime_kernelbench.service.pool import Pool, PoolLimits
 from slime_kernelbench.service.process import JudgeWorker
-from slime_service.serving import HttpServer as HttpServer
+from slime_service.serving import HttpServer
 
-HERE = Path(__file__).parent
+STAND_IN = Path(__file__).with_name("stand_in_worker.py")
 TOKEN = "a-token-of-the-tests"
 RELU = next(problem for problem in shipped() if problem.name == "relu")
 ONE = (Device(name="cpu-0"),)
 QUICK = {"first_rest": 0.02, "longest_rest": 0.1}
-
-
-def pipes(folder):
-    """A folder in which stand-in workers wait and tell."""
-    for pipe in ("begun", "go"):
-        os.mkfifo(folder / pipe)
-    return folder
 
 
 def judged(folder):
@@ -52,7 +43,7 @@ def canaries(folder):
 @asynccontextmanager
 async def service(folder, *, places=ONE, **limits):
     """URL, pool and gate of a service in this process, with worker processes of their own."""
-    command = (sys.executable, str(HERE / "stand_in_worker.py"), str(folder))
+    command = (sys.executable, str(STAND_IN), str(folder))
     start = partial(JudgeWorker.start, options={}, command=command)
     async with Pool(places, start=start, limits=PoolLimits(**QUICK, **limits)) as pool:
         gate = Gate()
@@ -108,7 +99,7 @@ class Server:
     @classmethod
     def stand_in(cls, folder, *, workers=1, grace=30.0):
         """With workers that do what a candidate says."""
-        return cls(folder, HERE / "stand_in_server.py", folder, workers, grace)
+        return cls(folder, STAND_IN, "serve", folder, workers, grace)
 
     @classmethod
     def real(cls, folder, *words):
@@ -127,42 +118,6 @@ class Server:
         return invoke("eval", path, "--url", self.url, "--json", SLIME_KERNELBENCH_TOKEN=self.token)
 
 
-def ended(pid, seconds=20):
-    """Whether a process ends in time."""
-    with suppress(ProcessLookupError):
-        descriptor = os.pidfd_open(pid)
-        try:
-            return bool(select.select([descriptor], [], [], seconds)[0])
-        finally:
-            os.close(descriptor)
-    return True
-
-
 def invoke(*words, **env):
     """`slime kernelbench WORDS` in this process."""
     return CliRunner().invoke(kernelbench, [str(word) for word in words], env=env)
-
-
-def below(pid):
-    """A process and all that came of it, by number."""
-    children = Path(f"/proc/{pid}/task/{pid}/children")
-    found = [int(word) for word in children.read_text().split()] if children.exists() else []
-    return [pid, *(each for child in found for each in below(child))]
-
-
-def held(pids):
-    """Descriptors of those processes that have not ended yet: a number alone may be another's later."""
-    found = []
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            found.append(os.pidfd_open(pid))
-    return found
-
-
-def assert_ended(descriptors):
-    """Every process ends in time."""
-    try:
-        assert [number for number in descriptors if not select.select([number], [], [], 20)[0]] == []
-    finally:
-        for number in descriptors:
-            os.close(number)

@@ -1,4 +1,7 @@
-"""A worker whose judge does what the first word of a candidate says: `python stand_in_worker.py FOLDER DESCRIPTOR`.
+"""A judge that does what the first word of a candidate says, in a worker or served with such workers.
+
+    python stand_in_worker.py FOLDER DESCRIPTOR            the worker
+    python stand_in_worker.py serve FOLDER WORKERS GRACE   `slime kernelbench serve`
 
     correct  wrong  runtime_error  timeout  infra     that verdict
     crash  unjudgeable                                a process that died; a problem that nobody can judge
@@ -17,13 +20,16 @@ import signal
 import sys
 from pathlib import Path
 
+import click
+
 from slime_kernelbench.problems import answer
+from slime_kernelbench.service.serve import JudgeSettings, serve
 from slime_kernelbench.service.verdicts import hash_of, infra
 from slime_kernelbench.service.worker import run
 from slime_kernelbench.types import Diagnostic, Verdict
 
 FOLDER = Path(sys.argv[1])
-DEVICE = os.environ["CUDA_VISIBLE_DEVICES"] or "cpu"
+DEVICE = os.environ.get("CUDA_VISIBLE_DEVICES") or "cpu"
 
 
 class AsTold:
@@ -63,5 +69,14 @@ class AsTold:
         pass
 
 
+def serve_stand_ins(folder, workers, grace):
+    command = (sys.executable, __file__, folder)
+    settings = JudgeSettings(folder=Path(folder), workers=int(workers), grace=float(grace), command=command)
+    serve(settings, lambda url, path: click.echo(url))
+
+
 if __name__ == "__main__":
-    asyncio.run(run(int(sys.argv[2]), lambda hello: AsTold()))
+    if sys.argv[1] == "serve":
+        serve_stand_ins(*sys.argv[2:])
+    else:
+        asyncio.run(run(int(sys.argv[2]), lambda hello: AsTold()))

@@ -3,15 +3,16 @@
 import asyncio
 
 import pytest
-from actors import context, fenced, pending
+from dialogue_actors import context, fenced, pending
 from judge_services import TOKEN, judged, service
-from staged import TOKENIZER
+from speakers import speaker
 
 from slime_core.testing.fakes import ScriptedEngine
 from slime_kernelbench.options import Options
 from slime_kernelbench.run import KernelbenchRun
 
 pytestmark = pytest.mark.integration
+TOKENIZER = speaker("qwen3")
 
 
 def play(folder, monkeypatch, *answers):

@@ -1,17 +1,148 @@
-"""Whole runs of dialogues on a scripted policy: real loop, ledger, checkpoints, records; cut off anywhere, resumed."""
+"""Whole runs of dialogues on a scripted policy: real loop, ledger, checkpoints, records; cut off anywhere, resumed.
+
+Some are before the real judge. As a script this plays one of those into a folder: `python test_dialogue_runs.py FOLDER`.
+"""
 
 import asyncio
+import hashlib
 import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-from actors import BROKEN, INFRA, RIGHT, WRONG, Known, timed
-from staged import JUDGED, KINDS, Late, Run
+from click.testing import CliRunner
+from dialogue_actors import BROKEN, INFRA, RIGHT, WRONG, Known, context, fenced, pending, timed
+from ledger_audit import audit
+from speakers import speaker
 
+from durability.cut_runs import CutRun
 from slime_core import ConfigError, DataError
+from slime_core.config.load import load_config
+from slime_core.ledger.ledger import SqliteLedger
+from slime_core.plugins.assemble import option_models
+from slime_core.testing.fakes import ScriptedEngine
+from slime_kernelbench import run as kernelbench
+from slime_kernelbench.commands import kernelbench as commands
+from slime_kernelbench.dialogue.words import load_words
+from slime_kernelbench.judge import JudgeOptions, LocalJudge
+from slime_kernelbench.options import Options
+from slime_kernelbench.problems import shipped
 from slime_kernelbench.records import FILE, PROBLEMS, read
 from slime_kernelbench.rescore import kernels, rescore
+from slime_kernelbench.types import KernelProblem
 
-pytestmark = pytest.mark.unit
+pytestmark = pytest.mark.integration
+
+TOKENIZER = speaker("qwen3")
+FLAGS = [
+    *("--plugin", "kernelbench", "--num-rollout", "3", "--seed", "3", "--save-interval", "1"),
+    *("--rollout-batch-size", "2", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "120"),
+    *("--hf-checkpoint", ".", "--advantage-estimator", "turn_rloo", "--apply-chat-template"),
+    "--skip-eval-before-train",
+]
+KINDS = {
+    "sync": [],
+    "ahead": ["--max-staleness", "1", "--no-colocate"],
+    "surplus": ["--over-sampling-batch-size", "4"],
+    "partial": ["--over-sampling-batch-size", "4", "--partial-rollout", "--use-tis"],
+}
+ANSWERS = ["I cannot.", fenced("wrong"), fenced("broken"), fenced("right"), fenced("wrong again")]
+JUDGED = {"broken": BROKEN, "right": RIGHT}
+
+
+def answers_of(texts, remark):
+    """One of the texts, by the request's own draw, and a remark with a number, so that few are the same."""
+
+    def say(request):
+        number = int.from_bytes(hashlib.blake2b(str(request.seed).encode(), digest_size=4).digest(), "big")
+        text = texts[number % len(texts)].replace("\n```", remark.format(number % 97) + "\n```")
+        return [*TOKENIZER.encode(text, add_special_tokens=False), TOKENIZER.eos_token_id], "stop"
+
+    return say
+
+
+class Late(ScriptedEngine):
+    """Answers after as many turns of the event loop as the request's draw says."""
+
+    async def generate(self, request):
+        for _ in range(request.seed % 40):
+            await asyncio.sleep(0)
+        return await super().generate(request)
+
+
+class Run(CutRun):
+    """A run of dialogues.
+
+    ``verdicts`` is what a known judge says; None: the real one judges.
+    """
+
+    def __init__(self, path, flags=(), verdicts=JUDGED, say=None, engine=ScriptedEngine):
+        say = say or answers_of(ANSWERS, " # {}")
+
+        def made(epoch):
+            found = engine(say, vocab_size=len(TOKENIZER))
+            found.epoch = epoch
+            return found
+
+        config = load_config(None, [*FLAGS, *flags], models=option_models)
+        super().__init__(path, config, engine=made, tokenizer=TOKENIZER, vocab_size=len(TOKENIZER), seconds=60.0)
+        self.verdicts = verdicts
+
+    def prepare(self, plugins, report):
+        if self.verdicts is not None:
+            self.judge = Known(self.verdicts, WRONG)
+            plugins._loaded["kernelbench"].target._run = kernelbench.KernelbenchRun(self.judge)
+
+    def ledger(self):
+        """Counts, each step's samples, and the samples themselves by id."""
+
+        async def look():
+            ledger = SqliteLedger(self.path)
+            counts, steps = dict(await ledger.counts()), [await ledger.composition(v) for v in (1, 2, 3)]
+            samples = {s.id: s for step in steps for s in await ledger.samples(step)}
+            found = await audit(ledger)
+            await ledger.close()
+            assert found == []
+            return counts, steps, samples
+
+        return asyncio.run(look())
+
+
+KERNEL = """\
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def relu_kernel(x, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    tl.store(out + at, FORMULA, mask=inside)
+
+
+class ModelNew(torch.nn.Module):
+    def forward(self, x):
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        relu_kernel[(triton.cdiv(x.numel(), 256),)](x, out, x.numel(), BLOCK=256)
+        return out"""
+LOADED = "tl.load(x + at, mask=inside)"
+RELUS = [
+    KERNEL.replace("FORMULA", f"tl.maximum({LOADED}, 0.0"),  # a parenthesis is missing
+    KERNEL.replace("FORMULA", f"tl.abs({LOADED})"),
+    KERNEL.replace("FORMULA", f"tl.maximum({LOADED}, 0.0)"),
+]
+
+
+def before_the_real_judge(path, problem):
+    """A run that writes one kernel; ``problem`` is the file of what it is for."""
+    flags = [f"plugin.kernelbench.problems={problem}", 'data.tasks=[{name="kernelbench_all"}]', "--judge-workers", "1"]
+    flags += ["--rollout-max-response-len", "2048"]
+    return Run(path, flags, None, answers_of([fenced(relu) for relu in RELUS], "\n# {}"))
 
 
 def test_a_run_of_dialogues_trains_each_turn_and_writes_each_down(tmp_path):
@@ -189,3 +320,76 @@ def test_kernels_of_a_run_can_be_judged_again(tmp_path):
     with pytest.raises(DataError) as caught:
         kernels(run.path)
     assert caught.value.code == "DAT17"
+
+
+def test_a_model_is_told_what_was_wrong_until_it_is_right(tmp_path):
+    problem = next(problem for problem in shipped() if problem.id.endswith("/relu"))
+    turn = iter(RELUS)
+
+    def say(request):
+        return [*TOKENIZER.encode(fenced(next(turn)), add_special_tokens=False), TOKENIZER.eos_token_id], "stop"
+
+    async def play():
+        run = kernelbench.KernelbenchRun()
+        engine = ScriptedEngine(say, vocab_size=len(TOKENIZER))
+        ctx = context(engine, TOKENIZER, Options(judge_workers=1), new_tokens=4096)
+        object.__setattr__(ctx, "run_dir", tmp_path)
+        group = pending(TOKENIZER, problem=problem)
+        try:
+            done = await run.generate(group, ctx)
+            return done, await run.reward(done, ctx)
+        finally:
+            await run.aclose()
+
+    group, rewards = asyncio.run(play())
+    turns = [sample.metadata["kernelbench"] for sample in group.samples]
+    assert [turn["verdict"]["status"] for turn in turns] == ["compile_error", "wrong", "correct"]
+    assert [turn["source"] for turn in turns] == [f"{answer}\n" for answer in RELUS]
+    assert turns[-1]["ended"] == "success"
+    assert "SyntaxError" in turns[0]["feedback"]
+    assert "never closed" in turns[0]["feedback"]
+    assert "differs by" in turns[1]["feedback"]
+    assert [reward.value for reward in rewards] == pytest.approx([0.0 + 0.04 + 0.16, 0.1 + 0.4, 1.0])
+    assert [turn["return"] for turn in read(tmp_path)] == pytest.approx([0.2, 0.5, 1.0])
+
+
+def test_the_example_that_every_prompt_shows_is_right_by_the_rules_that_it_names():
+    module, answer = re.findall(r"```python\n(.*?)```", load_words("").user, re.DOTALL)[:2]
+
+    async def play():
+        async with LocalJudge(JudgeOptions(workers=1)) as judge:
+            return await judge.judge(answer, KernelProblem(id="example", name="add", source=module))
+
+    verdict = asyncio.run(play())
+    assert (verdict.status, verdict.flags) == ("correct", ()), verdict.diagnostics
+
+
+@pytest.mark.nightly
+def test_a_run_that_is_killed_between_judgements_goes_on_and_is_the_run_that_was_not(tmp_path):
+    problem = next(problem for problem in shipped() if problem.id.endswith("/relu"))
+    relu = tmp_path / "relu.py"
+    relu.write_text(problem.source)
+    whole, killed = (before_the_real_judge(tmp_path / name, relu) for name in ("whole", "killed"))
+    assert whole.start() == 3
+    script = [sys.executable, __file__, str(killed.path), str(relu)]
+    # turns are written, the group is not kept
+    die = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "SLIME_FAILPOINT": "ledger.finish.written:3=kill"}
+    ended = subprocess.run(script, env=die, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == -9, ended.stderr
+    assert killed.start() == 3
+    assert killed.final() == whole.final()
+    assert killed.ledger()[1] == whole.ledger()[1]
+    assert {turn["verdict"]["status"] for turn in read(killed.path)} == {"compile_error", "wrong", "correct"}
+    lines = [json.loads(line) for line in (killed.path / FILE).read_text().splitlines()]
+    assert {line["revision"] for line in lines} == {0}, "what was judged again had other inputs"
+    last = {line["id"]: line["return"] for line in lines}
+    assert last == pytest.approx({turn["id"]: turn["return"] for turn in read(whole.path)})
+    again = CliRunner().invoke(commands, ["rescore", str(killed.path), "--workers", "1", "--json"])
+    assert again.exit_code == 0, again.output
+    rows = json.loads(again.stdout)
+    assert sum(row["times"] for row in rows) == len(read(killed.path))
+    assert all(row["before"] == row["now"] for row in rows)
+
+
+if __name__ == "__main__":
+    before_the_real_judge(Path(sys.argv[1]), sys.argv[2]).start()

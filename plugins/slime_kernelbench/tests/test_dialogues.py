@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from actors import BROKEN, INFRA, RIGHT, WRONG, Known, context, fenced, pending, room, timed
+from dialogue_actors import BROKEN, INFRA, RIGHT, WRONG, Known, context, fenced, pending, room, timed
 from speakers import speaker
 
 from slime_core import DataError, EngineError, Status

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from actors import BROKEN, RIGHT, WRONG
+from dialogue_actors import BROKEN, RIGHT, WRONG
 from speakers import speaker
 
 from slime_core import ConfigError

@@ -5,8 +5,8 @@ import stat
 from dataclasses import replace
 
 import pytest
-from actors import context
 from corpus_of_kernels import problem, sources
+from dialogue_actors import context
 
 from slime_core.errors import StorageError
 from slime_core.testing.fakes import FakeEngine

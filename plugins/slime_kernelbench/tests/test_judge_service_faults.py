@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import os
+import select
 import signal
 from contextlib import asynccontextmanager, suppress
 
 import pytest
-from judge_services import RELU, TOKEN, Server, body, ended, post, remote, service, serving
+from judge_services import RELU, TOKEN, Server, body, post, remote, service, serving
 from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Route
@@ -189,3 +191,14 @@ def test_a_server_that_is_killed_is_infra_and_leaves_no_orphan(folder):
         assert len(workers) == 2
         assert (verdict.status, verdict.diagnostics[0].kind) == ("infra", "Unreachable")
         assert all(ended(pid) for pid in workers)
+
+
+def ended(pid):
+    """Whether a process ends in time."""
+    with suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(pid)
+        try:
+            return bool(select.select([descriptor], [], [], 20)[0])
+        finally:
+            os.close(descriptor)
+    return True

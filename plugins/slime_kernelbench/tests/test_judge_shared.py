@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from actors import INFRA, PROBLEM, RIGHT
+from dialogue_actors import INFRA, PROBLEM, RIGHT
 
 from slime_kernelbench.judge import LocalJudge
 from slime_kernelbench.judge.asked import RecentCache

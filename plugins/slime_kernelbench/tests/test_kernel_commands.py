@@ -2,13 +2,15 @@
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from judge_services import Server, assert_ended, below, held, invoke
+from judge_services import Server, invoke
 
 from slime_kernelbench.problems import answer
 
@@ -103,3 +105,28 @@ def test_a_served_judge_that_is_killed_at_work_leaves_no_process(tmp_path):
 def write(path, source):
     path.write_text(source)
     return path
+
+
+def below(pid):
+    """A process and all that came of it, by number."""
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    found = [int(word) for word in children.read_text().split()] if children.exists() else []
+    return [pid, *(each for child in found for each in below(child))]
+
+
+def held(pids):
+    """Descriptors of those processes that have not ended yet: a number alone may be another's later."""
+    found = []
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            found.append(os.pidfd_open(pid))
+    return found
+
+
+def assert_ended(descriptors):
+    """Every process ends in time."""
+    try:
+        assert [number for number in descriptors if not select.select([number], [], [], 20)[0]] == []
+    finally:
+        for number in descriptors:
+            os.close(number)

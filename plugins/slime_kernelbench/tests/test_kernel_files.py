@@ -7,16 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from judge_services import Server, invoke
 
 from slime_core import DataError
-from slime_kernelbench.commands import kernelbench
 from slime_kernelbench.files import entries, find_problem
 from slime_kernelbench.problems import answer, shipped
 
 pytestmark = pytest.mark.integration
 
-HERE = Path(__file__).parent
 BOTH = """\
 import torch
 import triton
@@ -103,40 +101,27 @@ def test_a_place_without_candidates_is_an_error(tmp_path, name, code):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """Address and token of a served judge that does what a candidate's first word says."""
-    folder = tmp_path_factory.mktemp("judge")
-    words = [sys.executable, str(HERE / "stand_in_server.py"), str(folder), "1", "0"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-    try:
-        yield process.stdout.readline().strip(), (folder / "token").read_text().strip()
-    finally:
-        process.terminate()
-        process.wait(20)
-        process.stdout.close()
-
-
-def invoke(*words, token=""):
-    return CliRunner().invoke(kernelbench, [str(word) for word in words], env={"SLIME_KERNELBENCH_TOKEN": token})
+    """A served judge that does what a candidate's first word says."""
+    with Server.stand_in(tmp_path_factory.mktemp("judge"), grace=0) as server:
+        yield server
 
 
 def test_eval_prints_a_row_a_file_and_its_exit_code_says_whether_all_are_right(tmp_path, server):
-    url, token = server
     for word in ("correct", "wrong", "runtime_error"):
         (tmp_path / f"{word}.py").write_text(word)
-    done = invoke("eval", tmp_path, "--url", url, "--json", token=token)
+    done = server.eval(tmp_path)
     rows = json.loads(done.stdout)
     assert [Path(row["file"]).name for row in rows] == ["correct.py", "runtime_error.py", "wrong.py"]
     assert [row["status"] for row in rows] == ["correct", "runtime_error", "wrong"]
     assert [row["correct"] for row in rows] == [True, False, False]
     assert {tuple(row["flags"]) for row in rows} == {()}
     assert done.exit_code == 1
-    done = invoke("eval", tmp_path / "correct.py", "--url", url, token=token)
+    done = invoke("eval", tmp_path / "correct.py", "--url", server.url, SLIME_KERNELBENCH_TOKEN=server.token)
     assert done.exit_code == 0
     assert "1 of 1 are correct" in done.stdout
 
 
 def test_a_file_that_cannot_be_read_has_a_row_that_says_why_and_the_others_are_judged(tmp_path, server):
-    url, token = server
     (tmp_path / "correct.py").write_text("correct")
     (tmp_path / "dangling.py").symlink_to("nowhere.py")
     (tmp_path / "itself.py").symlink_to("itself.py")
@@ -144,7 +129,7 @@ def test_a_file_that_cannot_be_read_has_a_row_that_says_why_and_the_others_are_j
     os.mkfifo(tmp_path / "pipe.py")
     with (tmp_path / "vast.py").open("wb") as vast:
         vast.truncate(1 << 40)
-    done = invoke("eval", tmp_path, "--url", url, "--json", token=token)
+    done = server.eval(tmp_path)
     rows = {Path(row["file"]).name: row for row in json.loads(done.stdout)}
     told = {name: [item["message"] for item in row["diagnostics"]] for name, row in rows.items()}
     assert list(rows) == ["correct.py", "dangling.py", "itself.py", "pipe.py", "vast.py"]
@@ -164,22 +149,21 @@ def test_a_file_with_a_byte_order_mark_is_what_it_is_without(tmp_path):
 
 def test_eval_without_the_token_or_a_judge_says_what_to_do(tmp_path, server):
     (tmp_path / "x.py").write_text("correct")
-    done = invoke("eval", tmp_path, "--url", server[0])
+    done = invoke("eval", tmp_path, "--url", server.url, SLIME_KERNELBENCH_TOKEN="")
     assert done.exception.code == "CFG09"
-    done = invoke("eval", tmp_path, "--url", server[0], "--json", token="another-token-of-mine")
+    done = invoke("eval", tmp_path, "--url", server.url, "--json", SLIME_KERNELBENCH_TOKEN="another-token-of-mine")
     assert json.loads(done.stdout)[0]["status"] == "infra"
     assert done.exit_code == 1
 
 
 def test_bench_of_answers_prints_figures(tmp_path, server):
-    url, token = server
     rows = [{"problem": "slime/1/add", "source": word} for word in ("correct", "wrong", "correct", "wrong")]
     (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ("bench", "--answers", tmp_path / "answers.jsonl", "--url", url, "--k", "1", "--k", "2")
-    report = json.loads(invoke(*words, "--json", token=token).stdout)
+    words = ("bench", "--answers", tmp_path / "answers.jsonl", "--url", server.url, "--k", "1", "--k", "2")
+    report = json.loads(invoke(*words, "--json", SLIME_KERNELBENCH_TOKEN=server.token).stdout)
     assert report["correct"]["value"] == 0.5
     assert report["pass@k"]["2"]["value"] == pytest.approx(5 / 6)
-    assert "pass@2" in invoke(*words, token=token).stdout
+    assert "pass@2" in invoke(*words, SLIME_KERNELBENCH_TOKEN=server.token).stdout
 
 
 def test_problems_are_listed_with_their_side_and_shown():

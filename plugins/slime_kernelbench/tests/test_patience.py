@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from actors import INFRA, PROBLEM, WRONG, Known
+from dialogue_actors import INFRA, PROBLEM, WRONG, Known
 
 from slime_core.errors import SandboxError
 from slime_kernelbench.patience import Patient

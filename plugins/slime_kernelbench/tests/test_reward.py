@@ -4,7 +4,7 @@ import itertools
 import math
 
 import pytest
-from actors import timed
+from dialogue_actors import timed
 from pydantic import ValidationError
 
 from slime_kernelbench.options import Options

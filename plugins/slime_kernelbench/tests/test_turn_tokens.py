@@ -4,7 +4,7 @@ import asyncio
 import random
 
 import pytest
-from actors import BROKEN, Known, context, fenced, pending, room
+from dialogue_actors import BROKEN, Known, context, fenced, pending, room
 from speakers import speaker
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import trainer_bench
 from megatron_ranks import (
     EVERYTHING,
     PIPELINE,
@@ -25,6 +24,7 @@ from megatron_ranks import (
     run_ranks,
 )
 from safetensors.torch import load_file, save_file
+from trainer_bench import batch_of
 
 from slime_core.errors import SlimeError
 from slime_core.plugins import load_plugins
@@ -145,9 +145,7 @@ def of_fsdp(folders):
     """Metrics and columns of the other backend."""
     from slime_core.trainers.fsdp import FsdpTrainer
 
-    def stage_of(**train):
-        return config_of(folders["policy"], plugins=(), teacher_load=folders["teacher"], **train)
-
+    stage_of = stages(folders, plugins=())
     config = stage_of()
     trainer = FsdpTrainer(config, load_plugins(config), ModelFolder.open(folders["policy"]), thread=CallerThread())
     threads = torch.get_num_threads()
@@ -309,9 +307,9 @@ def test_memory_that_runs_out_names_the_keys_that_lower_it(ranks):
     assert not found["left"]
 
 
-def batch_of():
+def batch_with_returns():
     """A batch with returns, and a temperature other than 1."""
-    batch = trainer_bench.batch_of(temperature=0.8)
+    batch = batch_of(temperature=0.8)
     batch.columns["returns"] = np.random.default_rng(4).normal(size=len(batch.loss_mask)).astype(np.float32)
     return batch
 
@@ -335,13 +333,22 @@ def learn(trainer, folders, stage_of):
     """Two stages of steps: metrics, columns, and the last batch."""
     arrays = {}
     call(trainer, "begin", stage_of(critic_load=folders["critic"], **FIRST))
-    batch = scored(trainer, batch_of(), "first", arrays)
+    batch = scored(trainer, batch_with_returns(), "first", arrays)
     metrics = [call(trainer, "step", batch) for _ in range(2)]
     call(trainer, "begin", stage_of(ref_load=folders["reference"], **SECOND))
-    batch = scored(trainer, batch_of(), "second", arrays)
+    batch = scored(trainer, batch_with_returns(), "second", arrays)
     metrics.append(call(trainer, "step", batch))
     batch = scored(trainer, batch, "last", arrays)
     return metrics, arrays, batch
+
+
+def stages(folders, megatron=None, plugins=("models",)):
+    """What makes a stage's config of its train section."""
+
+    def stage_of(**train):
+        return config_of(folders["policy"], megatron, plugins, **{"teacher_load": folders["teacher"], **train})
+
+    return stage_of
 
 
 def make_trainer(rank, root, world, folders, stage_of):
@@ -357,10 +364,7 @@ def make_trainer(rank, root, world, folders, stage_of):
 
 def all_roles(rank, root, world, folders, megatron):
     """Everything on this rank."""
-
-    def stage_of(**train):
-        return config_of(folders["policy"], megatron, ("models", "watch"), teacher_load=folders["teacher"], **train)
-
+    stage_of = stages(folders, megatron, ("models", "watch"))
     trainer = make_trainer(rank, root, world, folders, stage_of)
     metrics, arrays, batch = learn(trainer, folders, stage_of)
     if rank == 0:
@@ -382,10 +386,7 @@ def learning_alone(rank, root, world, folders, megatron):
 
     The reference comes from a Megatron checkpoint.
     """
-
-    def stage_of(**train):
-        return config_of(folders["policy"], megatron, teacher_load=folders["teacher"], **train)
-
+    stage_of = stages(folders, megatron)
     trainer = make_trainer(rank, root, world, folders, stage_of)
     metrics, arrays, batch = learn(trainer, folders | {"reference": folders["reference_dist"]}, stage_of)
     if rank == 0:
@@ -489,7 +490,7 @@ def refused(trainer, folders, stage_of):
 
 def short(trainer, stage_of):
     """Memory that really runs out, in a step and in scoring; then the same step in smaller passes."""
-    big = trainer_bench.batch_of(groups=12, rollouts=8, longest=300, fan_out=False)
+    big = batch_of(groups=12, rollouts=8, longest=300, fan_out=False)
     answers = []
     for tokens in (1 << 20, 600):
         train = {"lr": 1e-3, "max_tokens_per_gpu": tokens, "gradient_checkpointing": False}

@@ -1,11 +1,9 @@
 """The denial-of-service corpus and the code-injection corpus, through the graders themselves."""
 
 import asyncio
-import runpy
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -17,10 +15,180 @@ from slime_rm_math.graders.registry import Graders
 from slime_rm_math.options import Options
 
 pytestmark = pytest.mark.integration
-CORPORA = runpy.run_path(str(Path(__file__).with_name("grader_corpora.py")))
-SLOW, INJECTED, injected = CORPORA["SLOW"], CORPORA["INJECTED"], CORPORA["injected"]
 NEIGHBOUR = (r"2\sqrt{2}", r"\sqrt{8}")
 RULES = ("math", "boxed_math", "deepscaler", "dapo", "gpqa", "f1", "exact_match", "boxed_exact_match")
+
+
+def _nested(opening, inner, closing, depth):
+    return opening * depth + inner + closing * depth
+
+
+SLOW = {
+    "power of a comment thread": "9**99999999",
+    "power": "9^{99999999}",
+    "negative power": "9^{-99999999}",
+    "power in a fraction": r"\frac{1}{9^{99999999}}",
+    "tower": "9^{9^{9^{9}}}",
+    "tower without braces": "9^9^9^9",
+    "tower of two": "9^{9^9}",
+    "python tower": "9**9**9**9",
+    "tower of brackets": "((((9^9)^9)^9)^9)^9",
+    "powers of powers": "(((2^{9999})^{9999})^{9999})^{9999}",
+    "power of a factorial": "(9999!)^{9999}",
+    "factorial": "99999999!",
+    "factorial of factorials": "((9!)!)!",
+    "twice a factorial": "(9!)!",
+    "triple": "9!!!",
+    "factorial in a binomial": r"\binom{99999999!}{3}",
+    "binomial": r"\binom{999999}{499999}",
+    "scientific": "1e999999999",
+    "small scientific": "1e-999999999",
+    "modulus": r"9^{9999} \mod (9^{9998}-1)",
+    "a million digits": "1" * 1_000_000,
+    "64 KiB of digits": "1" * 65_000,
+    "two thousand digits": "7" * 2000,
+    "a thousand digits twice": "7" * 999 + "." + "7" * 999,
+    "long decimal": "0." + "0" * 3000 + "1",
+    "grouped digits": ",".join(["999"] * 1200),
+    "huge fraction": r"\frac{" + "9" * 999 + "}{" + "7" * 999 + "}",
+    "product of large numbers": r"\cdot".join(["9" * 300] * 12),
+    "sum": "1+" * 2000 + "1",
+    "long sum": "1+" * 30_000 + "1",
+    "sum of variables": "+".join(f"x_{{{n}}}" for n in range(400)),
+    "sum of one variable": "x" + "+x" * 1500,
+    "product of sums": "".join(f"(x+{n})" for n in range(300)),
+    "power of a sum": "(x+y+z+w)^{300}",
+    "difference of powers of sums": "(x+y)^{500}-(x-y)^{500}",
+    "polynomial": "+".join(f"{n}x^{{{n}}}" for n in range(300)),
+    "quotient of polynomials": r"\frac{x^{999}-1}{x-1}",
+    "nested roots": _nested(r"\sqrt{2+", "2", "}", 45),
+    "nested roots of roots": _nested(r"\sqrt{", "2", "}", 1000),
+    "nested fractions": _nested(r"\frac{1}{1+", "1", "}", 45),
+    "deep nested fractions": _nested(r"\frac{", "1", "}{2}", 600),
+    "nested parentheses": _nested("(", "1", ")", 2000),
+    "nested braces": _nested("{", "1", "}", 2000),
+    "some parentheses": _nested("(", "x", ")", 45),
+    "open parentheses": "(" * 3000,
+    "open braces": "{" * 1500 + "}" * 1500,
+    "closed parentheses": ")" * 3000,
+    "nested left right": _nested(r"\left(", "1", r"\right)", 45),
+    "nested absolute values": _nested(r"\left|", "x-1", r"\right|", 40),
+    "bars": "|" * 3000,
+    "nested sines": _nested(r"\sin(", "x", ")", 45),
+    "nested logarithms": _nested(r"\ln(", "x", ")", 45),
+    "nested exponentials": _nested("e^{", "x", "}", 45),
+    "sine of a big number": r"\sin(10^{9999})",
+    "tangent close to a pole": r"\tan(10^{99}\pi/2)",
+    "exponential of a big number": "e^{9999^{3}}",
+    "logarithm of a big number": r"\log(9999^{9999})",
+    "integral": r"\int_0^\infty e^{-x^2}\sin(x)^{20} dx",
+    "integral without a form": r"\int_0^1 x^{x^{x}}\sin(x^{17})^{13} dx",
+    "double integral": r"\int_0^1\int_0^1 \sin(e^{xy})^{9} dx dy",
+    "integral of a tower": r"\int e^{e^{e^{x}}} dx",
+    "sum of a series": r"\sum_{n=1}^{9999} n^{50}",
+    "sum of factorials": r"\sum_{n=1}^{9999} n!",
+    "double sum": r"\sum_{i=1}^{9999}\sum_{j=1}^{9999} \frac{1}{i+j}",
+    "endless sum": r"\sum_{n=1}^{\infty} \frac{\sin(n)}{n^{3}+n}",
+    "product of a series": r"\prod_{n=1}^{9999} (n^2+1)",
+    "limit": r"\lim_{x\to 0}\frac{\sin(\sin(\sin(\sin x)))-x}{x^{9}}",
+    "limit of a tower": r"\lim_{x\to\infty} x^{x^{x}}",
+    "derivative": r"\frac{d}{dx} x^{x^{x^{x^{x}}}}",
+    "equation of high degree": "x^{97}+x^{31}+7x^{3}-1=0",
+    "system": ",".join(f"x^{{{n}}}+y^{{{n}}}={n}" for n in range(2, 20)),
+    "inequality of high degree": "x^{31}-x^{7}+3 > 0",
+    "inequality of a sine": r"\sin(x^{5}) > \frac{1}{3}",
+    "chain of inequalities": "<".join(f"x_{{{n}}}" for n in range(200)),
+    "large set": r"\{" + ",".join(map(str, range(1000))) + r"\}",
+    "set of roots": r"\{" + ",".join(rf"\sqrt{{{n}}}" for n in range(150)) + r"\}",
+    "set of sets": _nested(r"\{", "1", r"\}", 45),
+    "union of many intervals": r"\cup".join(f"({n},{n + 1})" for n in range(150)),
+    "tuple": "(" + ",".join(["x"] * 900) + ")",
+    "matrix": r"\begin{pmatrix}" + r"1&2&3\\" * 350 + r"\end{pmatrix}",
+    "wide matrix": r"\begin{pmatrix}" + "&".join(["x"] * 1500) + r"\end{pmatrix}",
+    "power of a matrix": r"\begin{pmatrix}1&1\\1&0\end{pmatrix}^{9999}",
+    "determinant": r"\det\begin{pmatrix}" + r"\\".join("&".join(f"a_{{{i}{j}}}" for j in range(8)) for i in range(8))
+    + r"\end{pmatrix}",
+    "inverse matrix": r"\begin{pmatrix}a&b&c&d\\e&f&g&h\\i&j&k&l\\m&n&o&p\end{pmatrix}^{-1}",
+    "letters": "a" * 4000,
+    "regex bomb of letters": "a" * 2000 + "!",
+    "regex bomb of blanks": " " * 3000 + "x",
+    "regex bomb of dollars": "$" * 3000,
+    "regex bomb of backslashes": "\\" * 3000,
+    "regex bomb of commas": "1," * 2000,
+    "regex bomb of boxes": r"\boxed{" * 40 + "1" + "}" * 40,
+    "regex bomb of texts": r"\text{" * 45 + "a" + "}" * 45,
+    "regex bomb of units": r"1\text{ cm}" * 300,
+    "regex bomb of percent": "1" + r"\%" * 1500,
+    "regex bomb of answers": "answer is answer is " * 150,
+    "regex bomb of equals": "x=" * 1500 + "1",
+    "chinese": "一" * 4000,
+    "combining marks": "a" + "\u0301" * 3000,
+    "right to left": "\u202e" * 2000 + "1",
+    "zero width": "\u200b" * 3000 + "7",
+    "lone surrogates": "\ud800" * 500,
+    "nul bytes": "\x00" * 2000,
+    "arabic digits": "\u0661" * 900,
+    "mathematical letters": "\U0001d7d7" * 900,
+}  # fmt: skip
+
+INJECTED = (
+    "__import__('os').system('touch {canary}')",
+    '__import__("os").system("touch {canary}")',
+    "__import__('pathlib').Path('{canary}').touch()",
+    "__import__('subprocess').call(['touch','{canary}'])",
+    "open('{canary}','w').write('x')",
+    "open('{canary}','a').close()",
+    "exec(\"open('{canary}','w')\")",
+    "eval(\"open('{canary}','w')\")",
+    "eval(compile('open(\"{canary}\",\"w\")','x','eval'))",
+    "().__class__.__base__.__subclasses__()[0].__init__.__globals__['open']('{canary}','w')",
+    "[c for c in ().__class__.__mro__[1].__subclasses__() if c.__name__=='Popen'][0](['touch','{canary}'])",
+    "(lambda: open('{canary}','w'))()",
+    "getattr(__builtins__,'open')('{canary}','w')",
+    "__builtins__['open']('{canary}','w')",
+    "globals()['__builtins__']['open']('{canary}','w')",
+    "sympify(\"open('{canary}','w')\")",
+    "parse_expr(\"open('{canary}','w')\")",
+    "lambdify([], \"open('{canary}','w')\")()",
+    "Symbol(open('{canary}','w'))",
+    "Integer(1).__class__.__init__.__globals__['__builtins__']['open']('{canary}','w')",
+    "1+__import__('os').system('touch {canary}')",
+    "1 if open('{canary}','w') else 2",
+    "x=open('{canary}','w')",
+    'f\'{open("{canary}","w")}\'',
+    "{{open('{canary}','w')}}",
+    "${{open('{canary}','w')}}",
+    "$(touch {canary})",
+    "`touch {canary}`",
+    "; touch {canary}",
+    "| touch {canary}",
+    "&& touch {canary}",
+    r"\input{{|touch {canary}}}",
+    r"\write18{{touch {canary}}}",
+    r"\immediate\write18{{touch {canary}}}",
+    r"\openout1={canary}",
+    r"\text{{__import__('os').system('touch {canary}')}}",
+    r"\operatorname{{open}}('{canary}','w')",
+    r"\sqrt{{open('{canary}','w')}}",
+    "!!python/object/apply:os.system ['touch {canary}']",
+    "{{'__reduce__': ['os.system', 'touch {canary}']}}",
+    "<script>touch {canary}</script>",
+    "'; import os; os.system('touch {canary}'); '",
+    '"""\nimport os\nos.system(\'touch {canary}\')\n"""',
+    "%(touch {canary})s",
+    "breakpoint()",
+    "quit()",
+    "exit(1)",
+    "__import__('sys').exit(1)",
+    "raise SystemExit",
+    "help()",
+)
+"""Texts with ``{{canary}}``'s place in them; `injected` fills it in."""
+
+
+def injected(canary):
+    """The texts for one canary: a file that none of them may make."""
+    return [text.replace("{canary}", canary).replace("{{", "{").replace("}}", "}") for text in INJECTED]
 
 
 def test_the_corpus_has_a_hundred_answers():

@@ -72,26 +72,19 @@ def room(ctx, judge):
     return Room.of(ctx, judge, load_words(""), messages=False)
 
 
-def pending(tokenizer, *, samples=1, template=True, kwargs=None, position=0, problem=PROBLEM):
+def pending(tokenizer, *, samples=1, template=True, kwargs=None, problem=PROBLEM):
     """A group as the core issues it; its prompt through the template."""
-    words = load_words("")
-    said = words.prompt(problem, chat=template)
+    text = said = load_words("").prompt(problem, chat=template)
     if template:
         text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True, **(kwargs or {}))
-    else:
-        text = said
     tokens = tokenizer.encode(text, add_special_tokens=False)
     metadata = {"problem": {"id": problem.id, "name": problem.name, "source": problem.source, "level": 1, "where": ""}}
-    prompt = Prompt(id=f"main/{position}", position=position, prompt=said, tokens=tokens, metadata=metadata)
-    made = [
+    prompt = Prompt(id="main/0", position=0, prompt=said, tokens=tokens, metadata=metadata)
+    pending = [
         Sample(
-            id=f"{prompt.id}-{j}",
-            prompt=said,
-            tokens=list(tokens),
-            metadata=dict(metadata),
-            rollout_id=position * samples + j,
-            session_id=f"{prompt.id}-{j}",
+            id=f"main/0-{j}", prompt=said, tokens=list(tokens), metadata=dict(metadata), rollout_id=j,
+            session_id=f"main/0-{j}",
         )
         for j in range(samples)
-    ]
-    return Group(prompt=prompt, samples=made, rollouts={s.rollout_id: [j] for j, s in enumerate(made)})
+    ]  # fmt: skip
+    return Group(prompt=prompt, samples=pending, rollouts={j: [j] for j in range(samples)})
