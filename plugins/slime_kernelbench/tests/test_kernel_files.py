@@ -177,7 +177,7 @@ def test_problems_are_listed_with_their_side_and_shown():
 def test_what_a_candidate_says_gives_a_terminal_no_commands(tmp_path, server):
     name = "wrong\x1b[2J.py"
     (tmp_path / name).write_text("wrong")
-    done = invoke("eval", tmp_path, "--url", server[0], token=server[1])
+    done = invoke("eval", tmp_path, "--url", server.url, SLIME_KERNELBENCH_TOKEN=server.token)
     assert "\x1b" not in done.stdout
 
 

@@ -11,11 +11,10 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
+import engine_case
 import pytest
-import routing
-from launching import seen
 from ray_nodes import ray_cluster
-from watching import QUICK, Engine
+from server_case import QUICK, WatchedEngine, seen
 
 pytest.importorskip("ray", reason="not proven: Ray is not installed")
 
@@ -141,7 +140,7 @@ def test_a_host_that_is_lost_takes_its_server_with_it_and_ends_the_run_to_go_on_
             server = served(tmp_path, where.server(0), "children")
             await server.start()
             await server.ready(LONG)
-            session, engine = server.pid, Engine()
+            session, engine = server.pid, WatchedEngine()
             engine.servers = {0: server}
             async with Watch([server], engine, QUICK) as watch:
                 os.kill(machine.pid, signal.SIGKILL)
@@ -191,7 +190,7 @@ def test_sglangs_router_lives_beside_the_first_server_and_a_groups_servers_where
             assert machines == found.machines
             at = where.beside("policy")
             assert (at.host.machine, at.address) == (found.machines[0], found.reached(found.machines[0]))
-            words = routing.launch(tmp_path)
+            words = engine_case.launch(tmp_path)
             router = Process.launch(replace(words, address=at.address), number=-1, host=at.host)
             await router.start()
             await router.ready(LONG)

@@ -1,31 +1,181 @@
-"""Ways in which an answer goes wrong, for `faulty.FaultProxy`: each is a coroutine over one exchange, or makes one."""
+"""A proxy that spoils answers on command, and the ways in which it does: what SGLang's client is tested against.
+
+    client -> FaultProxy (one fault a request, in the order given) -> FakeServer, or the real server
+
+The proxy knows HTTP only as far as it must to spoil it, so the same faults run before either. A fault is a coroutine
+over one exchange, or a function that makes one.
+"""
 
 import asyncio
 import json
 import socket
 import struct
-from contextlib import suppress
+from collections import deque
+from contextlib import asynccontextmanager, suppress
 
-from faulty import closing
+
+class Exchange:
+    """One request at the proxy, for a fault to spoil."""
+
+    def __init__(self, proxy, head, body, writer):
+        self.proxy, self.head, self.body, self.writer = proxy, head, body, writer
+
+    @asynccontextmanager
+    async def upstream(self):
+        """A reader of the server's answer; the server is told to close the connection and to take no encoding."""
+        hidden = (b"connection:", b"accept-encoding:")
+        lines = [line for line in self.head[:-4].split(b"\r\n") if not line.lower().startswith(hidden)]
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.proxy.upstream)
+        try:
+            writer.write(b"\r\n".join([*lines, b"Connection: close", b"", b""]) + self.body)
+            yield reader
+        finally:
+            writer.close()
+
+    async def ask(self):
+        """The upstream's whole answer: (status line and headers, body)."""
+        async with self.upstream() as reader:
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        return head, unchunked(body) if b"transfer-encoding: chunked" in head.lower() else body
+
+    async def say(self, body, kind="application/json", *, status="200 OK", headers=(), length=None):
+        """Answer with a body, and close."""
+        stated = f"Content-Length: {len(body) if length is None else length}"
+        lines = [f"HTTP/1.1 {status}", f"Content-Type: {kind}", stated, "Connection: close", *headers]
+        self.writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
+        await self.writer.drain()
+
+    async def start(self):
+        """Begin a chunked answer."""
+        self.writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n")
+        await self.writer.drain()
+
+    async def chunk(self, data):
+        """A chunk of it."""
+        self.writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+        await self.writer.drain()
+
+
+def unchunked(raw):
+    """The body of a chunked answer."""
+    body = b""
+    while raw:
+        size, _, raw = raw.partition(b"\r\n")
+        count = int(size, 16)
+        body, raw = body + raw[:count], raw[count + 2 :]
+    return body
+
+
+class FaultProxy:
+    """Relays to a port of this machine; ``add(fault, ...)`` spoils the next requests to ``path``, one fault each.
+
+    Example:
+        async with FaultProxy(server.port) as proxy:
+            proxy.add(faults.html, None, faults.status(503))  # the second goes through
+    """
+
+    def __init__(self, upstream):
+        self.upstream = upstream
+        self.port = 0
+        self.kept = deque()  # answers for `late`
+        self.ended = asyncio.Queue()  # (status, body) of requests that `begun` left alone
+        self.paths = []  # of every request, in order
+        self._faults, self._always = {}, {}
+        self._tasks = set()
+        self._server = None
+
+    async def __aenter__(self):
+        await self.up()
+        return self
+
+    async def __aexit__(self, *_):
+        await self.down()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.port}"
+
+    async def up(self):
+        """Listen, on the same port as before."""
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def down(self):
+        """Refuse connections and cut those that are open."""
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._server.wait_closed()
+
+    def add(self, *faults, path="/generate"):
+        """The next requests to ``path`` meet these; None goes through."""
+        self._faults.setdefault(path, deque()).extend(faults)
+
+    def always(self, fault, path="/generate"):
+        """Every request to ``path`` meets this."""
+        self._always[path] = fault
+
+    def count(self, path):
+        """Requests to a path so far."""
+        return self.paths.count(path)
+
+    def keep(self, task):
+        """Cancel a task when the proxy ends."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _accept(self, reader, writer):
+        self.keep(asyncio.current_task())
+        try:
+            await self._serve(reader, writer)
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass
+        finally:
+            writer.close()
+
+    async def _serve(self, reader, writer):
+        head = await reader.readuntil(b"\r\n\r\n")
+        lengths = [line.split(b":")[1] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+        body = await reader.readexactly(int(lengths[0])) if lengths else b""
+        path = head.split()[1].decode()
+        self.paths.append(path)
+        faults = self._faults.get(path)
+        fault = faults.popleft() if faults else self._always.get(path)
+        exchange = Exchange(self, head, body, writer)
+        work = asyncio.ensure_future((fault or relay)(exchange))
+        gone = asyncio.ensure_future(reader.read())  # the client went away
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+        finally:
+            for each in (work, gone):
+                each.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+
+
+async def relay(exchange):
+    """No fault: the server's answer as it comes."""
+    async with exchange.upstream() as reader:
+        while data := await reader.read(1 << 16):
+            exchange.writer.write(data)
+            await exchange.writer.drain()
+
+
+def says(body, kind="application/json", **head):
+    """Answer with this body."""
+
+    async def fault(exchange):
+        await exchange.say(body, kind, **head)
+
+    return fault
 
 
 def status(code, *, headers=(), body=None):
     """Answer with a status, as SGLang words its errors."""
     said = json.dumps({"error": {"message": f"made up: {code}"}}).encode() if body is None else body
-
-    async def fault(exchange):
-        await exchange.say(said, status=f"{code} Made Up", headers=headers)
-
-    return fault
-
-
-def says(body, kind="application/json"):
-    """Answer 200 with this body."""
-
-    async def fault(exchange):
-        await exchange.say(body, kind=kind)
-
-    return fault
+    return says(said, status=f"{code} Made Up", headers=headers)
 
 
 html = says(b"<!DOCTYPE html><html><title>Printer</title></html>" + b"." * 3000, "text/html")
@@ -38,11 +188,11 @@ async def reset(exchange):
     exchange.writer.transport.abort()
 
 
-async def vanish(exchange):
+async def vanish(_):
     """Close in order, before any answer."""
 
 
-async def hang(exchange):
+async def hang(_):
     """Never answer."""
     await asyncio.Event().wait()
 
@@ -56,12 +206,6 @@ async def slow(exchange):
         await asyncio.sleep(0.02)
 
 
-async def cut_body(exchange):
-    """Half of the answer, under the length of the whole."""
-    _, body = await exchange.ask()
-    await exchange.say(body[: len(body) // 2], length=len(body))
-
-
 async def cut_chunk(exchange):
     """Half of a chunk."""
     _, body = await exchange.ask()
@@ -70,28 +214,15 @@ async def cut_chunk(exchange):
     await exchange.writer.drain()
 
 
-async def half_json(exchange):
-    """Half of the JSON, as if it were whole."""
-    _, body = await exchange.ask()
-    await exchange.say(body[: len(body) // 2])
+def cut(share=1.0, more=0, *, headers=(), closed=False):
+    """A share of the answer; the stated length is that of the whole and ``more``, or where ``closed`` of the share."""
 
+    async def fault(exchange):
+        _, body = await exchange.ask()
+        part = body[: int(share * len(body))]
+        await exchange.say(part, length=len(part) if closed else len(body) + more, headers=headers)
 
-async def short_length(exchange):
-    """A length that is too small."""
-    _, body = await exchange.ask()
-    await exchange.say(body, length=len(body) - 7)
-
-
-async def long_length(exchange):
-    """A length that is too large."""
-    _, body = await exchange.ask()
-    await exchange.say(body, length=len(body) + 7)
-
-
-async def gzip_garbage(exchange):
-    """Bytes that are said to be gzip."""
-    _, body = await exchange.ask()
-    await exchange.say(body, headers=["Content-Encoding: gzip"])
+    return fault
 
 
 async def huge(exchange):
@@ -101,42 +232,10 @@ async def huge(exchange):
         await hang(exchange)
 
 
-async def endless(exchange):
-    """Chunks without end."""
-    with suppress(ConnectionError):
-        await exchange.start()
-        while True:
-            await exchange.chunk(b" " * 65536)
-
-
 async def late(exchange):
     """Let the server answer, keep the answer, and cut the connection: `kept` hands it to another request."""
     exchange.proxy.kept.append((await exchange.ask())[1])
     await reset(exchange)
-
-
-def begun(computing):
-    """Let the server begin (until ``await computing()``) and cut the connection to the client alone; what the server says
-    in the end goes to `ended`."""
-
-    async def fault(exchange):
-        reader, writer = await asyncio.open_connection("127.0.0.1", exchange.proxy.upstream)
-        writer.write(closing(exchange.head) + exchange.body)
-
-        async def wait():
-            try:
-                head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-                await exchange.proxy.ended.put((head.split()[1].decode(), body))
-            finally:
-                writer.close()
-
-        task = asyncio.create_task(wait())
-        exchange.proxy._tasks.add(task)
-        task.add_done_callback(exchange.proxy._tasks.discard)
-        await computing()
-        await reset(exchange)
-
-    return fault
 
 
 async def kept(exchange):
@@ -144,16 +243,31 @@ async def kept(exchange):
     await exchange.say(exchange.proxy.kept.popleft())
 
 
+def begun(computing):
+    """Let the server begin (until ``await computing()``) and cut the connection to the client alone; what the server
+    says in the end goes to `ended`."""
+
+    async def fault(exchange):
+        async def wait():
+            head, body = await exchange.ask()
+            await exchange.proxy.ended.put((head.split()[1].decode(), body))
+
+        exchange.proxy.keep(asyncio.create_task(wait()))
+        await computing()
+        await reset(exchange)
+
+    return fault
+
+
 def rewrite(change):
-    """The answer after ``change(answer)``, which returns another one or changes it in place; bytes are sent as they are."""
+    """The answer after ``change(answer)``, which changes it in place."""
 
     async def fault(exchange):
         head, body = await exchange.ask()
         assert head.split()[1] == b"200", (head, body)
         answer = json.loads(body)
-        changed = change(answer)
-        changed = answer if changed is None else changed
-        await exchange.say(changed if isinstance(changed, bytes) else json.dumps(changed).encode())
+        change(answer)
+        await exchange.say(json.dumps(answer).encode())
 
     return fault
 
@@ -179,14 +293,14 @@ def log_prob(value, at=1):
     return rewrite(change)
 
 
-def emptied(answer):
-    """As if the server had ended the request by itself, before its first token."""
+def _emptied(answer):
     answer["output_ids"] = []
-    answer["meta_info"] |= {
-        "finish_reason": {"type": "abort", "message": "Aborted"},
-        "output_token_logprobs": [],
-        "completion_tokens": 0,
-    }
+    reason = {"type": "abort", "message": "Aborted"}
+    answer["meta_info"] |= {"finish_reason": reason, "output_token_logprobs": [], "completion_tokens": 0}
+
+
+emptied = rewrite(_emptied)
+"""As if the server had ended the request by itself, before its first token."""
 
 
 def _one_more(answer):
@@ -198,7 +312,16 @@ def _echo(answer):
     answer["output_ids"][:0] = [3, 4, 12]
 
 
-BROKEN = [reset, vanish, cut_body, cut_chunk, half_json, short_length, long_length, gzip_garbage]
+BROKEN = {
+    "reset": reset,
+    "vanish": vanish,
+    "cut_body": cut(0.5),
+    "cut_chunk": cut_chunk,
+    "half_json": cut(0.5, closed=True),
+    "short_length": cut(more=-7),
+    "long_length": cut(more=7),
+    "gzip_garbage": cut(headers=["Content-Encoding: gzip"]),
+}
 """Answers that are lost on the way."""
 
 REJECTED = {

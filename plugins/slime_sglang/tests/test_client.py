@@ -5,12 +5,12 @@ import asyncio
 import itertools
 import time
 
+import fake_sglang
 import faults
-import faulty
 import numpy as np
 import pytest
-from asking import ask, both, error_of, held, request, right
-from faulty import TOKEN
+from client_case import ask, both, error_of, held, request, right
+from fake_sglang import TOKEN
 
 from slime_sglang import calls, http, seats, tries
 
@@ -44,7 +44,7 @@ def test_nothing_is_sent_for_no_tokens_and_for_requests_that_cannot_be_served():
     async def main():
         async with both() as (client, proxy, _):
             assert (await ask(client, request(max_new_tokens=0))).finish == "length"
-            for asked, code in ((request(tokens=(faulty.VOCAB,)), "ENG02"), (request(tokens=range(64)), "ENG72")):
+            for asked, code in ((request(tokens=(fake_sglang.VOCAB,)), "ENG02"), (request(tokens=range(64)), "ENG72")):
                 assert (await error_of(ask(client, asked))).code == code
             assert proxy.paths == []
 
@@ -56,7 +56,7 @@ def test_a_stop_string_over_kept_tokens_is_found_with_a_tokenizer_and_refused_wi
         def decode(self, ids, skip_special_tokens):
             return "".join(f"<{token}>" for token in ids)
 
-    drawn = faulty.draw(7, 3)
+    drawn = fake_sglang.draw(7, 3)
     asked = request(kept=1, stop=(f"<12><{drawn}>",))
 
     async def main():
@@ -103,7 +103,7 @@ def test_an_abort_returns_the_partial_tokens():
             done = await task
             assert (done.finish, done.tokens, len(done.log_probs), done.versions) == (
                 "abort",
-                [row[1] for row in faulty.rows(7, 3, 2)],
+                [row[1] for row in fake_sglang.rows(7, 3, 2)],
                 2,
                 [7, 7],
             )
@@ -287,7 +287,7 @@ def test_scores_come_as_an_array():
                 ([3] * 65, 1, "ENG72"),
             ):
                 assert (await error_of(client.score(tokens, start))).code == code
-            proxy.add(faults.status(503), faults.cut_body)
+            proxy.add(faults.status(503), faults.BROKEN["cut_body"])
             assert len(await client.score([3, 4, 12], 1)) == 2
             assert client.progress.retries == 2
 

@@ -1,6 +1,7 @@
 """The client before a server that refuses, is busy, fails or is not the one: what is asked again and what is told."""
 
 import asyncio
+import socket
 import ssl
 import subprocess
 import time
@@ -8,13 +9,21 @@ from contextlib import asynccontextmanager
 
 import faults
 import pytest
-from asking import ask, both, client_of, closed_port, error_of, right
-from faulty import TOKEN, Canned, FaultProxy
+from client_case import ask, both, client_of, error_of, right
+from fake_sglang import TOKEN, FakeServer
+from faults import FaultProxy
 
 from slime_sglang import http
 from slime_sglang.client import ServerFault
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("short_pauses")]
+
+
+def closed_port():
+    """A port where nobody listens."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
 
 
 def test_a_refused_connection_names_the_url_after_bounded_tries():
@@ -251,7 +260,7 @@ def test_a_self_signed_certificate_needs_its_authority_named(certificate):
     """TLS/self-signed: an explicit file, and no switch that turns the check off."""
 
     async def main():
-        async with Canned() as server, secured(server, certificate) as url:
+        async with FakeServer() as server, secured(server, certificate) as url:
             client = client_of(url)
             error = await error_of(ask(client))
             assert error.code == "ENG93"
@@ -270,7 +279,7 @@ def test_a_self_signed_certificate_needs_its_authority_named(certificate):
 
 def test_a_server_without_tls_at_an_https_address_is_said_so():
     async def main():
-        async with Canned() as server:
+        async with FakeServer() as server:
             client = client_of(server.url.replace("http://", "https://"))
             assert (await error_of(ask(client))).code == "ENG93"
             await client.close()

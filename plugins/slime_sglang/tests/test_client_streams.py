@@ -5,8 +5,8 @@ from contextlib import aclosing
 
 import faults
 import pytest
-from asking import both, error_of, held, request, right
-from faulty import Canned
+from client_case import both, error_of, held, request, right
+from fake_sglang import FakeServer
 
 from slime_core.errors import EngineError
 from slime_sglang.client import ServerFault
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("short_pauses")]
 @pytest.mark.parametrize("incremental", [False, True])
 def test_a_stream_brings_growing_pieces_and_the_whole_at_its_end(incremental):
     async def main():
-        async with both(Canned(incremental=incremental)) as (client, _, _):
+        async with both(FakeServer(incremental=incremental)) as (client, _, _):
             seen = [piece async for piece in client.stream(request(), low=7, high=lambda: 7)]
             assert [len(piece.tokens) for piece in seen] == [3, 6, 8]
             assert [piece.finish for piece in seen] == ["abort", "abort", "length"]

@@ -4,9 +4,8 @@ import asyncio
 from contextlib import AsyncExitStack
 
 import pytest
-from faults import reset
-from faulty import FaultProxy
-from serving import PATIENCE, request, serving, update
+from engine_case import PATIENCE, request, serving, update
+from faults import FaultProxy, reset
 
 from slime_core.errors import EngineError
 

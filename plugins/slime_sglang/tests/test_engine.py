@@ -3,10 +3,10 @@
 import asyncio
 
 import pytest
-from serving import EPOCH, OLD, PATIENCE, request, serving, update
-from spread import EXPECTED, begun, run
+from engine_case import EPOCH, EXPECTED, PATIENCE, begun, request, run, serving, update
 
 from slime_core.errors import EngineError
+from slime_sglang.external import OLD
 from slime_sglang.health import Watch
 from slime_sglang.pulse import WatchLimits
 

@@ -4,8 +4,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from serving import request, serving, update
-from spread import EXPECTED, begun, run
+from engine_case import EXPECTED, begun, request, run, serving, update
 
 from slime_core.errors import EngineError
 

@@ -6,9 +6,8 @@ import os
 import signal
 
 import pytest
-from faulty import TOKEN
-from routing import launch, routed
-from serving import EPOCH, PATIENCE, request, update
+from engine_case import EPOCH, PATIENCE, launch, request, routed, update
+from fake_sglang import TOKEN
 
 from slime_core.errors import EngineError
 from slime_sglang import gateway as module, held_ports as ports

@@ -6,7 +6,7 @@ import signal
 from contextlib import asynccontextmanager
 
 import pytest
-from watching import LONG, QUICK, Engine, until
+from server_case import LONG, QUICK, WatchedEngine, until
 
 from slime_core.errors import EngineError
 from slime_sglang import held_ports as ports
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.integration
 
 @asynccontextmanager
 async def watched(servers, limits=QUICK, engine=None, notes=None):
-    engine = engine or Engine()
+    engine = engine or WatchedEngine()
     engine.servers = {server.address.number: server for server in servers}
     try:
         async with asyncio.timeout(2 * LONG):
@@ -185,7 +185,7 @@ def test_a_server_that_comes_back_with_wrong_weights_is_restarted_once_more(stan
 
     async def check():
         server = stand_in()
-        engine = Engine(refuse={0: 2})
+        engine = WatchedEngine(refuse={0: 2})
         async with watched([server], engine=engine, notes=notes) as (watch, _):
             kill(server)
             await until(lambda: engine.fenced)
@@ -202,7 +202,7 @@ def test_a_server_that_comes_back_with_wrong_weights_is_restarted_once_more(stan
 def test_a_crash_loop_ends_retired_and_the_run_ends_with_the_log(stand_in, tmp_path):
     async def check():
         server = stand_in("ends@second")
-        engine = Engine()
+        engine = WatchedEngine()
         limits = WatchLimits(interval=0.05, timeout=3600.0, start_timeout=LONG, max_restarts=2)
         async with watched([server], limits, engine) as (watch, _):
             (tmp_path / "log" / "crash").touch()
@@ -264,7 +264,7 @@ def test_two_servers_that_die_together_come_back_side_by_side(stand_in):
 
     async def check():
         servers = [stand_in(number=n) for n in range(2)]
-        engine = Engine(gates={0: asyncio.Event()})
+        engine = WatchedEngine(gates={0: asyncio.Event()})
         async with watched(servers, engine=engine) as (watch, _):
             for server in servers:
                 kill(server)
@@ -282,7 +282,7 @@ def test_a_server_that_dies_while_it_is_filled_is_started_again(stand_in):
 
     async def check():
         server = stand_in()
-        engine = Engine(gates={0: asyncio.Event()})
+        engine = WatchedEngine(gates={0: asyncio.Event()})
         async with watched([server], engine=engine, notes=notes) as (watch, _):
             kill(server)
             await until(lambda: len(engine.filled) == 1)
@@ -302,7 +302,7 @@ def test_weights_that_never_come_are_waited_for_no_longer_than_a_start(stand_in)
 
     async def check():
         server = stand_in()
-        engine = Engine(gates={0: asyncio.Event()})
+        engine = WatchedEngine(gates={0: asyncio.Event()})
         limits = WatchLimits(interval=0.05, timeout=3600.0, start_timeout=5.0, max_restarts=1)
         async with watched([server], limits, engine, notes=notes) as (watch, _):
             kill(server)
@@ -314,7 +314,7 @@ def test_weights_that_never_come_are_waited_for_no_longer_than_a_start(stand_in)
 
 
 def test_a_bug_in_the_engine_ends_the_run_and_not_the_watch_alone(stand_in):
-    class Broken(Engine):
+    class Broken(WatchedEngine):
         async def bring_up(self, number):
             raise KeyError("a bug")
 

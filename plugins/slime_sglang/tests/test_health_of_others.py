@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
-from watching import LONG, QUICK, Engine, until
+from server_case import LONG, QUICK, WatchedEngine, until
 
 from slime_sglang import held_ports as ports
 from slime_sglang.health import Watch
@@ -44,7 +44,7 @@ def test_an_external_server_that_goes_away_is_fenced_and_let_in_when_it_is_back(
     async def check():
         with ports.hold() as held:
             server = Server.attach(f"http://127.0.0.1:{held.port}")
-            engine = Engine(servers={0: server})
+            engine = WatchedEngine(servers={0: server})
             async with external(held.port, {"used": 0}):
                 await server.ready(LONG)
                 watch = Watch([server], engine, QUICK)

@@ -3,8 +3,7 @@
 import asyncio
 
 import pytest
-from serving import EPOCH, PATIENCE, request, serving, update
-from spread import EXPECTED, begun, run
+from engine_case import EPOCH, EXPECTED, PATIENCE, begun, request, run, serving, update
 
 from slime_core.errors import EngineError
 from slime_sglang.health import Watch

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from aiohttp import web
-from launching import LONG, failure, running, seen, stranger, temporary, until
+from server_case import LONG, failure, running, seen, stranger, temporary, until
 
 from slime_core.errors import EngineError
 from slime_sglang import held_ports as ports

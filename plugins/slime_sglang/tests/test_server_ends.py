@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from launching import LONG, running, seen, temporary, until
+from server_case import LONG, running, seen, temporary, until
 
 from slime_sglang import held_ports as ports
 

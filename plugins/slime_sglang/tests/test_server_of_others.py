@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from aiohttp import web
-from launching import LONG, failure, stranger
+from server_case import LONG, failure, stranger
 
 from slime_sglang import held_ports as ports
 from slime_sglang.server import Server

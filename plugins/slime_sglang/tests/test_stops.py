@@ -1,7 +1,7 @@
 """Stop strings and stop ids that are sought here, as in the embedded engine."""
 
 import pytest
-from wiring import answer, expected, request
+from client_case import answer, expected, request
 
 from slime_sglang import stops, wire
 
@@ -31,7 +31,7 @@ def completed(tokens, finish="length"):
 
 
 def test_a_stop_string_that_begins_in_kept_tokens_ends_the_completion_as_in_the_embedded_engine():
-    asked = request(spelled("promptabxx"), kept=4, stop=("xxyz",))
+    asked = request(tokens=spelled("promptabxx"), kept=4, stop=("xxyz",))
     done = stops.cut(completed(spelled("yzmore")), asked, letters, tokenizer=True)
     assert (letters(done.tokens, False), done.finish) == ("yz", "stop")
     assert len(done.log_probs) == len(done.plain_log_probs) == len(done.versions) == 2
@@ -39,7 +39,7 @@ def test_a_stop_string_that_begins_in_kept_tokens_ends_the_completion_as_in_the_
 
 
 def test_a_stop_string_is_not_sought_in_the_prompt():
-    asked = request(spelled("promptxx"), kept=1, stop=("xxy",))
+    asked = request(tokens=spelled("promptxx"), kept=1, stop=("xxy",))
     assert stops.cut(completed(spelled("yzmore")), asked, letters, tokenizer=True).finish == "length"
 
 

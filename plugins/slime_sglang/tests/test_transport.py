@@ -4,10 +4,10 @@ import asyncio
 from importlib.metadata import version
 
 import pytest
-from serving import NEW
 
 from slime_core.config.load import load_config
 from slime_core.errors import ConfigError, EngineError
+from slime_sglang.external import NEW
 from slime_sglang.installation import Installation
 from slime_sglang.lineup import check_transport
 from slime_sglang.router import Lane

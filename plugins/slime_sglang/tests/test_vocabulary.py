@@ -4,8 +4,8 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from faulty import VOCAB, draw
-from serving import PATIENCE, request, serving, update
+from engine_case import PATIENCE, request, serving, update
+from fake_sglang import VOCAB, draw
 
 from slime_core.errors import EngineError
 from slime_core.notices import notices_to

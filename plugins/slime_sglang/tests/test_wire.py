@@ -3,7 +3,8 @@
 import math
 
 import pytest
-from wiring import VOCAB, answer, code_of, expected, request
+from client_case import answer, code_of, expected, request
+from fake_sglang import VOCAB
 
 from slime_sglang import wire
 from slime_sglang.http import ServerFault

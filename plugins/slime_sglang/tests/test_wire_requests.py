@@ -4,7 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from wiring import CONTEXT, VOCAB, body, code_of, request
+from client_case import CONTEXT, body, code_of, request
+from fake_sglang import VOCAB
 
 from slime_sglang import bodies, http
 
@@ -77,10 +78,10 @@ def test_a_seed_keeps_the_63_bits_that_both_sglang_and_its_router_take(given, se
 @pytest.mark.parametrize(
     ("asked", "code"),
     [
-        (request(()), "ENG01"),
-        (request((3, VOCAB)), "ENG02"),
-        (request((3, -1)), "ENG02"),
-        (request((3, 1.5)), "ENG02"),
+        (request(tokens=()), "ENG01"),
+        (request(tokens=(3, VOCAB)), "ENG02"),
+        (request(tokens=(3, -1)), "ENG02"),
+        (request(tokens=(3, 1.5)), "ENG02"),
         (request(max_new_tokens=-1), "ENG03"),
         (request(temperature=-0.1), "ENG03"),
         (request(temperature=math.inf), "ENG03"),
@@ -89,7 +90,7 @@ def test_a_seed_keeps_the_63_bits_that_both_sglang_and_its_router_take(given, se
         (request(top_k=-2), "ENG03"),
         (request(kept=4), "ENG03"),
         (request(stop=("",)), "ENG03"),
-        (request(range(CONTEXT)), "ENG72"),
+        (request(tokens=range(CONTEXT)), "ENG72"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused_before_it_is_sent(asked, code):
@@ -99,5 +100,5 @@ def test_a_request_that_cannot_be_served_is_refused_before_it_is_sent(asked, cod
 
 
 def test_a_request_may_fill_the_context_and_no_more():
-    assert bodies.check(request(range(60), max_new_tokens=100), vocab_size=VOCAB, context_len=CONTEXT) == 4
-    assert bodies.check(request(range(60), max_new_tokens=3), vocab_size=VOCAB, context_len=CONTEXT) == 3
+    assert bodies.check(request(tokens=range(60), max_new_tokens=100), vocab_size=VOCAB, context_len=CONTEXT) == 4
+    assert bodies.check(request(tokens=range(60), max_new_tokens=3), vocab_size=VOCAB, context_len=CONTEXT) == 3

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty import TOKEN
-from routing import Kind, routed
-from serving import EPOCH, request, update
+from engine_case import EPOCH, request, routed, update
+from fake_sglang import TOKEN, FakeServer
 
 from slime_core.backends import EngineStart
 from slime_core.config.load import load_config
@@ -177,7 +176,7 @@ def test_servers_of_others_have_the_router_where_it_is_asked_for(
 
     async def work() -> None:
         opened = ModelFolder.open(served_model)
-        async with Kind() as one, Kind() as other:
+        async with FakeServer(version="default") as one, FakeServer(version="default") as other:
             one.ids = other.ids = opened.vocab_size
             one.encode = other.encode = opened.tokenizer().encode
             words = ["--hf-checkpoint", str(served_model), "--rollout-engine", "sglang", "--rollout-router", "sglang"]

@@ -1,15 +1,18 @@
-"""What tests of servers and their processes wait for and look at."""
+"""What tests of servers, of their processes and of the watch over them wait for and look at."""
 
 import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 
 from slime_core.errors import EngineError
+from slime_sglang.pulse import WatchLimits
 
 LONG = 120.0  # seconds in which a busy machine starts a stand-in
+QUICK = WatchLimits(interval=0.05, timeout=3600.0, start_timeout=LONG, max_restarts=3)
 
 
 def seen(path):
@@ -65,3 +68,35 @@ async def failure(server, timeout=LONG):
     with pytest.raises(EngineError) as raised:
         await server.ready(timeout)
     return raised.value
+
+
+@dataclass
+class WatchedEngine:
+    """What the watch asks of an engine: told progress, it notes what it is told."""
+
+    in_flight: int = 0
+    came: int = 0
+    fenced: list = field(default_factory=list)
+    filled: list = field(default_factory=list)
+    end: EngineError | None = None
+    refuse: dict = field(default_factory=dict)  # number -> how many bring_ups fail
+    gates: dict = field(default_factory=dict)  # number -> event that its bring_up waits for
+    servers: dict = field(default_factory=dict)
+
+    def progress(self, number):
+        return [(self.in_flight, self.came)]
+
+    def fence(self, number, error):
+        self.fenced.append((number, error))
+
+    async def bring_up(self, number):
+        self.filled.append((number, self.servers[number].address))
+        if number in self.gates:
+            await self.gates[number].wait()
+        if self.refuse.get(number, 0) > 0:
+            self.refuse[number] -= 1
+            raise EngineError("a tensor differs", code="ENG83")
+
+    def lost(self, error):
+        assert self.end is None
+        self.end = error
