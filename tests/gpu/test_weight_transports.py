@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_broadcast import PEER
 from travelling import QK, TOP, sent, tensors_of
 
 from slime_core.types import WeightRoute
@@ -24,7 +25,6 @@ from slime_sglang.senders import nccl, tensor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
-PEER = Path(__file__).parents[1] / "unit" / "weights" / "group_peer.py"
 READER = """
 import base64, io, json, pickle, sys, torch
 from torch.multiprocessing import reductions
@@ -144,7 +144,7 @@ def test_a_rank_on_the_other_gpu_receives_every_update(tmp_path, monkeypatch, fi
         monkeypatch.setattr(nccl, "SPARE", 1 << 50)
     env = {**os.environ, "SLIME_PEER_DEVICE": "cuda:1"}
     peer = subprocess.Popen(
-        [sys.executable, str(PEER)], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PEER], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
 
     def tell(*call):
@@ -180,7 +180,7 @@ def test_a_rank_that_dies_in_the_middle_ends_the_broadcast(tmp_path):
     """NCCL itself would wait."""
     env = {**os.environ, "SLIME_PEER_DEVICE": "cuda:1"}
     peer = subprocess.Popen(
-        [sys.executable, str(PEER)], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PEER], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     sender = nccl.BroadcastSender(torch.device("cuda", 0))
     route = WeightRoute(
