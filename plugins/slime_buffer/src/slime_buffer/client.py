@@ -1,6 +1,6 @@
 """Client of a rollout buffer service: typed bodies, tried again where the service is away.
 
-Every request has ids of its own, so a repeated one changes nothing: what is safe to repeat is everything. A refusal
+Every request carries ids, so repeating it changes nothing: all requests are safe to repeat. A refusal
 (4xx) is not tried again, except 429, which says when. Proxy settings of the environment are ignored.
 """
 

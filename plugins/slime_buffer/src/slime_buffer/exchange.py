@@ -1,10 +1,10 @@
-"""One run and one rollout buffer: groups that are asked for, and their ends, acknowledged in time.
+"""Exchange of a run with one rollout buffer: groups are requested, claimed and acknowledged.
 
-    ask -> POST /v1/rollouts (groups asked for together share one)
-    claim, while somebody waits -> handed over, or kept until it is asked for
-    acknowledge, when the run's own ledger has it: a crash in between brings the same group again, and changes nothing
+    ask -> POST /v1/rollouts (concurrent requests share one)
+    claim, while a caller waits -> handed over, or kept until requested
+    acknowledge, when the run's ledger has it: after a crash in between the same group comes again, harmlessly
 
-The run's name at the buffer lies in the run directory, so that a resumed run finds what was made for it meanwhile.
+The run's name at the buffer lies in the run directory, so that a resumed run finds the groups finished meanwhile.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Exchange:
         self._waiting: dict[Key, asyncio.Future[models.Ended]] = {}
         self._parked: dict[Key, models.Ended] = {}  # made for an earlier process of this run
         self._claims: dict[Key, str] = {}  # handed over or parked, not acknowledged
-        self._left: set[Key] = set()  # asked for, and nobody waits any more
+        self._left: set[Key] = set()  # requested, and no caller waits any more
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._begun = False
 
@@ -82,11 +82,11 @@ class Exchange:
         return models.Ended(**about, state="dropped", reason=TIMED_OUT, rollouts=[])
 
     async def close(self) -> None:
-        """Acknowledge what the ledger has by now, and close the connections."""
+        """Acknowledge the groups that the ledger has, and close the connections."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        with suppress(Exception):  # what is not acknowledged comes again if the run is resumed
+        with suppress(Exception):  # groups not acknowledged come again at a resume
             async with asyncio.timeout(PARTING):
                 await self._settle_now()
         await self._client.aclose()
@@ -105,7 +105,7 @@ class Exchange:
                     future.set_exception(error)
 
     async def _ask(self) -> None:
-        await asyncio.sleep(0)  # groups that are asked for together
+        await asyncio.sleep(0)  # collect concurrent requests
         while self._queue:
             groups: list[models.AskedGroup] = []
             tokens = 0
@@ -125,7 +125,7 @@ class Exchange:
                 assert claimed.claim is not None
                 self._hand_over(ended, claimed.claim)
             self._start("settle", self._settle)
-            await asyncio.sleep(0)  # those who waited go on, and may ask for more
+            await asyncio.sleep(0)  # waiting callers continue, and may request more
 
     def _hand_over(self, ended: models.Ended, claim: str) -> None:
         key = (ended.id, ended.attempt)
@@ -138,7 +138,7 @@ class Exchange:
             self._parked[key] = ended
 
     async def _settle(self) -> None:
-        """Look into the ledger until everything is settled: acknowledge what it has, drop what it dropped."""
+        """Poll the ledger until every group is settled: acknowledge those it has, drop those it dropped."""
         pause = FIRST_LOOK
         while self._claims or self._left:
             pause = FIRST_LOOK if await self._settle_now() else min(2 * pause, LAST_LOOK)
@@ -173,7 +173,7 @@ def _keys(keys: Sequence[Key]) -> list[models.Key]:
 
 
 def run_name(run_dir: Path | None) -> str:
-    """The run's name at every buffer: made once, kept in the run directory.
+    """The run's name at every buffer: created once, kept in the run directory.
 
     Raises:
         StorageError: it cannot be written or read.

@@ -1,4 +1,4 @@
-"""A generator that lives elsewhere: work claimed from a buffer, a function called a sample, what it made written back.
+"""A generator in another process: claim work from a buffer, call a function per sample, write the result back.
 
     async def generate(task):                               # one rollout, any number of turns
         story = Story(task)
@@ -35,7 +35,7 @@ PAUSE = 0.2  # seconds before work that failed is looked for again
 
 
 class GiveUp(Exception):
-    """Raised by a generate function: this rollout cannot be made; nobody shall try it again."""
+    """Raised by a generate function: this rollout cannot be generated and must not be retried."""
 
 
 class Away(Exception):
@@ -119,7 +119,7 @@ class Story:
     Example:
         story = Story(task)
         story.say(await task.ask(story.tokens))
-        story.tell(task.tokens)                 # what the environment says: does not train
+        story.tell(task.tokens)                 # the environment's text: does not train
         story.say(await task.ask(story.tokens))
         return story.sequence(reward=1.0)
     """
@@ -139,12 +139,12 @@ class Story:
         return [*self.prompt, *self._response]
 
     def say(self, turn: Turn) -> None:
-        """Add what the model said."""
+        """Add the model's tokens."""
         self.turns.append(turn)
         self._add(turn.tokens, turn.log_probs, 1, turn.versions)
 
     def tell(self, tokens: Sequence[int]) -> None:
-        """Add what it was told: tokens that do not train."""
+        """Add tokens that do not train: the environment's text."""
         self._add(tokens, [0.0] * len(tokens), 0, [-1] * len(tokens))
 
     def sequence(self, reward: float | dict[str, float] | None = None, **metadata: Any) -> models.Sequence:
@@ -200,7 +200,7 @@ async def serve(
     Args:
         url: of `slime buffer serve`.
         token: its token.
-        generate: makes one rollout; answers its sequence, or several that share the rollout.
+        generate: generates one rollout; returns its sequence, or several that share the rollout.
         concurrency: groups at once; the samples of a group are made side by side.
         run: only this run's work.
         task: only this task's.
@@ -274,7 +274,7 @@ class _Shop:
                 await asyncio.sleep(PAUSE)
 
     async def _make(self, work: models.Work) -> bool:
-        """Make what is missing of a group; whether all of it was written. The lease is given back otherwise."""
+        """Generate a group's missing samples; return whether all were written. Otherwise release the lease."""
         tasks = [
             asyncio.ensure_future(self._one(Task(work, sample.id, sample.seed, self._engine)))
             for sample in work.samples

@@ -1,6 +1,6 @@
 """The plugin `buffer`: a run's side of a rollout buffer, its rules, and `slime buffer`.
 
-`rollout.rollout_buffer_url` loads it without `--plugin`; the core then asks it for every group that trains.
+`rollout.rollout_buffer_url` loads it without `--plugin`; the core then requests every training group from it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Buffer:
 
     @hookimpl
     async def slime_run_done(self, ctx: Context) -> None:
-        """Acknowledge what the run's ledger has."""
+        """Acknowledge the groups that the run's ledger has."""
         await self._rollout.close()
 
     @hookimpl

@@ -1,4 +1,4 @@
-"""Rollouts that are made elsewhere: with `rollout.rollout_buffer_url`, what stands in the place of `slime_generate`.
+"""Rollouts from other processes: with `rollout.rollout_buffer_url` this replaces `slime_generate`.
 
 A group goes to the buffer with its prompt, the samples' ids and seeds, the sampling parameters and the address of a
 loopback `/generate` before the run's engine; it comes back with tokens, log-probs, weight versions and perhaps
@@ -46,7 +46,7 @@ class BufferRollout:
         return filled(group, await self._of(ctx).make(request, self._engine(ctx), seconds))
 
     async def close(self) -> None:
-        """Acknowledge, while the run's ledger can still be read, what it has; close the door before the engine."""
+        """Acknowledge the ledger's groups while it can still be read; close the server before the engine."""
         if self._exchange is not None:
             exchange, self._exchange = self._exchange[2], None
             await exchange.close()
@@ -97,7 +97,7 @@ def token_of(config: Config) -> str:
 
 
 def asked_group(group: Group, ctx: Context) -> models.AskedGroup:
-    """What the buffer is asked for."""
+    """The request to the buffer."""
     from slime_buffer.service import models
 
     if ctx.sampling is None:

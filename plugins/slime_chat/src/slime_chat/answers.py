@@ -1,7 +1,7 @@
 """Answers out, in OpenAI's words: one JSON object, or the chunks of a stream.
 
-An engine gives an answer whole. So a stream begins when the answer is there and brings it in a few chunks: role,
-reasoning, content, tool calls, the reason why it ended, and the usage where it was asked for.
+An engine returns a response whole. So a stream begins when it is complete, and sends it in a few chunks: role,
+reasoning, content, tool calls, the finish reason, and the usage if requested.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ async def open_session(
 
     Raises:
         DataError: TOK41 the tokenizer has no chat template.
-        EngineError: what a request met in the engine, in place of the agent's own exception.
+        EngineError: an engine error of a request, in place of the agent's own exception.
 
     Example:
         async with open_session(sample, ctx) as session:

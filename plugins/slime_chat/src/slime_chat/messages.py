@@ -2,7 +2,7 @@
 
 An assistant's message is known again by what a client may not lose: its text (without reasoning, outer white space
 aside) and its tool calls (names and arguments as JSON values). Reasoning, ids of calls, ``null`` against ``""`` and
-the order of keys may change on the way. Every other message is compared as it stands.
+the order of keys may change on the way. Every other message is compared literally.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def normal(raw: Any, where: str) -> Message:
             message["reasoning_content"] = str(reasoning)
     elif calls:
         raise bad(f"a {role} message has tool_calls", where)
-    if role != "assistant":  # an answer that is known is not encoded again, whatever its calls say
+    if role != "assistant":  # a known response is never encoded again
         check_characters(message, where)
     return message
 
@@ -96,7 +96,7 @@ def split_reasoning(text: str, *, open_: bool = False) -> tuple[str, str]:
 
 
 def bad(message: str, param: str | None = None, code: str | None = None) -> HttpError:
-    """The refusal of a request that cannot be served as it stands."""
+    """The refusal of a request that cannot be served."""
     return HttpError(400, f"{param}: {message}" if param else message, param=param, code=code)
 
 

@@ -4,7 +4,7 @@
     qwen_xml   <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>       Qwen3-Coder
     none       everything is content
 
-A text whose calls are not all well formed is content, whole: nothing of it is dropped or mended.
+A text whose calls are not all well formed is content, whole: nothing of it is dropped or repaired.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Parsing of `POST /v1/chat/completions` to a :class:`ChatRequest`, or a refusal in OpenAI's words.
 
 Three kinds of parameters: those that are served, those that change nothing (``user``, ``store``), and all others,
-which are refused unless they have the value that changes nothing. So nothing that a client asks for is silently left
+which are refused unless they have the value that changes nothing. So no request of a client is silently left
 out. What a task leaves out for its agent (``leave_out``) is counted.
 
 In training a draw must come from the run's own policy. Another ``temperature`` is honoured, since the trainer divides
@@ -37,7 +37,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "functions": ([],),
 }
-"""Values, beside ``null``, at which a parameter changes nothing."""
+"""Values, other than ``null``, at which a parameter changes nothing."""
 MOST = 128
 """Answers to one request."""
 
@@ -51,12 +51,12 @@ class ChatRequest:
     keys: list[Key]  # of the messages
     tools: list[Any] | None
     tools_key: str  # equal for equal tools
-    calls: bool  # whether tool calls are looked for in answers
+    calls: bool  # whether responses are parsed for tool calls
     params: SamplingParams
     n: int
     seed: int | None
     stream: bool
-    usage: bool  # whether a stream tells it
+    usage: bool  # whether a stream reports it
     log_probs: bool
     left_out: int  # parameters
 

@@ -3,7 +3,7 @@
     A -- B -- C          leaves C and D     sample 0: A B C   trains A, B, C
       `- D                                  sample 1: A D     trains D; A is prompt there
 
-A sample's ids are what the engine read and made, in order. Its prompt ends where its first trained answer begins, so a
+A sample's ids are the engine's input and output, in order. Its prompt ends where its first trained answer begins, so a
 shared beginning costs no response token. Draws at another temperature train in a sample of their own, since a sample
 has one.
 """
@@ -37,8 +37,8 @@ def samples_of(
         prompt: its own prompt's ids.
         leaves: last answers of the dialogues.
         facts: what all samples' metadata say.
-        tokenizer: decodes what stands between answers.
-        status: of every sample, where it is not that of its own last answer.
+        tokenizer: decodes the text between answers.
+        status: of every sample, if it is not that of its last answer.
     """
     parts = _parts(leaves)
     samples = [issued, *(sibling(issued, number) for number in range(1, len(parts)))]

@@ -60,7 +60,7 @@ class Session:
         branches: Branches,
     ) -> None:
         self.sample, self.base_url, self.api_key = sample, base_url, api_key
-        self.error: EngineError | None = None  # what a request met in the engine
+        self.error: EngineError | None = None  # the engine's error of a request
         self.aborted = False  # the run stopped a request
         self.failed = ""  # why the agent's work counts for nothing
         self.counts: Counter[str] = Counter()
@@ -75,7 +75,7 @@ class Session:
 
     @property
     def env(self) -> dict[str, str]:
-        """The environment variables that OpenAI's clients read; this machine's proxies are not asked."""
+        """The environment variables that OpenAI's clients read; this machine's proxies are not used."""
         direct = ",".join(filter(None, (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), LOOPBACK)))
         address = dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), self.base_url)
         return {**address, "OPENAI_API_KEY": self.api_key, "NO_PROXY": direct, "no_proxy": direct}
@@ -92,7 +92,7 @@ class Session:
     def samples(self) -> list[Sample]:
         """The training samples: the issued one first, filled, then its siblings of the same rollout.
 
-        Each is a dialogue from its first message to an answer after which nothing was asked, and is exactly what the
+        Each is a dialogue from its first message to an answer without a follow-up request, and is exactly what the
         engine read and made. Every token of an answer trains in one sample (mask 1); in others that share it, and of
         every message that the agent wrote, the mask is 0 or it is part of the prompt. Log-probs and versions are
         those of the engine. With ``branches="last"`` there is one sample, of the dialogue that came last.
@@ -102,7 +102,7 @@ class Session:
         ``branch`` (from 0) and ``answer`` (the last message's text); after :meth:`fail` also ``failed``.
 
         Raises:
-            EngineError: what a request met in the engine.
+            EngineError: an engine error of a request.
         """
         if self.error is not None:
             raise self.error
@@ -180,7 +180,7 @@ class Session:
             raise bad(f"{error.what}: {error.why}" if error.why else error.what, "messages", error.code) from error
 
     def _draw(self, tokens: Sequence[int], chosen: int | None) -> int:
-        """The seed of a draw: of the sample, its tokens so far, the client's own seed and how often it was asked."""
+        """The seed of a draw: of the sample, its tokens so far, the client's own seed and its number of requests."""
         digest = blake2b(array("q", tokens).tobytes(), digest_size=16).digest()
         names = (digest.hex(), *(() if chosen is None else (chosen,)))
         key = "/".join(map(str, names)).encode()
@@ -201,7 +201,7 @@ class Session:
             self.counts["cancelled"] += 1
             current = asyncio.current_task()
             if current is not None and current.cancelling():
-                raise  # the client has gone
+                raise  # the client has disconnected
             self._require_open()
             raise
         except EngineError as error:

@@ -1,12 +1,12 @@
 """A session's dialogues as a tree of answers, and the deepest answer that a history holds.
 
-    top -- [system, user] answer 0 -- [tool] answer 1 -- [tool] answer 3        the agent goes on
+    top -- [system, user] answer 0 -- [tool] answer 1 -- [tool] answer 3        the agent continues
                  |            `------ [tool] answer 2                           the same request again: a fork
                  `--- (another first message) answer 4                          a sub-agent, a compacted context
 
 A node is an answer of the engine, with the messages that led to it from its parent's. A history goes down the tree as
 long as its messages are those of a child, and the assistant's message is the one that was given there. What is left
-over becomes the prompt of a new node, an assistant's message that nobody gave among it.
+over becomes the prompt of a new node, including assistant messages that the engine never generated.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class Tree:
         self._tops: dict[str, Node] = {}  # by the tools that a dialogue began with
         self.nodes: list[Node] = []
         self.roots = 0  # first messages that dialogues began with
-        self.forks = 0  # answers that stand beside an earlier one
+        self.forks = 0  # answers with an earlier sibling
 
     def find(self, messages: Sequence[Message], keys: Sequence[Key], tools: str) -> tuple[Node, int]:
         """The deepest answer that a history holds, and how many of its messages lead there.
 
-        Of several answers with the same words the one with the very text and ids counts, then the latest.
+        Of several answers with the same words, prefer the one with the same text and ids, then the latest.
         """
         top = self._tops.setdefault(tools, Node())
         best, waiting = (0, 0, -1, top), [(0, 0, -1, top)]
@@ -89,5 +89,5 @@ class Tree:
         parent.spans[len(key)] += 1
 
     def leaves(self) -> list[Node]:
-        """Answers that nothing was asked after, in the order in which they came."""
+        """Answers without a follow-up request, in order of arrival."""
         return [node for node in self.nodes if not node.children]

@@ -1,6 +1,6 @@
 """Serves `slime.utils...` and `slime.rollout...` to functions written for THUDM/slime, backed by small modules here.
 
-The finder stands in `sys.meta_path` only while a run with such functions lives, and nowhere a real slime is installed.
+The finder is in `sys.meta_path` only during a run with such functions, and never if a real slime is installed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Self
 from slime_core.errors import PluginError
 
 HERE = "slime_compat.served"
-SERVED = {  # slime's module -> ours; empty: a package with nothing of its own
+SERVED = {  # slime's module -> ours; empty: a package without content
     "slime": "",
     "slime.utils": "",
     "slime.utils.types": f"{HERE}.samples",
@@ -99,7 +99,7 @@ def _is_served(module: ModuleType | None) -> bool:
 
 
 def real_slime() -> str | None:
-    """Where an importable package named ``slime`` lies that is not ours; None where there is none."""
+    """Location of an importable package ``slime`` that is not ours; None without one."""
     if (module := sys.modules.get("slime")) is not None and not _is_served(module):
         return str(module.__file__)
     spec = PathFinder.find_spec("slime")

@@ -1,4 +1,4 @@
-"""An HTTP server before a run's engine, for programs of this machine: uvicorn on a thread of its own.
+"""An HTTP server before a run's engine, for programs on this machine: uvicorn on its own thread.
 
     client -> head -> authorized? -> body, parsed -> [the engine's loop: handler] -> JSON, or server-sent events
 
@@ -89,7 +89,7 @@ class LoopbackServer(uvicorn.Server):
             self._loop.close()
 
     async def main_loop(self) -> None:
-        """Serve until :meth:`close`; connections that were just accepted are known afterwards."""
+        """Serve until :meth:`close`; connections accepted last are tracked afterwards."""
         await self._stop.wait()
         self._loop.remove_reader(self._socket)
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""The plugin `compat`: what the core asks for where a function by path was written for THUDM/slime.
+"""The plugin `compat`: used by the core for functions by path that were written for THUDM/slime.
 
 Functions by path find it by name; no `--plugin` is needed.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Compat:
-    """What `slime_core.compat.modules` asks for, beside the hooks."""
+    """Implementation of the interface of `slime_core.compat.modules`."""
 
     slime_api = 1
 
@@ -26,7 +26,7 @@ class Compat:
         return Finder.install()
 
     def server(self, calls: Mapping[int, GenerationCall], token: str = "") -> GenerateServer:
-        """A `/generate` that starts when its port is first asked for."""
+        """A `/generate` server that starts when its port is first needed."""
         from slime_compat.server import GenerateServer
 
         return GenerateServer(calls, token)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class GenerateServer:
-    """SGLang's `/generate` on the loopback; it starts when its port is first asked for.
+    """SGLang's `/generate` on the loopback; it starts when its port is first needed.
 
     ``calls`` are the running ones by their seeds: a request that bears such a seed belongs to it. With a ``token`` the
     server requires it; slime's own functions could not send one.
@@ -56,7 +56,7 @@ class GenerateServer:
             self._server = None
 
     async def _handle(self, request: Request) -> Any:
-        """Answer one `/generate` payload; runs on the engine's loop. Lists of prompts give lists of answers."""
+        """Serve one `/generate` payload; runs on the engine's loop. Lists of prompts give lists of responses."""
         payload = request.payload
         if payload.get("stream"):
             raise HttpError(400, "stream is not supported; leave it out")
@@ -113,7 +113,7 @@ class GenerateServer:
         return sglang.answer(done, len(tokens), text, log_probs=log_probs, version=engine.version)
 
     async def _scored(self, tokens: Sequence[int], payload: dict[str, Any]) -> dict[str, Any]:
-        """No new tokens: the log-probs of the prompt itself, as a teacher is asked for."""
+        """No new tokens: the log-probs of the prompt itself, as a teacher returns them."""
         engine: Any = self._context().engine
         start = max(1, int(payload.get("logprob_start_len", 0)))
         values = await engine.score(tokens, start) if start < len(tokens) else []

@@ -62,7 +62,7 @@ class BridgeRow:
 class Entry:
     """One tensor of a model: a row with its numbers filled in. ``layer`` and ``expert`` are -1 where it has none.
 
-    ``shapes`` are those of the Hugging Face tensors, in the order of ``hf``; empty where the row tells none.
+    ``shapes`` are those of the Hugging Face tensors, in the order of ``hf``; empty if the row has none.
     """
 
     megatron: str
@@ -262,7 +262,9 @@ def part(entry: Entry, whole: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
     """The Hugging Face tensors of a whole Megatron tensor, ordered as ``entry.hf``; the inverse of :func:`join`."""
     if entry.kind == "qkv":
         grouped = whole.reshape(sizes.groups, -1, *whole.shape[1:])
-        one = grouped.shape[1] // (sizes.heads // sizes.groups + 2)  # rows of a head: 1 or head_dim by what is stored
+        one = grouped.shape[1] // (
+            sizes.heads // sizes.groups + 2
+        )  # rows of a head: 1 or head_dim
         pieces = grouped.split([grouped.shape[1] - 2 * one, one, one], dim=1)
         return [piece.reshape(-1, *whole.shape[1:]) for piece in pieces]
     if entry.kind == "gate_up":

@@ -21,7 +21,7 @@ def find_bridge(loaded: Iterable[LoadedPlugin], hf_config: Any) -> Any:
 
     Raises:
         ConfigError: CFG200 none of the plugins has one.
-        PluginError: PLG56 a hook raised, PLG57 what it returned is no bridge.
+        PluginError: PLG56 a hook raised, PLG57 its result is no bridge.
     """
     plugins = [plugin for plugin in loaded if HOOK in plugin.answers]
     family = str(getattr(hf_config, "model_type", ""))

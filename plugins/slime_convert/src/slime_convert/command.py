@@ -95,10 +95,10 @@ def converters() -> dict[str, click.Command]:
 
 
 def converter(word: str) -> click.Command | None:
-    """The command of a word of `slime convert`; None where no installed trainer brings it.
+    """The command of a word of `slime convert`; None if no installed trainer has it.
 
     Raises:
-        ConfigError: CFG04 the package that brings it is not installed.
+        ConfigError: CFG04 its package is not installed.
         PluginError: PLG50 to PLG57 that package does not load.
     """
     name = CONVERTERS.get(word)
@@ -111,7 +111,7 @@ def converter(word: str) -> click.Command | None:
 
 
 class TrainerCommands(click.Group):
-    """Our own word, then those of installed trainers, which are imported when one is asked for."""
+    """The built-in word, then those of installed trainers, which are imported on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """All of them, for the help."""
@@ -127,7 +127,7 @@ class TrainerCommands(click.Group):
 def command() -> None:
     """Convert checkpoints, tensor by tensor, whatever their size (docs/conversion.md).
 
-    Interrupted conversions go on when the same command is given again; DST appears when it is complete.
+    An interrupted conversion continues when the same command is run again; DST appears when complete.
     """
 
 
@@ -154,7 +154,7 @@ def convert(values: dict[str, Any], work: Callable[[How], Done]) -> None:
     from slime_convert.folder_writing import How
 
     quiet, as_json = values.pop("quiet", False), values.pop("as_json", False)
-    torch.set_num_threads(1)  # files are what is made in parallel
+    torch.set_num_threads(1)  # files are written in parallel instead
     began = time.monotonic()
     with progress(quiet) as (total, moved):
         done = work(How(**values, total=total, moved=moved, note=say))

@@ -1,4 +1,4 @@
-"""A folder of files that are known beforehand, written several at once, compared, and published by one rename.
+"""A folder of planned files, written in parallel, verified, and published by one rename.
 
     plan | make files, several at once | [compare all] | one rename
 
@@ -50,7 +50,7 @@ class How:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Done:
-    """What was made: ``kept`` files are from an earlier try."""
+    """Result of a conversion; ``kept`` files are from an earlier attempt."""
 
     path: Path
     tensors: int
@@ -106,15 +106,15 @@ def write_folder(
     finish: Callable[[Job], None],
     pairs: Callable[[Job], list[tuple[TensorRows, TensorRows]]],
 ) -> Done:
-    """Write files and what stands beside them, compare all with ``how.verify``, and give the folder its name.
+    """Write all files, verify them if ``how.verify`` is set, and publish the folder.
 
     Args:
         used: the files that it is made from; with config.json of the folder ``config`` they make two tries the same
-        finish: writes what is no file of tensors
-        pairs: what was written, and what was meant
+        finish: writes the files without tensors
+        pairs: written and intended content
 
     Raises:
-        ConfigError: CFG12 the target is there. StorageError: STO109 and others, STO112 what was written differs.
+        ConfigError: CFG12 the target is there. StorageError: STO109 and others, STO112 a written file differs.
     """
     size = sum(file.size for file in files)
     how.total(size * (2 if how.verify else 1))
@@ -147,7 +147,7 @@ def _plan(kind: str, how: How, files: Sequence[PlannedFile], used: set[Path], co
 
 
 def _forget(files: Iterator[Path]) -> None:
-    """Let the system drop what it has in memory of files, so that they are read from the disk."""
+    """Drop files from the page cache, so that they are read from the disk."""
     for file in files:
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         try:

@@ -1,9 +1,9 @@
-"""One folder of files known beforehand: made in parallel, kept when interrupted, published by one rename.
+"""One folder of planned files: written in parallel, kept when interrupted, published by one rename.
 
-    claim .tmp-NAME  ->  keep what the journal lists  ->  room?  ->  write the rest  ->  [look]  ->  rename to NAME
+    claim .tmp-NAME  ->  keep the journal's files  ->  room?  ->  write the rest  ->  [look]  ->  rename to NAME
                      .tmp-NAME.journal: the plan, then a line with size and hash for each file that is durable
 
-The same job begun again goes on: files of the journal whose size and hash hold are not made again.
+The same job started again continues: files of the journal whose size and hash match are not written again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AGAIN = "free space or choose another folder, then give the same command again: 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class PlannedFile:
-    """A file to be made: its size in bytes is known, its bytes come when they are asked for."""
+    """A planned file: its size in bytes is known, its bytes are produced on demand."""
 
     name: str
     size: int
@@ -62,8 +62,8 @@ class Job:
     Args:
         target: the folder that will be there at the end; nothing, or an empty folder, is there now
         plan: JSON that is the same only when the same files would be made
-        force: replace what is at ``target``, when all else is done
-        moved: called with bytes as they are written, kept or looked at; from any thread
+        force: replace ``target``, as the last step
+        moved: called with numbers of bytes written, kept or verified; from any thread
         note: called with a line for the user
     """
 
@@ -87,7 +87,7 @@ class Job:
         self._stop = threading.Event()
         self._written = threading.Lock()
         self._fd = -1
-        self.kept = 0  # files that an earlier try had finished
+        self.kept = 0  # files finished by an earlier attempt
 
     def __enter__(self) -> Job:
         try:
@@ -260,7 +260,7 @@ class Job:
         return Mark(size, digest.hexdigest())
 
     def publish(self) -> None:
-        """Give the folder its name; what was there with ``force`` goes afterwards.
+        """Publish the folder; with ``force`` the replaced one is removed afterwards.
 
         Raises:
             StorageError: it cannot be renamed; all is still in the folder aside.

@@ -4,7 +4,7 @@
     torch_dist folder --Whole--+--> rows of a tensor -+-- Moved (part: a Hugging Face tensor)  --Cast--> a file
 
 A row is an index of the first axis. Which row goes where is what `bridge.join` does to row numbers, so the table of
-a bridge is all that is known of a layout.
+a bridge is the only description of a layout.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def nbytes(rows: TensorRows) -> int:
 
 
 def blocks(rows: TensorRows, first: int = 0, count: int | None = None) -> Iterator[memoryview]:
-    """The bytes of ``count`` rows in order, about `BLOCK` at a time; each block is gone when the next is asked for."""
+    """The bytes of ``count`` rows in order, about `BLOCK` at a time; a block is freed at the next one."""
     one = row_bytes(rows)
     end = rows.shape[0] if count is None else first + count
     step = max(1, BLOCK // max(one, 1))
@@ -204,7 +204,7 @@ class Cast:
 
 
 def cast(rows: TensorRows, dtype: torch.dtype | None) -> TensorRows:
-    """The rows in ``dtype``; None, and what is no floating-point number, keeps its own."""
+    """The rows in ``dtype``; None keeps each dtype; other than floating-point tensors always keep theirs."""
     return rows if dtype is None or dtype == rows.dtype or rows.dtype not in FLOATS else Cast(rows, dtype)
 
 

@@ -14,7 +14,7 @@ ANOTHER = "convert another checkpoint of the run: slime show RUN lists them"
 
 
 def newest_step(path: Path) -> Path | None:
-    """The newest `step-N` of a run directory, or of its `checkpoints`; None where there is none."""
+    """The newest `step-N` of a run directory, or of its `checkpoints`; None without one."""
     listings = (names_in(folder) for folder in (path, path / "checkpoints"))
     return next((step for named in listings for _, step in named if step.is_dir()), None)
 

@@ -1,4 +1,4 @@
-"""Llama 3, and what is built like it: grouped-query attention without biases, angles scaled from 3.1 on."""
+"""Llama 3 and models with its architecture: grouped-query attention without biases, angles scaled from 3.1 on."""
 
 from __future__ import annotations
 

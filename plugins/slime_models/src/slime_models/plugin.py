@@ -18,7 +18,7 @@ slime_families = tuple(BRIDGES)
 
 @hookimpl
 def slime_model_bridge(hf_config: Any) -> Bridge | None:
-    """The bridge of the config's family, None where there is none here."""
+    """The bridge of the config's family; None for an unknown family."""
     return BRIDGES.get(getattr(hf_config, "model_type", ""))
 
 

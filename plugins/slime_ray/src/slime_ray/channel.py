@@ -2,7 +2,7 @@
 
     driver -- RayChannel --calls--> Host (actor, computes nothing) -- ProcessChannel --> rank or engine process
 
-What is large goes through Ray's object store: put once, read by every host that sends it on. A host that is gone, with
+Large frames go through Ray's object store: put once, read by every host that forwards them. A lost host, with
 its machine or alone, takes its children with it; each of their channels says so.
 """
 
@@ -45,7 +45,7 @@ class Host:
         return socket.gethostname(), str(ray.util.get_node_ip_address()), [str(gpu) for gpu in gpus], os.getpid()
 
     async def look(self) -> Look:
-        """What this process does; it answers, so nothing keeps it."""
+        """State of this process; an answer shows that it is not blocked."""
         return Look(pid=os.getpid(), state=state_of(os.getpid()), why="it answers")
 
     async def call(self, function: str, *args: Any) -> Any:
@@ -67,7 +67,7 @@ class Host:
         return len(self._children) - 1, relayed.channel.pid
 
     async def write(self, number: int, parts: Parts) -> bool:
-        """Send a frame; False where the child is gone."""
+        """Send a frame; False if the child has ended."""
         try:
             head, blobs = parts
             await self._children[number].channel.write(Frame(head, [memoryview(blob) for blob in blobs]))
@@ -76,7 +76,7 @@ class Host:
         return True
 
     async def read(self, number: int) -> list[Parts]:
-        """The child's frames since the last call, at least one; none where it is gone."""
+        """The child's frames since the last call, at least one; empty once it has ended."""
         return await self._children[number].frames()
 
     async def ask(self, number: int, method: str, *args: Any) -> Any:
@@ -128,7 +128,7 @@ class RayChannel:
         """Start a child where ``host`` is.
 
         Raises:
-            ConnectionError: the host is gone.
+            ConnectionError: the host is lost.
             OSError: it cannot be started there.
         """
         try:
@@ -147,7 +147,7 @@ class RayChannel:
             if frame.stored is None and len(frame.head) + sum(len(blob) for blob in frame.blobs) >= LARGE:
                 parts = frame.stored = ray.put(parts)
             sent = asyncio.ensure_future(self._ask(self._host.write.remote(self._number, parts)))
-            sent.add_done_callback(_looked_at)  # where the caller is cancelled, nobody asks how it ended
+            sent.add_done_callback(_looked_at)  # a cancelled caller never fetches the result
             if not await asyncio.shield(sent):
                 raise ConnectionResetError("the process is gone")
 
@@ -168,11 +168,11 @@ class RayChannel:
         return end
 
     async def kill(self) -> None:
-        """See `Channel`; a host that is gone has taken its children with it."""
+        """See `Channel`; a lost host has taken its children with it."""
         await self._try("kill")
 
     async def tail(self) -> str:
-        """See `Channel`; empty where the host is gone."""
+        """See `Channel`; empty if the host is lost."""
         return await self._try("tail") or ""
 
     async def look(self) -> Look:
@@ -214,6 +214,6 @@ def _parts(frame: Frame) -> Parts:
 
 
 def gone(machine: str, error: RayActorError) -> str:
-    """The end of a sentence about a child whose host is gone, with Ray's reason."""
+    """The end of a sentence about a child whose host is lost, with Ray's reason."""
     reason = " ".join(str(error).split())
     return f"was lost with its host on {machine}: {reason[:400]}"

@@ -1,7 +1,7 @@
-"""Machines whose GPUs reach each other by NVLink, and which of them a run's bundles are asked to share.
+"""Machines whose GPUs reach each other by NVLink, and which of them a run's bundles should share.
 
 A rack such as NVL72 is one domain of many machines. Ray packs bundles onto few machines but knows nothing of racks, so
-the domain is chosen here, and each bundle is told to stay in it. Machines say theirs by a label.
+the domain is chosen here, and each bundle is placed in it. A machine's label names its domain.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from slime_ray.placement import Resources
 
 LABELS = ("ray.io/gpu-domain", "nvidia.com/gpu.clique")
-"""Ray's own, found by itself where the GPUs tell; and that of NVIDIA's GPU operator, for `ray start --labels`."""
+"""Ray's label, set by itself if the GPUs report it; and that of NVIDIA's GPU operator, for `ray start --labels`."""
 
 Labels = Mapping[str, str]
 

@@ -3,7 +3,7 @@
     slime run --detach -> Driver (detached actor, computes nothing) -> the driver's process -> hosts -> ranks, engines
 
 The process dies with the actor. One that was killed is started again, an actor that was lost is started again by Ray,
-on this machine if it is there: either goes on from where the run stands. An actor whose run has ended is gone.
+on this machine if it is there: either resumes the run. An actor whose run has ended is gone.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from slime_ray.joining import NAMESPACE
 from slime_ray.travelling import not_set_up
 
 START = 120.0  # seconds in which the actor must have come up
-ANSWER = 10.0  # seconds in which one that is up answers
+ANSWER = 10.0  # seconds in which a live one responds
 LOOK = 1.0  # seconds between looks whether a keeper still is the one
 AGAIN, PATIENCE = 0.25, 20.0  # seconds between signals to a process that is to end at once, and of all of them
 
 
 class Driver:
-    """The actor. It answers whatever its process does."""
+    """The actor. It responds even while its process is busy."""
 
     def __init__(self, order: Order) -> None:
         self._order, self._path = order, Path(order.run_dir)
@@ -54,7 +54,7 @@ class Driver:
         self._watching.start()
 
     async def about(self) -> dict[str, Any]:
-        """Where it is and what it keeps, once that has begun."""
+        """Its location and its process, once that has started."""
         while self._child is None and self._watching.is_alive():
             await asyncio.sleep(AGAIN / 10)
         child = self._child
@@ -100,7 +100,7 @@ class Driver:
             ray.kill(self._me)
 
     def _keep(self, *, requested: bool) -> int:
-        """The exit code of the run; of one that was asked to end before this actor came, that of its last process."""
+        """The exit code of the run; if it was stopped before this actor started, that of its last process."""
         if requested:
             return code_of(RunDir(self._path).read_info())
         code = 0
@@ -148,7 +148,7 @@ class Driver:
             os._exit(0)
 
     def _modules(self) -> dict[str, str]:
-        """PYTHONPATH: what travelled to this machine comes before what the command had."""
+        """PYTHONPATH: packages sent to this machine come before the command's."""
         both = [os.environ.get("PYTHONPATH", ""), self._order.environment.get("PYTHONPATH", "")]
         return {"PYTHONPATH": os.pathsep.join(filter(None, both))} if any(both) else {}
 
@@ -157,7 +157,7 @@ class Drivers:
     """Detached drivers of the cluster that this process has entered (`joining.entered`)."""
 
     def submit(self, name: str, order: Order) -> dict[str, Any]:
-        """Start one, by preference on this machine; what it says of itself.
+        """Start one, preferably on this machine; return its description.
 
         Raises:
             ConfigError: CFG16 one of that name is there, CFG17 it does not come up, CFG19 what travels with it cannot.
@@ -197,7 +197,7 @@ class Drivers:
         return sorted(name for name in actors if name.startswith(PREFIX))
 
     def find(self, name: str) -> DetachedDriver | None:
-        """The driver of that name; None where there is none, or none any more."""
+        """The driver of that name; None if it never existed or has ended."""
         with _gone():
             actor: Any = ray.get_actor(name, namespace=NAMESPACE)
             try:
@@ -208,7 +208,7 @@ class Drivers:
         return None
 
     def stop(self, name: str, *, now: bool) -> bool:
-        """Ask for its end; False where it does not answer at present. One that is gone has its end behind it."""
+        """Request its end; False if it does not respond. One that is gone has ended."""
         try:
             with _gone():
                 actor = ray.get_actor(name, namespace=NAMESPACE)
@@ -220,7 +220,7 @@ class Drivers:
 
 @contextmanager
 def _gone() -> Iterator[None]:
-    """An actor that is not there, or leaves while it is asked."""
+    """An actor that does not exist, or ends during a call."""
     with suppress(ValueError):
         try:
             yield

@@ -1,4 +1,4 @@
-"""The cluster's head while a run goes on: a run that lost it ends with our error, or is started again.
+"""The cluster's head during a run: a run that loses it ends with a clear error, or restarts.
 
 Ray itself waits a minute for its head (the GCS), and then ends this process without a word to the run.
 """
@@ -16,7 +16,7 @@ ANSWER = 5.0  # seconds in which it must take a connection
 
 
 async def answers(address: str) -> bool:
-    """Whether somebody listens at ``HOST:PORT``."""
+    """Whether a server listens at ``HOST:PORT``."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(ANSWER):
@@ -33,7 +33,7 @@ async def head_kept(address: str, *, often: float = OFTEN) -> AsyncIterator[None
     """A watch over the head at ``address`` while the block runs.
 
     Raises:
-        ConfigError: CFG17 it is gone; this replaces whatever the block ended with then.
+        ConfigError: CFG17 it is lost; this replaces the block's own exception.
     """
     task, ended = asyncio.current_task(), asyncio.Event()
     assert task is not None

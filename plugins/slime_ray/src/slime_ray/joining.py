@@ -2,7 +2,7 @@
 
     ray_address -> ray.init -> machines -> placement group -> a `channel.Host` in each bundle -> starts children there
 
-Our own cluster listens on the loopback, asks for Ray's token, and has no dashboard. It ends with the run.
+A cluster started here listens on the loopback, requires Ray's token, and has no dashboard. It ends with the run.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Hosts:
         self.alone = {driver, LOOPBACK} >= {machine.address for machine in machines}
 
     def reached(self, machine: Machine) -> str:
-        """The address at which what listens on a machine is asked: the loopback where all of them are this one."""
+        """The address of a server on a machine: the loopback if all machines are this one."""
         return LOOPBACK if self.alone else machine.address
 
     def visible(self, seat: Seat) -> dict[str, str]:
@@ -112,7 +112,7 @@ def joined(config: Config, plan: RayPlan) -> Iterator[str]:
     """The cluster of ``ray_address`` for a while; the answer says which it is.
 
     Raises:
-        ConfigError: CFG17 there is none at that address, or it is of another version.
+        ConfigError: CFG17 no cluster at that address, or one of another version.
     """
     address = address_of(config)
     processors = int(sum(bundle.get("CPU", 0) for bundle in plan.bundles))
@@ -125,10 +125,10 @@ def entered(address: str, *, env: Mapping[str, Any] | None = None, processors: i
     """The cluster at an address, or one of our own of at least so many processors, for a while; its own address.
 
     Args:
-        env: Ray's runtime environment of what is started from here.
+        env: Ray's runtime environment of the processes started from here.
 
     Raises:
-        ConfigError: CFG17 there is none at that address, or it is of another version.
+        ConfigError: CFG17 no cluster at that address, or one of another version.
     """
     if ray.is_initialized():
         raise ConfigError("this process is part of a Ray cluster already", code="CFG17", where=ADDRESS)
@@ -156,7 +156,7 @@ def _init(address: str, processors: int, env: dict[str, Any]) -> None:
         else:
             _probe(address)
             ray.init(address, **common)
-    except Exception as error:  # Ray has no class of its own for most of what can go wrong here
+    except Exception as error:  # Ray has no exception class for most failures here
         shut = isinstance(error, PermissionError) or "token" in str(error).lower()
         raise ConfigError(
             f"no Ray cluster can be joined at {address}",
@@ -190,7 +190,7 @@ def _own(processors: int, common: dict[str, Any]) -> None:
 
 
 def _probe(address: str) -> None:
-    """Ray asks for long at an address where nobody listens, or lets it in; this asks once, and raises an OSError."""
+    """Connect once and raise an OSError: Ray itself retries for long where no server listens."""
     location = address_of_auto() if address == "auto" else address
     host, _, port = location.rpartition(":")
     if port.isdigit():
@@ -201,7 +201,7 @@ def _probe(address: str) -> None:
 
 @contextmanager
 def _our_signals() -> Iterator[None]:
-    """Ray puts handlers of its own in their place."""
+    """Ray replaces them with its own."""
     before = {number: signal.getsignal(number) for number in KEPT}
     try:
         yield
@@ -216,7 +216,7 @@ async def hosts(config: Config, plan: RayPlan) -> AsyncIterator[Hosts]:
     """Reserve the plan's bundles and put a host into each; all are given back at the end.
 
     Raises:
-        ConfigError: CFG18 the cluster has no room for them, with what is wanted and what is there.
+        ConfigError: CFG18 the cluster has no room for them, with the demand and the resources.
     """
     driver = str(ray.util.get_node_ip_address())
     if not plan.bundles:
@@ -242,7 +242,7 @@ async def hosts(config: Config, plan: RayPlan) -> AsyncIterator[Hosts]:
             raise not_set_up(error) from error
         yield Hosts([Machine(actor, *fact) for actor, fact in zip(actors, facts, strict=True)], driver)
     finally:
-        if await answers(head()):  # without it there is nobody to ask, and Ray would wait for it
+        if await answers(head()):  # without it Ray would wait
             for actor in actors:
                 ray.kill(actor)
             remove_placement_group(group)
@@ -317,5 +317,5 @@ def _nodes() -> dict[str, dict[str, Any]]:
 
 
 def _carried() -> dict[str, str]:
-    """What children need of the driver's environment, beside that of their machine."""
+    """Variables that children need from the driver's environment, in addition to their machine's."""
     return {name: os.environ[name] for name in ("PYTHONPATH", NCCL_MEMORY) if name in os.environ}

@@ -1,4 +1,4 @@
-"""What a run asks of a Ray cluster: bundles, and who lives in which.
+"""A run's demand of a Ray cluster: bundles, and which part lives in which.
 
     GPUs, colocate       a bundle a training machine: its ranks, and the engines that share their GPUs
     GPUs, disaggregated  the same, and a bundle an engine
@@ -113,7 +113,7 @@ def _seat(
 
 
 def engines(config: Config) -> int:
-    """Embedded engines of a run: what is asked for, or what the GPUs give; 1 on a CPU."""
+    """Number of embedded engines of a run: as configured, or one a GPU; 1 on a CPU."""
     rollout, cluster = config.rollout, config.cluster
     if rollout.rollout_num_engines:
         return rollout.rollout_num_engines

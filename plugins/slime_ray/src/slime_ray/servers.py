@@ -1,10 +1,10 @@
-"""Servers of an engine on the machines of a Ray cluster: started, watched and ended there by hosts, asked from here.
+"""Servers of an engine on a Ray cluster's machines: started, watched and stopped by hosts, called from here.
 
     Server --Host--> RayHost --calls--> channel.Host (actor) --> ``launch.host()`` --> launcher --> server
     Server ------------------ HTTP, with its token ----------------------------------^
 
 A server listens on the address that its machine has in the cluster; on the loopback where all machines are this one.
-Its log lies in the run directory, which all machines see. A host that is gone takes its servers with it: their
+Its log lies in the run directory, which all machines see. A lost host takes its servers with it: their
 launchers hang on a pipe that it holds.
 """
 
@@ -41,7 +41,7 @@ STARTING = 60.0
 
 
 class RayHost:
-    """Implements `host.Host` on a host's machine; ``name`` tells its servers apart."""
+    """Implements `host.Host` on a host's machine; ``name`` distinguishes its servers."""
 
     def __init__(self, machine: Machine, name: str) -> None:
         self.machine, self.place, self.pid, self.lost = machine, machine.name, 0, ""
@@ -74,7 +74,7 @@ class RayHost:
         self.pid = 0
 
     async def listener(self, port: int) -> Listener:
-        """See `Host`; nobody, where the host is gone."""
+        """See `Host`; empty if the host is lost."""
         try:
             listener: Listener = await self._call("listener", port)
         except ConnectionError:
@@ -101,7 +101,7 @@ class RaySites:
         self._config, self._placed, self._hosts = config, placed, hosts
 
     async def on_server(self, function: str, *args: Any) -> Any:
-        """See `host.ServerSites`; what a program needs lies under the same path on all machines."""
+        """See `host.ServerSites`; a program's files have the same path on all machines."""
         return await self._call(self._placed.engines[0], function, *args)
 
     async def on_trainer(self, function: str, *args: Any) -> Any:
@@ -126,7 +126,7 @@ class RaySites:
         return None
 
     def server(self, number: int) -> Site:
-        """See `host.ServerSites`: the GPUs of its seat, and what NCCL has to be told alike there and in the ranks."""
+        """See `host.ServerSites`: the GPUs of its bundle, and NCCL's settings, which must equal those of the ranks."""
         variables = {name: os.environ[name] for name in (NCCL_MEMORY,) if name in os.environ}
         return self._site(
             number, f"server {number}", {**variables, **self._hosts.visible(self._placed.engines[number])}

@@ -1,4 +1,4 @@
-"""Ray's token: whether the head at an address lets this process in, asked before Ray asks it for half a minute."""
+"""Ray's token: whether the head at an address admits this process, checked before Ray retries for half a minute."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from importlib import import_module
 from typing import Any
 
 ASK = "/ray.rpc.NodeInfoGcsService/GetClusterId"
-"""What every client of a head asks it first; an empty message is a whole one."""
+"""The first request of every client of a head; an empty message is valid."""
 PATIENCE = 5.0  # seconds
 MODE = "RAY_AUTH_MODE"
 
 
 def let_in(address: str) -> bool:
-    """False where the head says that this process's token, or that it has none, is wrong; True where nobody can tell.
+    """False if the head rejects this process's token or its absence; True if unknown.
 
     Raises:
         Exception: Ray's own, where this process is to have a token and has none.
@@ -39,7 +39,7 @@ def address_of_auto() -> str:
         from ray._private.services import canonicalize_bootstrap_address
 
         return canonicalize_bootstrap_address("auto") or "auto"
-    except Exception:  # of Ray's inner life; or there is none, which `ray.init` tells
+    except Exception:  # Ray's internals may differ, or no head is there, which `ray.init` reports
         return "auto"
 
 

@@ -3,8 +3,8 @@
     slime_mine-1.0-py3-none-any.whl --unpacked here--> slime_mine/, slime_mine-1.0.dist-info/ --Ray--> a folder on
     every machine, first on the path of hosts and of all that they start
 
-Ray would hand a wheel to pip, which asks an index for what the wheel requires; here nothing is installed and nobody
-asked.
+Ray would hand a wheel to pip, which asks an index for its requirements; here nothing is installed and no index
+is asked.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def read_wheel(path: Path) -> Wheel:
 
 
 def check_travelling(config: Config, plugins: Plugins) -> list[str]:
-    """See that wheels bring what this process has loaded; the answer is what a person should know.
+    """Check that wheels contain what this process has loaded; return notices.
 
     Raises:
         ConfigError: CFG19 no wheel, or another version of a plugin that the run uses.

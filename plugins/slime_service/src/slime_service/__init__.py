@@ -1,1 +1,1 @@
-"""What an HTTP service of a plugin stands on: a folder with a token, a socket, a guard before its routes, a server."""
+"""Base of a plugin's HTTP service: a folder with a token, a socket, a guard before its routes, a server."""

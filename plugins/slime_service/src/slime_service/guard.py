@@ -1,6 +1,6 @@
-"""What every request meets before any route: the token, sizes, a deadline for the body; no answer without its form.
+"""Checks of every request before its route: the token, sizes, a deadline for the body; and the form of errors.
 
-Refused here: a request without the token (401, whatever it asks for), a body that is too large (413, none of it
+Refused here: a request without the token (401, on any path), a body that is too large (413, none of it
 kept), too slow (408), not JSON by its own account (415), and more requests at once than the service serves (429). A
 refusal is {"error": {code, what, where, why, fix}}.
 """
@@ -31,7 +31,7 @@ log = logging.getLogger("slime.service")
 
 
 class Refused(Exception):
-    """An answer that is no success: its status, and the parts of what is wrong."""
+    """An error response: its status, and the parts of the error."""
 
     def __init__(self, status: int, problem: dict[str, str], retry_after: int = 0) -> None:
         super().__init__(problem["what"])
@@ -44,7 +44,7 @@ class Refused(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of the answer, beside its type and length; a connection ends where its body may not have been read."""
+        """Headers of the response; the connection is closed if the request's body may be unread."""
         headers = {"www-authenticate": "Bearer"} if self.status == 401 else {}
         headers |= {"retry-after": str(self.retry_after)} if self.retry_after else {}
         return headers | ({"connection": "close"} if self.status in (401, 408, 413, 415) else {})

@@ -1,4 +1,4 @@
-"""Routes of the buffer as an ASGI application, with its OpenAPI page. Everything stands behind the token."""
+"""Routes of the buffer as an ASGI application, with its OpenAPI page. Every route requires the token."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _generator_routes(app: FastAPI, desk: BufferService, max_tokens: int) -> Non
 
     @app.post("/v1/work/release", response_model=models.Held, tags=["generator"])
     async def release(lease: models.Lease) -> Response:
-        """Give work back; what was written of it stays."""
+        """Release a lease; written samples stay."""
         return _answer(await desk.release(lease))
 
     @app.post("/v1/samples", response_model=models.Written, tags=["generator"])
@@ -146,7 +146,7 @@ def _generator_routes(app: FastAPI, desk: BufferService, max_tokens: int) -> Non
 
     @app.post("/v1/groups/push", response_model=models.Asked, tags=["generator"])
     async def push(push: models.Push) -> Response:
-        """Whole groups that nobody asked for."""
+        """Push whole groups that no run requested."""
         rollouts = [rollout for group in push.groups for rollout in group.rollouts]
         _limit((sequence.tokens for rollout in rollouts for sequence in rollout.sequences), max_tokens)
         _limit((group.tokens for group in push.groups), max_tokens)
@@ -166,7 +166,7 @@ def _other_routes(app: FastAPI, desk: BufferService) -> None:
 
     @app.get("/health", response_model=models.Health, tags=["look"])
     async def health() -> Response:
-        """Whether the service answers."""
+        """Health of the service."""
         return _answer(models.Health())
 
 
@@ -197,7 +197,7 @@ def _handle_errors(app: FastAPI) -> None:
 
 
 def _refusal(error: Exception) -> Refused:
-    """The typed answer to an exception that a request meets."""
+    """The typed response to a request's exception."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, QueueFull):

@@ -76,7 +76,7 @@ def _sequence(sample: Sample) -> models.Sequence:
 
 
 def pending(group: Stored) -> Group:
-    """An open group as the ledger is told of it."""
+    """An open group, as issued to the ledger."""
     samples = [Sample(id=f"{group.ledger_id}-{place}", rollout_id=place) for place in range(len(group.names))]
     return Group(prompt=_prompt(group), samples=samples, rollouts={place: [place] for place in range(len(samples))})
 

@@ -1,7 +1,7 @@
 """Who has what, and for how long: open groups that generators work on, ended groups that readers have taken.
 
 A lease is on disk, its end is not: after a start each has its whole length again, on a clock that only goes forward.
-What a dead claimer held is open again when its lease ends. A repeated request gets what it got before.
+A dead claimer's groups are open again when its lease ends. A repeated request gets the same response.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Leases:
     def claim_work(
         self, worker: str, request: str, *, run: str | None, task: str | None, count: int, seconds: float
     ) -> list[tuple[int, Stored]]:
-        """Open groups, oldest first, each under a lease of its own."""
+        """Open groups, oldest first, each under its own lease."""
         before = self._repeated(WORK, worker, request)
         if before:
             return before
@@ -69,12 +69,12 @@ class Leases:
         return claims
 
     def missing(self, group: Stored) -> list[int]:
-        """Places of the rollouts that nobody has written."""
+        """Indices of the unwritten rollouts."""
         done = {place for (place,) in self._rows("SELECT place FROM staged WHERE serial = ?", group.serial)}
         return [place for place in range(len(group.names)) if place not in done]
 
     def engine(self, run: str) -> str:
-        """The run's engine as it was told last, JSON; empty where there is none."""
+        """The run's engine as last reported, JSON; empty for none."""
         return str(self._tables.one("SELECT engine FROM runs WHERE name = ?", run))
 
     def extend(self, leases: Sequence[int], seconds: float) -> list[int]:
@@ -100,7 +100,7 @@ class Leases:
     def claim_batch(
         self, reader: str, request: str, *, run: str, count: int, seconds: float, restart: bool
     ) -> tuple[int | None, list[Stored]]:
-        """Groups of a run that have ended and nobody has taken, oldest first, under one lease."""
+        """Finished groups of a run that no reader has taken, oldest first, under one lease."""
         before = self._repeated(BATCH, reader, request)
         if before:
             return before[0][0], [group for _, group in before]
@@ -138,7 +138,7 @@ class Leases:
             for serial, _, _, state, unread, known_step, outcome in rows:
                 if not unread:
                     continue
-                if (known_step or 0) > 0:  # the ledger was to be told of it, and failed
+                if (known_step or 0) > 0:  # the ledger's update had failed
                     steps.add(known_step)
                 elif not acknowledge:
                     db.execute("UPDATE groups SET claim = NULL WHERE serial = ?", (serial,))

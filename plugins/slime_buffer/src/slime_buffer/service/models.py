@@ -1,4 +1,4 @@
-"""Bodies of the buffer's HTTP requests and answers. Strict; a key that is not named here is an error.
+"""Bodies of the buffer's HTTP requests and responses. Strict: an unknown key is an error.
 
 Ask -> Asked          ClaimWork -> Works         Write -> Written       Push -> Asked
 Lease -> Held         ClaimBatch -> Claimed      Settle -> Settled      DropGroups -> Asked
@@ -52,7 +52,7 @@ class EngineDoor(Wire):
 
 
 class Wanted(Wire):
-    """A rollout that is asked for: the sample's id, and the key of its draws."""
+    """A requested rollout: the sample's id, and the key of its draws."""
 
     id: Name
     seed: int = Field(0, ge=0, lt=2**64)
@@ -93,7 +93,7 @@ class Ask(Wire):
 
 
 class Standing(Wire):
-    """Where a group stands."""
+    """State of a group."""
 
     group: Name
     attempt: Attempt
@@ -120,7 +120,7 @@ class ClaimWork(Wire):
 
 
 class Work(About):
-    """An open group, leased. ``samples`` are those that nobody has written yet."""
+    """An open group, leased. ``samples`` are those not written yet."""
 
     lease: Name
     run: RunName
@@ -225,14 +225,14 @@ class Judged(Wire):
 
 
 class Written(Wire):
-    """Stored, known before, or refused, one by one; and the groups that are complete now."""
+    """Each sample's outcome (stored, known before, or refused), and the groups that are complete now."""
 
     trajectories: list[Judged]
     finished: list[Name]
 
 
 class PushedGroup(About):
-    """A whole group that nobody asked for."""
+    """A whole group that no run requested."""
 
     rollouts: list[Rollout] = Field(min_length=1, max_length=1024)
 
@@ -244,7 +244,7 @@ class PushedGroup(About):
 
 
 class Push(Wire):
-    """Groups of a generator's own, for whoever reads ``run``."""
+    """Groups that a generator pushes, for the readers of ``run``."""
 
     run: RunName
     groups: list[PushedGroup] = Field(min_length=1, max_length=256)
@@ -352,7 +352,7 @@ class Stats(Wire):
 
 
 class Health(Wire):
-    """The service answers."""
+    """The service is up."""
 
     status: Literal["ok"] = "ok"
 

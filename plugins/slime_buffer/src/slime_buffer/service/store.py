@@ -1,4 +1,4 @@
-"""What happens to groups on disk: asked for, pushed, written, finished, dropped.
+"""Groups on disk and their transitions: requested, pushed, written, finished, dropped.
 
 Every method is durable when it returns. Where the ledger has to be told of a group's state, ``told`` is 0 until it
 was: `Desk` then does so again after a crash.
@@ -48,7 +48,7 @@ class Store:
     # -- groups come
 
     def ask(self, run: str, engine: str | None, specs: Sequence[dict[str, Any]]) -> Change:
-        """New open groups; known ones that have ended are unread again, earlier attempts of theirs are dropped.
+        """Add open groups; known ones that have ended are unread again, and their earlier attempts are dropped.
 
         Raises:
             Full: too many open groups, or runs.
@@ -76,7 +76,7 @@ class Store:
         return change
 
     def push(self, run: str, groups: Sequence[tuple[dict[str, Any], Sequence[Incoming]]]) -> Change:
-        """Whole groups that nobody asked for; those that are known stay as they were.
+        """Add whole groups that no run requested; known ones are left unchanged.
 
         Raises:
             Full: too much is unread, or too many runs.
@@ -192,7 +192,7 @@ class Store:
         return serials
 
     def _set_dropped(self, serial: int, reason: str, tell: bool) -> None:
-        """One that was read before, and was asked for again, is read: the ledger has it as trained."""
+        """Mark a group as dropped; one that was read before stays read: the ledger has it as trained."""
         query = (
             "UPDATE groups SET state = iif(step IS NULL, 2, 3), told = step IS NOT NULL, unread = ?, reason = ?, "
             "lease = NULL, claim = NULL WHERE serial = ?"
@@ -201,7 +201,7 @@ class Store:
         self._db.execute("DELETE FROM staged WHERE serial = ?", (serial,))
 
     def _offer_again(self, stored: Known, spec: str) -> None:
-        """Whoever asks for what has ended has not got it."""
+        """A group that is requested after its end counts as unread."""
         if stored.state == READ:
             query = (
                 "UPDATE groups SET state = 1, unread = 1, claim = NULL, step = -abs(step), spec = ? WHERE serial = ?"

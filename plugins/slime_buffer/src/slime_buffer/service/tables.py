@@ -69,7 +69,7 @@ class BufferLimits:
     """What one service holds at most."""
 
     unread: int = 4096  # groups of a run that have ended and are not read; beyond it writers wait
-    open: int = 65536  # groups of a run that are asked for and not written
+    open: int = 65536  # requested groups of a run that are not written
     runs: int = 1024
 
 
@@ -83,7 +83,7 @@ class QueueFull(Exception):
 
 @dataclass(slots=True)
 class Stored:
-    """A group as it is on disk."""
+    """A group on disk."""
 
     serial: int
     run: str
@@ -101,7 +101,7 @@ class Stored:
         return f"{quote(f'{self.run}:{self.id}', safe='/:')}@{self.attempt}"
 
     def sample_ids(self) -> list[str]:
-        """Of what is stored of it in the ledger."""
+        """Of its samples in the ledger."""
         return [
             f"{self.ledger_id}-{place}" + (f".{part}" if part else "")
             for place, (parts, _) in enumerate(self.outcome)

@@ -1,4 +1,4 @@
-"""The plain values that bodies are made of: names, texts, tokens, JSON that is kept as it is, each with its bounds."""
+"""Plain values of request bodies: names, texts, tokens, JSON that is stored unchanged, each with its bounds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
 LONGEST = 1 << 20  # tokens of a list, characters of a text; the service's own limit is lower
-DEEPEST = 16  # levels of a JSON value that is kept as it is
+DEEPEST = 16  # levels of a JSON value that is stored unchanged
 LARGEST = 2**63
 SLACK = 1e-4  # a log-prob may exceed 0 by rounding
 

@@ -1,1 +1,1 @@
-"""What stands behind the modules of THUDM/slime that functions import; see `slime_compat.finder.SERVED`."""
+"""Implementations of the modules of THUDM/slime that functions import; see `slime_compat.finder.SERVED`."""

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The coroutine's answer, waited for; from inside a running loop it runs on a thread of its own."""
+    """Wait for the coroutine's result; from inside a running loop it runs on a separate thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -25,7 +25,7 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
 
 
 async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) -> Any:
-    """The rewards of several samples; ``custom_rm_path`` is asked once, for all of them."""
+    """The rewards of several samples; ``custom_rm_path`` is called once, for all of them."""
     if args.custom_rm_path:
         value = locate(args.custom_rm_path, "custom_rm_path")(args, samples, **kwargs)
         return await value if inspect.isawaitable(value) else value
