@@ -262,9 +262,7 @@ def part(entry: Entry, whole: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
     """The Hugging Face tensors of a whole Megatron tensor, ordered as ``entry.hf``; the inverse of :func:`join`."""
     if entry.kind == "qkv":
         grouped = whole.reshape(sizes.groups, -1, *whole.shape[1:])
-        one = grouped.shape[1] // (
-            sizes.heads // sizes.groups + 2
-        )  # rows of a head: 1 or head_dim
+        one = grouped.shape[1] // (sizes.heads // sizes.groups + 2)  # rows of a head: 1 or head_dim
         pieces = grouped.split([grouped.shape[1] - 2 * one, one, one], dim=1)
         return [piece.reshape(-1, *whole.shape[1:]) for piece in pieces]
     if entry.kind == "gate_up":
