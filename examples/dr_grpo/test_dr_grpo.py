@@ -107,7 +107,7 @@ def test_a_length_is_not_let_in_by_a_setting(keys):
 
 
 @pytest.mark.nightly
-def test_it_learns(train, scores):
+def test_a_run_with_the_plugin_learns(train, scores):
     before, after = scores(train(RECIPE), "arithmetic_heldout")
     assert before <= IMITATED
     assert after >= LEARNT

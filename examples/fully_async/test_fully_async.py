@@ -40,7 +40,7 @@ def metrics(run):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("length", ["whole"], indirect=True)
-def test_it_learns(run, scores):
+def test_the_recipe_learns(run, scores):
     found = scores(run, HELDOUT)
     assert found[0] <= IMITATED
     assert found[-1] >= LEARNT

@@ -97,7 +97,7 @@ def test_a_step_is_played_once_however_often_it_is_sent(environment):
 
 
 @pytest.mark.integration
-def test_what_is_no_request_is_refused_and_harms_nobody(environment):
+def test_a_malformed_request_is_refused_and_harms_nobody(environment):
     with client(environment) as http:
         for token in (b"Bearer \xe9", b"Bearer", b""):
             assert http.post("/episodes", json={"problem": 0}, headers={"authorization": token}).status_code == 401
@@ -161,7 +161,7 @@ def played(answers, environment, monkeypatch):
 
 
 @pytest.mark.integration
-def test_what_the_environment_says_stands_between_answers_and_does_not_train(environment, monkeypatch):
+def test_observations_stand_between_answers_and_do_not_train(environment, monkeypatch):
     made, tokenizer = played([action for action, _ in WAY], environment, monkeypatch)
     text = "key: se\ne<eos>\nkey: se\ns<eos>\nkey: e\ne<eos>\ndoor: nw\nn<eos>\ndoor: w\nw<eos>"
     assert tokenizer.decode(made.tokens) == text
@@ -253,7 +253,7 @@ def assert_nothing_lost(run, stats, counts, steps, warmup):
 
 @pytest.mark.system
 @pytest.mark.nightly
-def test_it_loses_nothing_when_the_environment_dies(environment, train, tmp_path):
+def test_a_run_loses_nothing_when_the_environment_dies(environment, train, tmp_path):
     flags = ("stage.warmup.num_rollout=10", "stage.grpo.num_rollout=3")
     assert_nothing_lost(*survived(environment, train, tmp_path, *flags), steps=3, warmup=10)
 
@@ -261,7 +261,7 @@ def test_it_loses_nothing_when_the_environment_dies(environment, train, tmp_path
 @pytest.mark.system
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(5))
-def test_it_learns_and_loses_nothing_when_the_environment_dies(environment, train, scores, tmp_path, seed):
+def test_a_run_learns_and_loses_nothing_when_the_environment_dies(environment, train, scores, tmp_path, seed):
     run, stats, counts = survived(environment, train, tmp_path, "--seed", seed)
     before, after = scores(run, "held_out")
     assert before < 0.7, "the warm-up imitates a player who stumbles"

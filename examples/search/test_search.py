@@ -101,7 +101,7 @@ def test_the_shipped_files_are_those_that_the_generator_writes(tmp_path):
         assert (tmp_path / name).read_text() == (HERE / name).read_text(), "run make_facts.py"
 
 
-def test_nothing_that_a_held_out_question_is_about_occurs_in_training():
+def test_entities_of_held_out_questions_do_not_occur_in_training():
     facts = {}
     for line in CORPUS:
         name, _, text = json.loads(line)["contents"].partition("\n")

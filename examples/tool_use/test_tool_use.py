@@ -93,7 +93,7 @@ def printed(*sources, **settings):
     return asyncio.run(run())
 
 
-def test_what_code_prints_is_told_and_does_not_train(play, tokenizer):
+def test_output_of_code_is_appended_and_does_not_train(play, tokenizer):
     sample, reward, engine = play("<code>print(347*582)</code>", "\\boxed{201954}<eos>")
     said = ["<code>print(347*582)</code>", "\n\n<interpreter>201954</interpreter>\n\n", "\\boxed{201954}<eos>"]
     assert tokenizer.decode(sample.response_tokens) == "".join(said)

@@ -12,7 +12,7 @@ from slime_core.report import RunDir
 pytestmark = pytest.mark.unit
 
 
-def test_a_folder_that_never_had_a_config_is_taken_again(tmp_path):
+def test_a_run_folder_without_a_config_is_reused(tmp_path):
     with RunDir.create("run", at=tmp_path / "run"):
         pass
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
@@ -23,7 +23,7 @@ def test_a_folder_that_never_had_a_config_is_taken_again(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["config.toml", "ledger.sqlite", "metrics.jsonl", "notes.txt", "segments/000001.seg"])
-def test_a_folder_with_anything_in_it_is_not(tmp_path, name):
+def test_a_run_folder_that_holds_a_file_is_refused(tmp_path, name):
     with RunDir.create("run", at=tmp_path / "run"):
         pass
     (tmp_path / "run" / name).write_text("x")
@@ -48,7 +48,7 @@ def test_a_run_that_was_killed_before_its_first_sample_starts_afresh(tmp_path, c
             resume.say_no_checkpoint(run_dir)
 
 
-def test_what_a_killed_process_left_goes_when_the_run_is_reopened(tmp_path):
+def test_leftovers_of_a_killed_process_are_removed_when_the_run_is_reopened(tmp_path):
     with RunDir.create("run", at=tmp_path / "run") as run_dir:
         run_dir.config.write_text("")
     left = [run_dir.path / ".run.json.123.tmp", run_dir.path / ".ranks-0123456789abcdef", run_dir.log / "rendezvous-1"]

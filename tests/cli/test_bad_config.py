@@ -42,7 +42,7 @@ def test_a_bad_configuration_ends_in_code_where_and_fix(cli, tmp_path, command, 
     assert os.listdir(tmp_path) == ["recipe.toml"]
 
 
-def test_the_same_through_a_process_and_as_json(slime, tmp_path):
+def test_a_bad_config_gives_the_same_error_through_a_process_and_as_json(slime, tmp_path):
     (tmp_path / "recipe.toml").write_text("[train]\nlrr = 1.0\n")
     done = slime("run", "recipe.toml", "--json")
     assert done.returncode == 2

@@ -26,7 +26,9 @@ TRL = "def reward(prompts, completions, **kwargs):\n    return [0.0 for _ in com
     ],
     ids=["no reward", "no rows", "no such set", "no such model", "no such column", "a reward of TRL", "an empty set"],
 )
-def test_what_is_missing_shows_before_a_run_directory_is_made(cli, own, monkeypatch, flags, code, text):
+def test_missing_rewards_data_and_models_are_reported_before_a_run_directory_is_made(
+    cli, own, monkeypatch, flags, code, text
+):
     for name in ("huggingface_hub.constants.HF_HUB_OFFLINE", "datasets.config.HF_HUB_OFFLINE"):
         monkeypatch.setattr(name, True)
     Path("empty.jsonl").touch()

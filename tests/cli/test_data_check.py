@@ -88,7 +88,7 @@ def written(tmp_path):
 
 
 @pytest.mark.parametrize(("content", "flags", "code", "where", "what"), [c[1:] for c in BAD], ids=[c[0] for c in BAD])
-def test_a_file_that_a_run_would_refuse(cli, written, model, content, flags, code, where, what):
+def test_a_file_that_a_run_would_refuse_is_an_error(cli, written, model, content, flags, code, where, what):
     limited = ("--hf-checkpoint", model) if "--rollout-max-prompt-len" in flags else ()
     path = written(content)
     done = cli("data", "check", path, *flags, *limited)
@@ -106,7 +106,7 @@ def test_a_missing_file_is_a_config_error(cli, tmp_path):
     assert (done.code, "CFG05" in done.err, f"{tmp_path}/gone.jsonl" in done.err) == (2, True, True)
 
 
-def test_what_a_file_holds(cli, written, model):
+def test_rows_keys_lengths_and_duplicates_of_a_file_are_reported(cli, written, model):
     rows = [{"input": "1+1=" + "+1" * i, "label": str(i)} for i in range(7)]
     repeated = [dict(rows[0]), {"input": "1+1=", "label": "other"}]
     path = written([*rows, *repeated, b"", b'{"input": "x", "label": 3, "more": null}', b"{"])

@@ -105,7 +105,7 @@ def tree(folder):
     }
 
 
-def test_what_is_no_run_is_refused(tmp_path, small, cli):
+def test_a_folder_that_is_no_run_is_refused(tmp_path, small, cli):
     assert cli("diff", small.run, tmp_path).code == 2
 
 

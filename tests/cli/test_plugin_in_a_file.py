@@ -63,7 +63,7 @@ def test_a_recipe_names_it_beside_itself(cli, own, length):
     assert json.loads(done.out)["plugins"] == ["length"]
 
 
-def test_it_is_checked_and_shown_by_its_path(cli, length):
+def test_a_plugin_in_a_file_is_checked_and_shown_by_its_path(cli, length):
     done = cli("plugins", "check", "length.py")
     assert (done.code, "all promises kept\n" in done.out) == (0, True), done.out + done.err
     done = cli("plugins", "show", "./length.py")

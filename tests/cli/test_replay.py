@@ -143,7 +143,7 @@ def test_verify_recomputes_the_gradient_too(small, cli):
     assert "verify" in cli("replay", small.run, "--step", "3", "--verify").out
 
 
-def test_another_recorded_loss_is_told(copied, cli):
+def test_a_recorded_loss_that_differs_is_reported(copied, cli):
     path = copied / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     (row,) = [row for row in rows if row["kind"] == "step" and row["version"] == 3]
@@ -195,7 +195,7 @@ def test_pruned_samples_are_named(copied, cli):
     assert cli("replay", copied, "--step", "3").code == 0  # from the checkpoint after it
 
 
-def test_another_machine_is_told(copied, cli):
+def test_a_recording_of_another_machine_is_reported(copied, cli):
     info = json.loads((copied / "run.json").read_text())
     info["machine"] = {**info["machine"], "cpu_threads": 64, "torch": "1.0"}
     (copied / "run.json").write_text(json.dumps(info))

@@ -160,7 +160,7 @@ def test_without_checkpoint_and_samples_there_is_nothing_to_resume(cli, halted):
     assert again.code == 2, "figures say that steps were made"
 
 
-def test_what_is_no_run_cannot_be_resumed(cli, tmp_path):
+def test_a_folder_that_is_no_run_cannot_be_resumed(cli, tmp_path):
     done = cli("run", "--resume", tmp_path)
     assert done.code == 2
     assert "error CFG05" in done.err

@@ -31,7 +31,7 @@ def figures(folder, *flags):
     return row
 
 
-def test_it_trains_with_the_embedded_engine_in_less_than_4_gib(smollm2):
+def test_a_real_model_trains_with_the_embedded_engine_in_less_than_4_gib(smollm2):
     row = figures(smollm2, "--engines", "local", "--flags", "--gradient-checkpointing", "true")
     assert (row["steps"], len(row["held_out"])) == (3, 2)
     assert row["peak_gib"] < 4
@@ -43,6 +43,6 @@ def test_a_verified_step_agrees_in_bfloat16(smollm2):
 
 
 @pytest.mark.sglang
-def test_it_trains_through_sglang(smollm2, sglang_python, monkeypatch):
+def test_a_real_model_trains_through_sglang(smollm2, sglang_python, monkeypatch):
     monkeypatch.setenv("SLIME_SGLANG_PYTHON", sglang_python)
     assert figures(smollm2, "--engines", "sglang")["steps"] == 3

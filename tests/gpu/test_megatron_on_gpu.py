@@ -182,7 +182,7 @@ def test_checkpoints_of_either_kind_go_on_with_the_other_on_gpus(offloads):
         assert near(root, f"{case}-after-{other}", f"{other}-third", 1)
 
 
-def test_what_is_on_the_gpu_goes_away_and_comes_back(offloads):
+def test_state_on_the_gpu_is_offloaded_and_comes_back(offloads):
     _, found = offloads
     for case in OFFLOADS:
         free, same = found[case]["parked"]

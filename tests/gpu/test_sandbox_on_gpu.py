@@ -83,7 +83,7 @@ def test_the_fork_server_has_not_touched_cuda(gpus):
     assert outcome.result == b"False"
 
 
-def test_one_without_a_gpu_has_none_whatever_it_says(gpus):
+def test_a_candidate_without_a_gpu_has_none_whatever_it_says(gpus):
     source = (
         "os.environ['CUDA_VISIBLE_DEVICES'] = '0'\nimport torch\nanswer = repr(torch.cuda.is_available()).encode()"
     )
@@ -99,7 +99,7 @@ def test_a_kernel_that_never_ends_is_ended_and_the_gpu_is_well(gpus):
 
 
 @pytest.mark.parametrize("end", ["os.abort()", "os._exit(0)", "import ctypes; ctypes.string_at(0)"])
-def test_one_that_dies_with_the_gpu_in_use_leaves_it_well(gpus, end):
+def test_a_candidate_that_dies_with_the_gpu_in_use_leaves_it_well(gpus, end):
     outcome = gpus.candidate(f"{HONEST}\nheld = torch.empty(1 << 30, device='cuda')\n{end}")
     assert outcome.status == "died", outcome
     assert gpus.candidate(HONEST).result == WELL

@@ -123,7 +123,7 @@ def test_where_a_container_covers_proc_and_nothing_hides_it_there_is_no_jail_of_
     assert said["error"]["code"] == "SBX134"
 
 
-def test_none_is_refused_without_trust():
+def test_level_none_is_refused_without_trust():
     with pytest.raises(SandboxError) as caught:
         asyncio.run(Sandbox.open(Policy(level="none")))
     assert caught.value.code == "SBX134"
@@ -131,7 +131,7 @@ def test_none_is_refused_without_trust():
     assert "--i-trust-this-code true" in caught.value.fix
 
 
-def test_none_with_trust_still_ends_what_it_starts(processes):
+def test_level_none_with_trust_still_ends_started_processes(processes):
     async def attempt():
         policy = Policy(level="none", i_trust_this_code=True)
         async with await Sandbox.open(policy, preload=("sandbox_entries",)) as box:

@@ -144,7 +144,7 @@ def test_no_tokens_and_fully_masked_sequences_are_defined(level):
     ],
     ids=["level", "mode", "weight bounds", "rejection bounds", "sequence"],
 )
-def test_what_has_no_meaning_is_refused(wrong):
+def test_bounds_and_modes_without_a_meaning_are_refused(wrong):
     with pytest.raises(ValueError, match=r"turn|bend|bounds|none|need the sequence"):
         wrong()
 

@@ -45,7 +45,7 @@ def test_the_newest_is_the_one_with_the_highest_version_whatever_the_clock_says(
     assert saves.checkpoints.oldest() == 4
 
 
-def test_what_the_loop_changes_after_the_call_is_not_in_the_checkpoint(saves):
+def test_state_that_changes_after_the_call_is_not_in_the_checkpoint(saves):
     state = {"step": 4, "plugins": {"one": [1]}}
 
     async def run():
@@ -108,7 +108,7 @@ class FlipsBits(Disk):
         super().write(fd, bad if fd in self.fds else data, offset)
 
 
-def test_no_old_one_goes_for_a_new_one_that_is_not_what_was_written(saves, monkeypatch):
+def test_an_old_checkpoint_stays_where_the_new_one_is_not_what_was_written(saves, monkeypatch):
     saves(1, 2)
     again = saves.at(keep=2)
     monkeypatch.setattr(durable, "disk", FlipsBits("head.bin"))
@@ -118,7 +118,7 @@ def test_no_old_one_goes_for_a_new_one_that_is_not_what_was_written(saves, monke
     assert saves.reopened().latest().version == 2
 
 
-def test_what_dead_processes_were_writing_is_removed(saves):
+def test_folders_of_dead_writers_are_removed(saves):
     for name in (".tmp-7-0123456789ab", ".tmp-removed-step-2-0123456789ab"):
         (saves.folder / name / "trainer").mkdir(parents=True)
         (saves.folder / name / "trainer" / "embed.bin").write_bytes(b"half")
@@ -184,7 +184,7 @@ def test_a_file_that_the_manifest_does_not_list_is_not_trusted(saves):
     assert "trainer/extra.bin" in saves.notes[0]
 
 
-def test_all_damaged_means_from_the_start(saves):
+def test_a_run_whose_checkpoints_are_all_damaged_starts_over(saves):
     saves(4, 7)
     for version in (4, 7):
         damage(saves.folder / f"step-{version}" / "state.json", "bit")

@@ -87,7 +87,7 @@ def _request(name, tokens=24, **changes):
     return dataclasses.replace(request, **changes)
 
 
-def test_it_keeps_every_promise_of_an_engine(engine, loop, weights):
+def test_an_engine_in_a_process_keeps_the_engine_contract(engine, loop, weights):
     """The checks run one after another on one process, the one before any load first."""
     assert ENGINE_CHECKS[0].__name__ == "engine_refuses_to_generate_before_its_first_load"
     for check in ENGINE_CHECKS:

@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
-def test_it_keeps_every_promise_of_an_engine(check, folder):
+def test_a_set_of_engines_keeps_the_engine_contract(check, folder):
     model = folder.build_model("float32")
     flags = ("--hf-checkpoint", str(folder.path), "--dtype", "float32", "--device", "cpu", "--cpu-threads", "1")
     config = resolve_machine(load_config(None, [*flags, "--rollout-slots", "4", "--rollout-max-response-len", "8"]))
@@ -104,7 +104,7 @@ def test_an_engine_with_other_weights_than_the_first_is_named_with_its_tensors()
     assert (caught.value.code, caught.value.where) == ("ENG83", "v")
 
 
-def test_one_that_fails_to_load_is_told_when_all_have_answered():
+def test_an_engine_that_fails_to_load_is_reported_after_all_have_answered():
     class Fails(FakeEngine):
         async def load(self, update):
             raise EngineError("it does not fit", code="ENG86")
@@ -197,7 +197,7 @@ def test_an_engine_is_held_only_where_another_serves(state):
     asyncio.run(run())
 
 
-def test_one_that_comes_back_while_the_others_are_paused_is_paused_too():
+def test_an_engine_that_returns_while_the_others_are_paused_is_paused():
     async def run():
         engines = [FakeEngine(vocab_size=16, stop_token=99) for _ in range(2)]
         them = EngineSet(engines)

@@ -190,7 +190,7 @@ def config(seconds):
     return Config(cluster=ClusterSection(hang_timeout=seconds))
 
 
-def test_what_hangs_is_ended_and_the_block_with_it(report, tmp_path):
+def test_a_hanging_rank_is_ended_and_the_watched_block_raises(report, tmp_path):
     told = []
     report.on_hang = told.append
 

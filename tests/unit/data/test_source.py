@@ -83,7 +83,7 @@ def test_the_order_is_a_function_of_seed_and_stage(twenty, source):
 
 
 @pytest.mark.parametrize("steps", [[7, 13, 30], [1] * 50, [50]], ids=["uneven", "one by one", "at once"])
-def test_it_does_not_matter_how_many_are_asked_for_at_once(twenty, source, steps):
+def test_the_order_does_not_depend_on_how_many_prompts_are_taken_at_once(twenty, source, steps):
     found = source(twenty, rollout_shuffle=True)
     assert texts(p for count in steps for p in found.next(count)) == texts(
         source(twenty, rollout_shuffle=True).next(50)

@@ -130,7 +130,7 @@ def test_a_version_or_a_folder_that_is_not_there_is_told(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', '{"format": 2}', '{"format": 1, "questions": [1]}'])
-def test_what_is_no_record_is_refused(tmp_path, text):
+def test_a_file_that_is_no_record_is_refused(tmp_path, text):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(DataError, match=r"x\.json is no record") as caught:
         find_records(tmp_path / "x.json")

@@ -172,7 +172,7 @@ def test_a_call_that_was_taken_back_before_it_began_changes_nothing(use):
     assert use(body) == ["main/1"]
 
 
-def test_what_waits_is_written_when_the_ledger_closes(tmp_path):
+def test_waiting_calls_are_written_when_the_ledger_closes(tmp_path):
     async def body():
         ledger = SqliteLedger(tmp_path)
         waiting = [asyncio.ensure_future(ledger.issue([sample_group(i)])) for i in range(20)]

@@ -152,7 +152,7 @@ def test_a_crash_between_rows_and_files_leaves_files_that_the_next_pruning_remov
     with_ledger(body)
 
 
-def test_what_an_earlier_process_left_half_written_is_removed(with_ledger, tmp_path):
+def test_files_that_an_earlier_process_left_half_written_are_removed(with_ledger, tmp_path):
     asyncio.run(SqliteLedger(tmp_path).close())
     left = Segments(tmp_path / "segments")
     left.append([b"never committed"])

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.unit
 
 
 @pytest.mark.parametrize("check", LEDGER_CHECKS, ids=lambda check: check.__name__)
-def test_it_keeps_the_contract(with_ledger, check):
+def test_the_ledger_on_disk_keeps_the_contract(with_ledger, check):
     with_ledger(check)
 
 

@@ -52,7 +52,7 @@ async def look(run):
         await ledger.close()
 
 
-def test_what_lay_in_a_segment_that_is_gone_is_pending_or_forgotten(tmp_path):
+def test_samples_of_a_segment_that_is_gone_are_pending_or_forgotten(tmp_path):
     asyncio.run(fill(tmp_path))
     assert recover(tmp_path, ResumePoint()) == []
     (tmp_path / "segments" / "000001.seg").unlink()

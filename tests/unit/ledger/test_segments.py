@@ -76,7 +76,7 @@ def test_big_endian_and_strided_arrays_are_stored_little_endian(store):
     assert store.read_array(ref).tolist() == [[0, 2], [4, 6], [8, 10]]
 
 
-def test_what_is_read_may_be_written_to(store):
+def test_arrays_that_were_read_are_writable(store):
     back = store.read_array(store.write_array(np.zeros(3)))
     back[0] = 1
     assert back[0] == 1

@@ -138,7 +138,7 @@ def run(tmp_path, install_plugin):
 
 
 @pytest.mark.parametrize("schedule", [(), FREE, ON_POLICY], ids=["lockstep", "free", "on-policy"])
-def test_it_gives_the_figures_of_one_in_place_and_steps_go_on_meanwhile(run, schedule):
+def test_an_evaluation_beside_training_has_the_figures_of_one_in_place_while_steps_go_on(run, schedule):
     """The evaluation of version 0 ends only after step 2, and that of 3 after step 5: in place they never would."""
     schedule = ("--save-interval", "3", *schedule)
     place, beside = run("place", *schedule), run("beside", "--eval-async", *schedule)
@@ -172,7 +172,7 @@ def test_a_run_trains_the_same_with_and_without_it(run):
     assert (place.trainer.weights["head"] == beside.trainer.weights["head"]).all()
 
 
-def test_one_that_is_due_waits_for_the_one_before_and_so_do_the_weights_of_its_engine(run):
+def test_a_due_evaluation_and_its_engines_weights_wait_for_the_evaluation_before(run):
     one = run("each", "--eval-async", "--eval-interval", "1")
 
     class Oldest:
@@ -251,7 +251,7 @@ def test_a_stop_after_it_waits_for_an_evaluation_of_earlier_weights(run):
     assert [version for version, _, _ in one.evaluations()] == [0, 3, 6]
 
 
-def test_what_it_runs_into_ends_the_run(run):
+def test_an_error_of_the_evaluation_ends_the_run(run):
     class Breaks(Weighed):
         async def generate(self, request):
             if request.id.startswith("eval/"):
@@ -264,7 +264,7 @@ def test_what_it_runs_into_ends_the_run(run):
     assert len(one.trainer.batches) < 6
 
 
-def test_who_waits_for_samples_hears_at_once_of_an_evaluation_that_failed(run):
+def test_a_wait_for_samples_ends_at_once_when_an_evaluation_fails(run):
     """Training samples of the third step are never judged, so nothing else would end that wait."""
 
     class Breaks(Weighed):
@@ -326,7 +326,7 @@ def test_tokens_of_other_weights_end_the_run_instead_of_becoming_a_figure(tmp_pa
     assert one.evaluations() == []
 
 
-def test_one_engine_is_refused_before_anything_is_trained(run):
+def test_a_single_engine_is_refused_before_training(run):
     one = run("one", "--eval-async", engines=1)
     with pytest.raises(ConfigError, match="none can be reserved") as caught:
         one.start()
@@ -335,7 +335,7 @@ def test_one_engine_is_refused_before_anything_is_trained(run):
     assert one.trainer.batches == []
 
 
-def test_what_was_taken_in_the_moment_of_a_stop_is_not_lost():
+def test_groups_taken_in_the_moment_of_a_stop_are_not_lost():
     """The collector has handed its groups over when the signal comes: they train, else a resumed run skips them."""
 
     async def run():

@@ -183,7 +183,7 @@ def test_a_free_run_makes_recorded_steps_again_and_loses_nothing(run):
     assert len({name for step in steps for name in step}) == counts["trained"] == 20
 
 
-def test_what_was_finished_is_not_judged_again(run, monkeypatch):
+def test_finished_groups_are_not_judged_again(run, monkeypatch):
     import sys
 
     pieces = run("once", "sync")

@@ -101,7 +101,7 @@ def test_a_change_inside_a_list_is_found_by_its_hash(load, generated, ctx, name,
         ("slime_step_done", "dict(report.metrics, more=1)"),
     ],
 )
-def test_what_a_hook_may_do_is_no_change(load, generated, ctx, name, change, watched):
+def test_annotations_columns_and_equal_copies_are_no_change(load, generated, ctx, name, change, watched):
     """Annotations, columns, and copies with the same content."""
     changing(load, generated, ctx, name, change, **watched)
 

@@ -31,7 +31,7 @@ def test_the_fifth_step_in_a_row_that_changes_nothing_is_explained():
     assert "0.25" in line
 
 
-def test_it_is_said_again_at_ten_twenty_and_forty():
+def test_an_alarm_is_repeated_after_ten_twenty_and_forty_steps():
     alarms = Alarms()
     said = [n for n in range(1, 81) if alarms.see(skipped("masked"))]
     assert said == [5, 10, 20, 40, 80]

@@ -55,7 +55,7 @@ def test_a_line_that_a_crash_cut_short_is_left_out(run_dir):
     assert [(row["version"], row["metrics"]["a"]) for row in history.steps_of(run_dir)] == [(1, 1.0), (2, 3.0)]
 
 
-def test_no_files_are_no_steps(run_dir):
+def test_a_history_without_files_has_no_steps(run_dir):
     assert history.steps_of(run_dir) == []
     assert history.evaluations_of(run_dir) == []
     assert history.states(run_dir) == {}

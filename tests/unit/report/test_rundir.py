@@ -192,7 +192,7 @@ def test_a_run_that_another_process_holds_is_not_reopened(holder):
     assert (path / "run.json").read_bytes() == before
 
 
-def test_what_is_no_run_is_not_reopened(tmp_path):
+def test_a_folder_that_is_no_run_is_not_reopened(tmp_path):
     with pytest.raises(ConfigError) as caught:
         RunDir.reopen(tmp_path)
     assert caught.value.code == "CFG05"

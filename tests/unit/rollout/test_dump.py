@@ -98,7 +98,7 @@ def test_every_flipped_bit_is_found(tmp_path):
             read_dump(path)
 
 
-def test_another_file_is_no_dump(tmp_path):
+def test_a_file_of_another_format_is_no_dump(tmp_path):
     path = step_path(tmp_path, 1)
     path.write_bytes(b"PK\x03\x04 and so on, a pickle of torch")
     with pytest.raises(StorageError, match="STO113"):

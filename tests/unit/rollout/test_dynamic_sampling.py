@@ -177,7 +177,7 @@ def test_groups_that_were_not_needed_neither_count_nor_break_a_row():
         _dropped(streak, 2)
 
 
-def test_no_limit_is_no_error():
+def test_drops_without_a_limit_end_no_run():
     streak = DropLimit(0, 1, lambda text: None)
     streak.issued(0)
     for position in range(50):

@@ -142,7 +142,7 @@ def test_filling_wastes_at_most_its_share(lengths):
 
 
 @pytest.mark.parametrize("odd", ["softcap", "s_aux", "position_bias"])
-def test_what_is_more_than_causal_attention_is_refused(odd):
+def test_models_with_more_than_causal_attention_are_refused(odd):
     q = torch.zeros(1, 1, 2, 4)
     segments = PackSegments.of([0, 2], [-1], "cpu")
     with pytest.raises(TypeError, match=odd):

@@ -84,7 +84,7 @@ def spoil(**changes):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_train_is_refused_by_name(change, code, says):
+def test_samples_that_cannot_train_are_refused_by_name(change, code, says):
     group = sample_group(7)
     change(group.samples[1])
     with pytest.raises(TrainerError) as caught:

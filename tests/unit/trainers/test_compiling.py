@@ -15,7 +15,7 @@ pytestmark = pytest.mark.unit
     ("choice", "device", "parameters", "wanted"),
     [("on", "cpu", 1, True), ("off", "cuda", LARGE, False), ("auto", "cpu", LARGE, False), ("auto", "cuda", 1, False)],
 )
-def test_what_the_setting_means(choice, device, parameters, wanted):
+def test_the_setting_the_device_and_the_size_decide_what_is_compiled(choice, device, parameters, wanted):
     assert pays(choice, torch.device(device), parameters) is wanted
 
 
@@ -39,7 +39,7 @@ def test_a_compiler_that_fails_is_told_once_and_the_plain_function_goes_on(caplo
     assert "no compiler here" in told
 
 
-def test_that_the_first_call_waits_for_the_compiler_is_said_once_before_it_does():
+def test_a_notice_says_once_before_the_first_call_that_it_waits_for_the_compiler():
     said = []
 
     def backend(graph, inputs):
@@ -53,7 +53,7 @@ def test_that_the_first_call_waits_for_the_compiler_is_said_once_before_it_does(
     assert said == [COMPILING, "compiles", "compiles"]
 
 
-def test_what_the_function_itself_raises_passes_through():
+def test_errors_of_the_compiled_function_pass_through():
     def wrong(x):
         raise ValueError(f"a shape of {tuple(x.shape)}")
 

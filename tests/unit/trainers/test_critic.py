@@ -123,7 +123,7 @@ def test_a_new_head_is_zero_and_the_layers_are_the_policys(ppo):
     assert all(torch.equal(mine[name], policy[name]) for name in set(mine) & set(policy))
 
 
-def test_what_leaves_the_device_takes_no_memory_there_and_comes_back_as_it_was(ppo, tmp_path):
+def test_offloaded_state_takes_no_device_memory_and_comes_back_unchanged(ppo, tmp_path):
     everything, ends = {"parameters", "optimizer", "gradients"}, []
     for leaves in (False, True):
         one = ppo(kl_loss_coef=0.1)

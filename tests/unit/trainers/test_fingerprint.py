@@ -42,7 +42,7 @@ def tensors():
     return {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
 
 
-def test_it_is_the_formula():
+def test_a_fingerprint_follows_the_formula():
     assert room.fingerprint(tensors(), 1) == by_hand(tensors())
 
 

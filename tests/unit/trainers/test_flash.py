@@ -54,7 +54,7 @@ def kernel(monkeypatch):
     ("heads", "width", "width_v"), [(4, 8, 8), (2, 8, 8), (1, 6, 6), (2, 12, 8), (4, 5, 9)],
     ids=["as-it-is", "grouped", "narrow", "latent", "odd"],
 )  # fmt: skip
-def test_it_is_attention_of_each_span(heads, width, width_v, scale, window):
+def test_flash_attention_is_attention_of_each_span(heads, width, width_v, scale, window):
     draw = torch.Generator().manual_seed(width)
     q = torch.randn(4, 5, width, generator=draw).transpose(0, 1)
     k, v = (torch.randn(7, heads, size, generator=draw) for size in (width, width_v))

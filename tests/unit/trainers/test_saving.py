@@ -82,7 +82,7 @@ def test_a_second_save_waits_for_the_first(bench, tmp_path, held):
     assert (tmp_path / "second" / "parameters.safetensors").exists()
 
 
-def test_what_the_trainer_gave_away_is_saved_from_the_host(bench, tmp_path):
+def test_offloaded_state_is_saved_from_the_host(bench, tmp_path):
     one = bench()
     one.call("step", made.batch_of())
     one.call("save", tmp_path / "here")
@@ -138,7 +138,7 @@ def test_a_full_disk_is_the_writers_error_and_the_next_save_works(bench, tmp_pat
     one.call("restore", tmp_path / "second")
 
 
-def test_what_differs_is_listed_in_one_message(bench, tmp_path):
+def test_all_differences_are_listed_in_one_message(bench, tmp_path):
     """A checkpoint of another model."""
     one = bench()
     one.call("save", tmp_path / "saved")
@@ -236,7 +236,7 @@ def test_tensors_cross_the_borders_of_blocks(tmp_path, monkeypatch):
     assert BLOCK == 64 << 20
 
 
-def test_what_changes_while_it_is_written_is_copied_first_and_nothing_else_is(tmp_path, held):
+def test_only_tensors_that_change_during_the_write_are_copied_first(tmp_path, held):
     """On a CPU: the last save of a run needs no memory beside the state's own."""
     tensors = {"a": torch.arange(5.0), "b": torch.arange(3.0)}
     layout = FileLayout("x", {n: (t.shape, t.dtype) for n, t in tensors.items()})

@@ -32,7 +32,7 @@ ROUNDED, OTHER = (
 """Two roundings of it, of a norm for which a limit alone is too narrow: 0.67 of it, as SmolLM2-135M shows on a GPU."""
 
 
-def test_what_rounding_does_to_a_tensor_passes():
+def test_the_rounding_of_a_tensor_passes():
     errors = compare(OTHER, TRUE, HALF, ROUNDED)
     assert compare(OTHER, TRUE, HALF)[NORM] > LIMIT
     assert max(errors.values()) < LIMIT / 2

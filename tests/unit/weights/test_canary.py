@@ -58,7 +58,7 @@ def test_all_ranks_of_a_tensor_are_compared_together():
     assert all(sum(other.name == row.name for other in taken) == 2 for row in taken)
 
 
-def test_all_leaves_the_turn_where_it_is_and_none_takes_nothing():
+def test_a_check_of_all_leaves_the_turn_and_a_check_of_none_takes_nothing():
     choice, other = Choice(rows()), Choice(rows())
     first = choice.take("rolling")
     assert names_of(choice.take("all")) == names_of(rows())

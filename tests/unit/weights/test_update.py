@@ -179,7 +179,7 @@ def test_the_last_update_of_a_stage_compares_all():
 
 
 @pytest.mark.parametrize(("how", "said"), [("off", "check_weights is off"), ("all", "they give no checksums")])
-def test_that_nothing_is_compared_is_said(how, said):
+def test_a_notice_says_when_no_tensor_is_compared(how, said):
     notes = []
     run = Run(**{"rollout.check_weights": how})
     run.engine.choice = type("Nothing", (), {"take": lambda self, check: ()})()
@@ -254,7 +254,7 @@ def test_a_stale_engine(tp):
     assert "the engine is stale, the update changed nothing" in error.why
 
 
-def test_one_stale_server_of_three():
+def test_a_stale_server_of_three_is_named():
     error = Run(servers=3).fails(lambda tensors, server: {} if server == 1 else tensors)
     assert "the engine is stale" in error.why
     assert error.where == "server 1, rank 0"
@@ -446,7 +446,7 @@ def test_a_mixture_of_experts_has_a_wider_band():
     assert mixture.limit == plain.MIXTURE * plain.FLOOR["bfloat16"]
 
 
-def test_that_a_model_is_a_mixture_is_known_from_the_engines_tensors():
+def test_a_mixture_of_experts_is_recognised_by_the_engines_tensors():
     run = Run()
     held = RankTensor(name="model.layers.0.mlp.experts.w13_weight", pieces=())
     route = WeightRoute(transport="disk", dtype="bfloat16", checks=(held,))
