@@ -22,8 +22,9 @@ from slime_core.evaluation.record import Evaluation, write_record
 from slime_core.evaluation.statistics import figures_of
 from slime_core.report.metrics import evaluation_metrics
 from slime_core.rollout.dump import Dump
+from slime_core.rollout.filters import unjudged
 from slime_core.rollout.groups import check_group, evaluation_params, issued_ids, pending_group
-from slime_core.rollout.score import note_reward, unjudged
+from slime_core.rollout.score import note_reward
 from slime_core.types import Group
 
 if TYPE_CHECKING:

@@ -169,8 +169,8 @@ Drops = Sequence[tuple[Sequence["Sample"], "Drop"]]
 class RequestTurn:
     """One request of a sample to its engine and its result: whole, or in pieces if it was suspended.
 
-    Whoever stops a request between two tokens (a gate before the engine, an engine whose server went away or takes new
-    weights) keeps one, requests its rest, and returns one Completion.
+    Whoever stops a request between two tokens (`rollout.suspendable_engine`, an engine whose server went away or takes
+    new weights) keeps one, sends its continuation, and returns one Completion.
 
     Example: RequestTurn(request=request, pieces=[completion], finish="stop")
     """
@@ -184,8 +184,8 @@ class RequestTurn:
         """New tokens so far."""
         return [token for piece in self.pieces for token in piece.tokens]
 
-    def rest(self, room: int | None = None) -> GenerateRequest:
-        """What is still to do, ``room`` tokens of it at most."""
+    def continuation(self, room: int | None = None) -> GenerateRequest:
+        """The request for the tokens that are missing, ``room`` of them at most."""
         tokens, request = self.tokens, self.request
         remaining = request.params.max_new_tokens - len(tokens)
         params = replace(request.params, max_new_tokens=remaining if room is None else min(remaining, room))
@@ -194,11 +194,11 @@ class RequestTurn:
     def add(self, piece: Completion, limit: int) -> None:
         """Note a piece of at most ``limit`` tokens; fewer without a stop mean that the context is full."""
         self.pieces.append(piece)
-        whole = len(self.tokens) >= self.request.params.max_new_tokens
-        if piece.finish != "length" or whole or len(piece.tokens) < limit:
+        complete = len(self.tokens) >= self.request.params.max_new_tokens
+        if piece.finish != "length" or complete or len(piece.tokens) < limit:
             self.finish = piece.finish
 
-    def whole(self, tokenizer: Any) -> Completion:
+    def completion(self, tokenizer: Any) -> Completion:
         """All pieces as one; the text is decoded anew where there are several. Plain log-probs are of all or none."""
         finish, pieces, tokens = self.finish or "length", self.pieces, self.tokens
         if len(pieces) == 1:
@@ -220,11 +220,11 @@ class RequestTurn:
 class GroupRecord:
     """A ledger's record of one prompt's group, over the latest attempt of each sample.
 
-    ``pending``: not finished, and generated again. ``finished`` and ``trained``: ``samples`` are stored and in the
-    group's order. ``dropped``: nothing of it trains; it has ``samples`` where it had been finished before.
+    ``new``: there is none. ``pending``: not finished, and generated again. ``finished`` and ``trained``: ``samples``
+    are stored and in the group's order. ``dropped``: nothing of it trains; it has ``samples`` where it was finished.
     """
 
-    state: Literal["pending", "finished", "trained", "dropped"]
+    state: Literal["new", "pending", "finished", "trained", "dropped"] = "new"
     attempt: int = 0
     version: int = 0  # that it made, where it is trained
     samples: list[Sample] = field(default_factory=list)  # those that were stored
@@ -232,6 +232,11 @@ class GroupRecord:
     last_reason: str = ""  # of the drops
     newest: int = -1  # highest version that made a token in any sample, dropped ones too
     ticks: dict[str, int] = field(default_factory=dict)  # sample id -> tokens that ``newest`` made in it
+
+    @property
+    def ended(self) -> bool:
+        """Whether it was finished or dropped."""
+        return self.state not in ("new", "pending")
 
 
 @runtime_checkable

@@ -116,12 +116,13 @@ def open_stage(
         stage=stage_name(config),
         recorded_groups=components.ledger.groups,
     )
-    dump = Dump(config, report.run_dir.path, report.note)
-    source = None if dump.loads else open_source(config, plugins, components.tokenizer, ctx)
+    dump = Dump(config, report.run_dir.path)
+    folder = config.rollout.load_debug_rollout_data
+    source = None if folder else open_source(config, plugins, components.tokenizer, ctx)
     evaluator = Evaluator(components.vocab_size, plugins, ctx, report)
     evaluations = progress.evaluations = Evaluations(evaluator, holder(config, components.reserve_engine))
     canary = Canary(config=config, vocab_size=components.vocab_size, text=source.text if source else lambda count: ())
-    collector: GroupSource = DumpedGroups(dump, components.ledger, plugins, ctx, report.note)
+    collector: GroupSource = DumpedGroups(components.ledger, plugins, ctx, report.run_dir.path, report.note)
     if source is not None:
         collector = Collector(
             source=source,

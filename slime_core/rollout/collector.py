@@ -1,47 +1,50 @@
-"""Collector of finished groups: the only rollout loop, for on-policy and for asynchronous runs.
+"""The only rollout loop: a collector keeps groups in flight and hands finished ones to training, a step at a time.
 
-    source.next -> issue (ledger) -> generate -> check -> score -> finish (ledger) -> kept -> take
-                                        |                   |                           `- surplus: next step, or drop
-                                        `--- drop(reason) --'   a dropped group's place goes to the next prompt
+    source -> issue -> generate -> check -> score -> finish -> take -> train -> admit
+                 `------------ in flight -------------'   |         the next version's prompts start
+                                |                         `- not taken: the next step's, or dropped (over-sampling)
+                                |- dropped with a reason: the next prompt starts in its place
+                                `- stale: begun again, or dropped
 
-One number bounds the waiting: a prompt starts only while issued-but-untrained groups are fewer than
-``(max_staleness + 1) * rollout_batch_size``. At 0 nothing runs ahead of training. With over-sampling the number is
-``over_sampling_batch_size`` at the start of a step; the rest makes up for dropped groups (`rollout.over_sampling`).
+`issue`, `finish` and every drop are recorded in the ledger. A prompt starts only while the groups that are issued and
+not yet trained are fewer than ``(max_staleness + 1) * rollout_batch_size``; at 0 nothing runs ahead of training.
+Which groups a step takes is a `StepSelection`: `InOrder`, `AsFinished`, `OverSampling` or `PartialRollout`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, ParamSpec, cast
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from slime_core.errors import PluginError, SlimeError
-from slime_core.rollout.groups import Counts, GroupSource, InFlight, Source, check_group, issued_ids, pending_group
-from slime_core.rollout.over_sampling import OVER_SAMPLED, OverSampling, version_metrics
-from slime_core.rollout.partial_rollout import SuspendableEngine
-from slime_core.rollout.recovery import Recovery, stands, stored_group
-from slime_core.rollout.score import PLUGIN, DropLimit, ScoredGroup, score_group
-from slime_core.rollout.staleness import RESTARTED, STALE, Staleness, mask_older
+from slime_core.rollout.filters import PLUGIN, DropLimit
+from slime_core.rollout.groups import Counts, GroupSource, OpenGroup, OpenGroups, Source, check_group, issued_ids
+from slime_core.rollout.over_sampling import OVER_SAMPLED, OverSampling
+from slime_core.rollout.partial_rollout import PartialRollout, mask_older, version_metrics
+from slime_core.rollout.recovery import ResumableSource, can_reuse, stored_group
+from slime_core.rollout.score import score_group
+from slime_core.rollout.staleness import RESTARTED, STALE, Staleness, version_span
+from slime_core.rollout.step_selection import AsFinished, InOrder, StepSelection
+from slime_core.rollout.suspendable_engine import SuspendableEngine
 from slime_core.types import Drop, Group
 
 if TYPE_CHECKING:
     from slime_core.context import Context
     from slime_core.plugins import Plugins
-    from slime_core.protocols import Drops, Engine, GroupRecord, Ledger
+    from slime_core.protocols import Drops, Ledger
+    from slime_core.types import Completion
 
 P = ParamSpec("P")
 
 
 class Collector(GroupSource):
-    """Keeps groups in flight and hands them over in order.
+    """Keeps groups in flight and hands over finished ones.
 
-    In ``lockstep`` groups are taken in prompt order, so a run is a function of its seed; in ``free`` as they finish,
-    but never past one that would grow older than ``max_staleness``. ``note`` gets sentences for people. A run that
-    goes on says ``resumed``: the ledger may know of groups; ``saved`` is its checkpoint's :meth:`state`, if any.
+    ``note`` gets sentences for people. ``resumed``: an earlier process may have issued groups; ``saved`` is the
+    checkpoint's :meth:`state`, if any.
     """
 
     def __init__(
@@ -57,363 +60,278 @@ class Collector(GroupSource):
         resumed: bool = False,
         saved: Mapping[str, Any] | None = None,
     ) -> None:
-        self._source, self._ledger, self._plugins, self._ctx = source, ledger, plugins, ctx
-        self._vocab_size = vocab_size
         rollout = ctx.config.rollout
-        self._batch = rollout.rollout_batch_size
-        self._ahead = rollout.max_staleness + 1
-        self._lockstep = rollout.async_schedule == "lockstep"
-        self._steps_left = steps
-        self._open = 0  # issued and not yet trained or dropped
-        self._taken = 0  # of those, handed over for the step in training
-        self._in_flight: dict[int, InFlight] = {}  # by position
-        self._kept: dict[int, Group] = {}  # by position, in the order in which they finished
-        self._tasks = Tasks()
-        self._staleness = Staleness(ctx.config)
-        self._filling = asyncio.Lock()
-        self._ended = False  # the source has
-        self._drop_limit = DropLimit(rollout.max_dropped_groups, self._batch, note)
-        self._selection: OverSampling | None = None
-        over, supervised = rollout.over_sampling_batch_size > self._batch, ctx.config.train.loss_type == "sft_loss"
-        if over and not supervised and ctx.engine is not None:
-            engine = SuspendableEngine(ctx.engine, ctx.tokenizer, self._tasks.stir)
-            self._selection = OverSampling(ctx.config, engine)
-            self._ctx = replace(ctx, engine=cast("Engine", engine))
-        self.counts = Counts()
-        self._recovery = Recovery(ledger, saved) if resumed or saved is not None else None
-        self._recorded = self._recovery.issued if self._recovery is not None else 0  # positions below it, by then
-        self._issued = self._recorded  # positions below it have begun
-        self._marks: deque[dict[str, Any]] = deque()  # states of the source before it was asked, to the oldest open
+        self._ledger, self._plugins, self._vocab_size, self._steps_left = ledger, plugins, vocab_size, steps
+        self._groups = OpenGroups()
+        self._in_flight, self._finished = self._groups.in_flight, self._groups.finished
+        self._tasks, self._filling = Tasks(), asyncio.Lock()
+        self._staleness = Staleness(ctx.config, self._groups)
+        self._selection = self._step_selection(ctx)
+        self._ctx = replace(ctx, engine=self._selection.engine)
+        self._source = ResumableSource(source, ledger, saved, resumed=resumed)
+        self._drop_limit = DropLimit(rollout.max_dropped_groups, rollout.rollout_batch_size, note)
         if saved is not None:
-            source.restore(saved["source"])
             self._drop_limit.restore(saved["streak"])
+        self.counts = Counts()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self._tasks.cancel()
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, JSON-ready: the open groups, and where the data source stood before them."""
-        open_ = sorted({*self._in_flight, *self._kept})
-        oldest = min(open_, default=self._issued)
-        while len(self._marks) > 1 and self._marks[1]["position"] <= oldest:
-            self._marks.popleft()
-        source = self._marks[0] if self._marks else self._source.state()
-        return {"source": source, "issued": self._issued, "open": open_, "streak": self._drop_limit.state()}
+    def _step_selection(self, ctx: Context) -> StepSelection:
+        config, rollout, groups = ctx.config, ctx.config.rollout, self._groups
+        over_samples = rollout.over_sampling_batch_size > rollout.rollout_batch_size
+        if over_samples and config.train.loss_type != "sft_loss" and ctx.engine is not None:
+            engine = SuspendableEngine(ctx.engine, ctx.tokenizer, self._tasks.wake)
+            if rollout.partial_rollout:
+                return PartialRollout(config, groups, engine, self._ledger)
+            return OverSampling(config, groups, engine)
+        if rollout.async_schedule == "lockstep":
+            return InOrder(config, groups, ctx.engine)
+        return AsFinished(config, groups, ctx.engine, self._staleness)
 
-    async def take(self, count: int, forced: Sequence[int] = ()) -> list[Group]:
-        """The next ``count`` kept groups, in prompt order; waits for them.
+    async def take(self, count: int, recorded: Sequence[int] = ()) -> list[Group]:
+        """The next ``count`` finished groups, in prompt order; waits for them.
 
-        ``forced`` are positions that a journal names: the step is made again, and takes them and no others.
+        ``recorded`` are the positions that a journal names: the step is made again, and takes them and no others.
 
         Raises:
-            SlimeError: what a group's generation or reward ran into, DAT28 the data ended, TRN100 too many dropped.
+            SlimeError: the first error of any group, DAT28 the data ended, TRN100 too many groups were dropped.
         """
         start, version = time.monotonic(), self._ctx.version
-        if self._selection is not None:
-            self._selection.begin()
+        self._selection.begin_step()
         await self._fill(new_step=True)
-        if not forced:
-            self._retire(version)  # it was kept under other settings, before the run went on
-        while (ready := self._ready(count, forced)) is None:
-            self._require_supply(count)
-            await self._go_on()
-        if self._selection is not None:
-            await self._cut(self._selection, ready)  # a stop may end it: until it is done, nothing was handed over
-        self._taken += len(ready)
-        groups = [self._kept.pop(position) for position in sorted(ready)]
+        if not recorded:
+            self._retire(version)  # finished before a resume that lowered the bound
+        while (positions := self._ready(count, recorded)) is None:
+            await self._advance(count)
+        if not await self._selection.end_step(last=self._steps_left == 1):
+            await self._drop_rest(positions)  # a stop may cancel it: until it is done, no group has left
+        groups = [self._finished.pop(position).group for position in sorted(positions)]
+        self._groups.in_training = len(groups)
         self._drop_limit.step()
         if self._ctx.config.rollout.partial_rollout:
             self.counts.metrics |= version_metrics(groups, version)
-        self._staleness.took(groups, version, time.monotonic() - start)
-        if not forced and self._steps_left > 1:
+        self._staleness.step(groups, version, time.monotonic() - start)
+        if not recorded and self._steps_left > 1:
             self._retire(version + 1)
         return groups
 
     async def drain(self) -> bool:
-        """Wait until nothing is in flight or being issued, or all stands still (before new weights in lockstep)."""
-        in_flight = self._in_flight
-        while self._filling.locked() or (
-            in_flight and not (self._selection and self._selection.quiet(in_flight.values()))
-        ):
+        """Wait until nothing is being issued or generated (in lockstep, before new weights)."""
+        while self._filling.locked() or not self._selection.is_quiet():
             await self._tasks.wait()
         return True
 
     def admit(self, version: int) -> None:
-        """Say that the taken groups are trained and ``version`` is being served: new prompts may start."""
-        self._open -= self._taken
-        self._taken = 0
+        """Let new prompts start: the last step's groups are trained and ``version`` is being served."""
+        self._groups.in_training = 0
         self._steps_left -= 1
         self._ctx = replace(self._ctx, version=version)
-        if self._ahead > 1:
+        if self._ctx.config.rollout.max_staleness:
             self._tasks.spawn(self._fill)
 
     def pop_counts(self) -> Counts:
         """The counts since the last call."""
         counts, self.counts = self.counts, Counts()
-        counts.metrics |= self._staleness.pop_metrics(self._in_flight.values())
+        counts.metrics |= self._staleness.pop_metrics()
         return counts
 
-    async def _go_on(self) -> None:
-        """Wait, or begin the next round of over-sampling in lockstep."""
-        selection = self._selection
-        quiet = selection is not None and selection.lockstep and selection.quiet(self._in_flight.values())
-        if selection is not None and quiet and self._tasks.error is None:
-            selection.more()
-            await self._fill()
-        else:
-            await self._tasks.wait()
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, JSON-ready: the open groups, and the source's state before the oldest of them."""
+        return {**self._source.state([*self._in_flight, *self._finished]), "streak": self._drop_limit.state()}
 
-    def _ready(self, count: int, forced: Sequence[int] = ()) -> list[int] | None:
-        if self._selection is not None:
-            ready = None if self._tasks.error else self._selection.first(self._kept, self._in_flight.values(), count)
-            if not forced or (ready is None and self._selection.lockstep):
-                return ready
-        if forced:
-            return list(forced) if all(position in self._kept for position in forced) else None
-        if not self._lockstep:
-            return self._staleness.ready(self._kept, self._in_flight, self._ctx.version)
-        positions, oldest = sorted(self._kept)[:count], min(self._in_flight, default=None)
-        if len(positions) < count or (oldest is not None and oldest < positions[-1]):
+    def _ready(self, count: int, recorded: Sequence[int]) -> list[int] | None:
+        """The positions of the step's groups, None where it must wait."""
+        if self._tasks.error is not None:
             return None
-        return positions
+        positions = self._selection.first(count, self._ctx.version)
+        if not recorded or (positions is None and self._selection.ranks_ends):
+            return positions
+        return list(recorded) if all(position in self._finished for position in recorded) else None
 
-    def _require_supply(self, count: int) -> None:
-        """Raises SlimeError DAT28 where the data ended and what is in flight cannot fill the step."""
-        if self._selection is None:
-            over = self._tasks.over
-        else:
-            round_to_come = self._selection.lockstep and not self._ended
-            fills = self._filling.locked() or round_to_come
-            over = len(self._kept) + len(self._in_flight) < count and not fills
-        if self._tasks.error is None and over:
-            message = f"the data ended with {len(self._kept)} of the {count} groups that a step needs"
-            raise SlimeError(message, code="DAT28")
-
-    def _wanted(self, new_step: bool) -> int:
-        """Prompts that may start now."""
-        if self._selection is None:
-            return min(self._ahead, self._steps_left) * self._batch - self._open
-        if not new_step and self._open >= self._batch:
-            return 0  # the surplus makes up for what was dropped
-        return self._selection.size - self._open
+    async def _advance(self, count: int) -> None:
+        """Begin the next round of over-sampling in lockstep where all groups wait for it, else wait for a change."""
+        if self._tasks.error is None:
+            if self._selection.next_round(data_ended=self._source.ended):
+                return await self._fill()
+            if self._tasks.idle:
+                message = f"the data ended with {len(self._finished)} of the {count} groups that a step needs"
+                raise SlimeError(message, code="DAT28")
+        await self._tasks.wait()
 
     async def _fill(self, *, new_step: bool = False) -> None:
+        """Start prompts until no place is free or the data ends."""
         async with self._filling:
-            count = self._wanted(new_step)
-            while count > 0 and not self._ended:
-                self._marks.append(self._source.state())
-                prompts = self._source.next(count)
-                self._ended = len(prompts) < count
-                recovery = self._recovery
-                open_prompts = [p for p in prompts if recovery is None or not recovery.closed(p.position)]
-                groups = [pending_group(prompt, self._ctx.config) for prompt in open_prompts]
-                recalled = await recovery.of(groups) if recovery is not None and groups else {}
-                groups = [
-                    g for g in groups if g.prompt.position not in recalled or not recalled[g.prompt.position].version
-                ]
-                self._open += len(groups)
+            count = self._selection.free_places(self._steps_left, new_step=new_step)
+            while count > 0 and not self._source.ended:
+                groups = await self._source.next(count, self._ctx.config)
                 count -= len(groups)
-                await self._ledger.issue([g for g in groups if g.prompt.position not in recalled])
-                self.counts.issued += sum(g.prompt.position >= self._recorded for g in groups)
-                await self._launch(groups, recalled)
-                self._issued = max([self._issued, *(prompt.position + 1 for prompt in prompts)])
+                await self._ledger.issue([group.group for group in groups if group.record.state == "new"])
+                self.counts.issued += sum(group.position >= self._source.first_new for group in groups)
+                await self._start(groups)
+                self._source.started()
 
-    async def _launch(self, groups: Sequence[Group], recalled: Mapping[int, GroupRecord]) -> None:
-        config, by_plugin = self._ctx.config, self._plugins.generates_itself
-        if self._selection is not None and recalled:
-            ids = [sample.id for group in groups for sample in group.samples if group.prompt.position in recalled]
-            self._selection.engine.remember(await self._ledger.suspended(ids, self._ctx.version))
-        stored, whole, ranked = [], [], self._selection is not None and self._selection.lockstep
+    async def _start(self, groups: Sequence[OpenGroup]) -> None:
+        config, plugins, selection = self._ctx.config, self._plugins, self._selection
         for group in groups:
-            position = group.prompt.position
-            flight = InFlight(group.prompt, list(group.samples), self._ctx.version, past=recalled.get(position))
-            self._in_flight[position] = flight
-            self._drop_limit.issued(position)
-            replaced = self._plugins.replaces_rollout(group.prompt.task, config)
-            if flight.past is not None and stands(flight.past, self._ctx.version, ranked=ranked):
-                stored.append(group)
-            elif replaced:
-                whole.append(group)
-            if self._selection is not None:
-                self._selection.enter(flight, by_plugin=replaced or by_plugin(group.prompt.task, config))
-        if whole:
-            task = self._tasks.spawn(self._run_whole, whole, self._ctx)
-            for group in whole:
-                self._in_flight[group.prompt.position].task = task
+            task = group.group.prompt.task
+            group.by_plugin = plugins.replaces_rollout(task, config) or plugins.generates_itself(task, config)
+        await selection.start(groups, self._ctx.version)
+        ctx, together = self._ctx, []
         for group in groups:
-            if group not in whole:
-                run = self._run_stored if group in stored else self._run_group
-                self._in_flight[group.prompt.position].task = self._tasks.spawn(run, group, self._ctx)
-        self._staleness.watch(self._in_flight.values())
+            group.version, self._in_flight[group.position] = ctx.version, group
+            self._drop_limit.issued(group.position)
+            if can_reuse(group.record, ctx.version, ranks_ends=selection.ranks_ends):
+                group.task = self._tasks.spawn(self._run_stored, group, ctx)
+            elif plugins.replaces_rollout(group.group.prompt.task, config):
+                together.append(group)
+            else:
+                group.task = self._tasks.spawn(self._run, group, ctx)
+        shared = self._tasks.spawn(self._run_replaced, together, ctx) if together else None
+        for group in together:
+            group.task = shared
+        self._staleness.watch()
 
-    async def _run_whole(self, groups: list[Group], ctx: Context) -> None:
-        issued = {group.prompt.position: issued_ids(group) for group in groups}
+    async def _run(self, group: OpenGroup, ctx: Context) -> None:
+        """Generate, check and score a group."""
+        ids = issued_ids(group.group)
         try:
-            done = await self._plugins.rollout(groups, ctx)
-        except PluginError as error:
-            if self._plugins.ends_run(error, ctx.config):
-                raise
-            done = []
-        for group in [] if done else groups:
-            await self._discard(group, [(group.samples, Drop(reason=PLUGIN))])
-        for group in done:
-            self._generated(group)
-            check_group(group, issued[group.prompt.position], self._vocab_size)
-        await asyncio.gather(*(self._keep(group) for group in done))  # together, so that they share a commit
-
-    async def _run_group(self, group: Group, ctx: Context) -> None:
-        ids, flight = issued_ids(group), self._in_flight[group.prompt.position]
-        try:
-            group_ctx = replace(ctx, sampling=self._plugins.sampling(group.prompt, ctx))
-            done = await self._plugins.generate(group, group_ctx)
-            if flight.stale:
+            group_ctx = replace(ctx, sampling=self._plugins.sampling(group.group.prompt, ctx))
+            generated = await self._plugins.generate(group.group, group_ctx)
+            if group.stale:
                 return  # its requests were stopped
-            self._generated(done)
-            check_group(done, ids, self._vocab_size)
+            self._generated(group, generated)
+            check_group(generated, ids, self._vocab_size)
             if ctx.config.rollout.mask_offpolicy_in_partial_rollout:
-                mask_older(done.samples)
-            scored = await score_group(done, self._plugins, replace(group_ctx, version=self._ctx.version))
+                mask_older(generated.samples)
+            group_ctx = replace(group_ctx, version=self._ctx.version)
+            scored, drops = await score_group(generated, self._plugins, group_ctx)
         except PluginError as error:
-            if flight.stale:
+            if group.stale:
                 return
             if self._plugins.ends_run(error, ctx.config):
                 raise
-            scored = ScoredGroup(group=None, drops=[(group.samples, Drop(reason=PLUGIN))])
-        if scored.group is None:
-            await self._discard(group, scored.drops)
+            scored, drops = None, [(group.group.samples, Drop(reason=PLUGIN))]
+        if scored is None:
+            await self._drop(group, drops)
         else:
-            await self._keep(scored.group, scored.drops)
+            await self._finish(group, scored, drops)
 
-    async def _run_stored(self, group: Group, ctx: Context) -> None:
-        """A group that an earlier process finished or dropped takes its place again."""
-        flight = self._in_flight[group.prompt.position]
-        assert flight.past is not None
-        if self._selection is not None:
-            await self._selection.repeat(flight, flight.past, ctx.version)
-        surplus = self._selection is not None and self._selection.lockstep  # the cut drops it again, in its time
-        rolled_out = ctx.config.rollout.debug_rollout_only and flight.past.last_reason != OVER_SAMPLED
-        if flight.past.samples and (flight.past.state != "dropped" or surplus or rolled_out):
-            done = stored_group(group.prompt, flight.past)
-            self._generated(done)
-            await self._keep(done)
-        else:
-            await self._discard(group, [(group.samples, Drop(reason=flight.past.last_reason))])
-
-    def _generated(self, group: Group) -> None:
-        flight = self._in_flight[group.prompt.position]
-        flight.generated = True
-        self._staleness.watch(self._in_flight.values())
-        if self._selection is not None:
-            self._selection.leave(flight, group)
-
-    async def _keep(self, group: Group, drops: Drops = ()) -> None:
-        flight = self._in_flight[group.prompt.position]
-        position, past = flight.position, flight.past
-        if past is None or past.state == "pending":
-            await self._ledger.finish(group, drops)
-        elif past.samples:
-            group = stored_group(group.prompt, past)  # what is stored stands
-        self.counts.add(drops, past)
-        self.counts.tokens += sum(sample.response_length for sample in group.samples)
-        self._drop_limit.kept(position)
-        if flight.stale:
-            flight.samples = group.samples
+    async def _run_replaced(self, groups: list[OpenGroup], ctx: Context) -> None:
+        """Let a plugin make these groups, rewards and all (`slime_rollout`)."""
+        ids = {group.position: issued_ids(group.group) for group in groups}
+        try:
+            generated = await self._plugins.rollout([group.group for group in groups], ctx)
+        except PluginError as error:
+            if self._plugins.ends_run(error, ctx.config):
+                raise
+            for group in groups:
+                await self._drop(group, [(group.group.samples, Drop(reason=PLUGIN))])
             return
-        self._kept[position] = group
-        self._staleness.kept(position, group, flight.version)
-        del self._in_flight[position]
+        for group, result in zip(groups, generated, strict=True):
+            self._generated(group, result)
+            check_group(result, ids[group.position], self._vocab_size)
+        finishes = [self._finish(group, result) for group, result in zip(groups, generated, strict=True)]
+        await asyncio.gather(*finishes)  # together, so that they share a commit
 
-    async def _discard(self, group: Group, drops: Drops) -> None:
-        """Drop what is left of a group and free its place, which the next prompt takes."""
-        position, past = group.prompt.position, self._in_flight[group.prompt.position].past
-        if past is None or past.state == "pending":
+    async def _run_stored(self, group: OpenGroup, ctx: Context) -> None:
+        """Let a group that an earlier process finished or dropped end as it did then."""
+        record = group.record
+        await self._selection.replay(group)
+        again = self._selection.ranks_ends  # it was over-sampled, and is dropped again when its step ends
+        rolled_out = ctx.config.rollout.debug_rollout_only and record.last_reason != OVER_SAMPLED
+        if record.samples and (record.state != "dropped" or again or rolled_out):
+            stored = stored_group(group.group.prompt, record)
+            self._generated(group, stored)
+            await self._finish(group, stored)
+        else:
+            await self._drop(group, [(group.group.samples, Drop(reason=record.last_reason))])
+
+    def _generated(self, group: OpenGroup, generated: Group) -> None:
+        group.generated = True
+        self._staleness.watch()
+        self._selection.ended(group, generated)
+
+    async def _finish(self, group: OpenGroup, scored: Group, drops: Drops = ()) -> None:
+        """Store a scored group, which the next steps may take."""
+        position, record = group.position, group.record
+        if not record.ended:
+            await self._ledger.finish(scored, drops)
+        elif record.samples:
+            scored = stored_group(group.group.prompt, record)  # generated again: what is stored is not replaced
+        self.counts.add(drops, record)
+        self.counts.tokens += sum(sample.response_length for sample in scored.samples)
+        self._drop_limit.ended(position, dropped=False)
+        group.group, group.samples = scored, scored.samples
+        if not group.stale:
+            group.version, group.newest = version_span(scored, group.version)
+            self._finished[position], group.task = self._in_flight.pop(position), None
+
+    async def _drop(self, group: OpenGroup, drops: Drops) -> None:
+        """Drop what is left of a group; the next prompt takes its place."""
+        if not group.record.ended:
             await self._ledger.drop(drops)
-        self.counts.add(drops, past)
-        flight = self._in_flight.pop(position)
-        self._open -= 1
-        if self._selection is not None:
-            self._selection.leave(flight, None)
-        self._drop_limit.dropped(position, drops[-1][1].reason, [sample for samples, _ in drops for sample in samples])
-        if self._selection is None or not self._selection.lockstep:
+        self.counts.add(drops, group.record)
+        del self._in_flight[group.position]
+        self._selection.ended(group, None)
+        samples = [sample for dropped, _ in drops for sample in dropped]
+        self._drop_limit.dropped(group.position, drops[-1][1].reason, samples)
+        if not self._selection.ranks_ends:  # there the next round fills
             await self._fill()
 
     def _retire(self, version: int) -> None:
-        """Begin to give up what is too old to train at ``version``: it goes first to what is in flight."""
-        for position in self._staleness.overdue(self._kept, self._in_flight, version):
-            if (group := self._kept.pop(position, None)) is not None:
-                self._in_flight[position] = InFlight(group.prompt, group.samples, version, generated=True)
+        """Begin to stop and replace the groups that are too stale to train at ``version``."""
+        for position in self._staleness.overdue(version):
+            if position in self._finished:
+                self._in_flight[position] = self._finished.pop(position)
             self._in_flight[position].stale = True
-            self._tasks.spawn(self._give_up, self._in_flight[position])
+            self._tasks.spawn(self._replace_stale, self._in_flight[position])
 
-    async def _give_up(self, flight: InFlight) -> None:
-        """Stop a group that is too old; begin it again as its next attempt, or drop it and let the next prompt in."""
-        parts: Sequence[Any] = ()
-        alone = all(other is flight or other.task is not flight.task for other in self._in_flight.values())
-        if flight.task is not None:
-            if alone and not flight.generated and self._ctx.engine is not None:
-                parts = await self._ctx.engine.abort(flight.ids)
-                flight.task.cancel()
-            await asyncio.gather(flight.task, return_exceptions=True)  # what is being judged ends in its own time
-        if self._in_flight.get(flight.position) is not flight:
+    async def _replace_stale(self, group: OpenGroup) -> None:
+        """Stop a stale group; begin it again as its next attempt, or drop it and start the next prompt."""
+        partial: Sequence[Completion] = ()
+        alone = all(other is group or other.task is not group.task for other in self._in_flight.values())
+        if group.task is not None:
+            if alone and not group.generated and self._ctx.engine is not None:
+                partial = await self._ctx.engine.abort(group.ids)
+                group.task.cancel()
+            await asyncio.gather(group.task, return_exceptions=True)  # one that is being scored is not cut short
+        if self._in_flight.get(group.position) is not group:
             return  # a filter dropped it meanwhile
-        self._staleness.give_up(flight, parts)
+        self._staleness.give_up(group, partial)
         if self._staleness.restarts:
-            again, siblings = flight.again(self._ctx.config)
-            await self._ledger.drop([(siblings, Drop(reason=RESTARTED))])
-            await self._ledger.issue([again])
-            self.counts.add([(flight.samples, Drop(reason=RESTARTED))])
-            await self._launch([again], {})
-            return
-        drops = [(flight.samples, Drop(reason=STALE))]
+            attempt, without_successor = group.next_attempt(self._ctx.config)
+            await self._ledger.drop([(without_successor, Drop(reason=RESTARTED))])
+            await self._ledger.issue([attempt.group])
+            self.counts.add([(group.samples, Drop(reason=RESTARTED))])
+            return await self._start([attempt])
+        drops = [(group.samples, Drop(reason=STALE))]
         await self._ledger.drop(drops)
         self.counts.add(drops)
-        del self._in_flight[flight.position]
-        self._open -= 1
-        self._drop_limit.left_out(flight.position)
+        del self._in_flight[group.position]
+        self._drop_limit.ended(group.position, dropped=None)
         await self._fill()
 
-    async def _cut(self, selection: OverSampling, positions: Sequence[int]) -> None:
-        """Stop what the step did not take; drop it, unless the next step goes on with it."""
-        for position in positions:
-            selection.drop(position)
-        await selection.engine.close()
-        if self._ctx.config.rollout.partial_rollout and self._steps_left > 1:
-            names = [name for flight in self._in_flight.values() for name in flight.ids]
-            await self._ledger.suspend(selection.engine.turns(names))
-            return
-        while self._tasks.error is not None or any(flight.generated for flight in self._in_flight.values()):
-            await self._tasks.wait()  # it is being judged; no reward is asked in vain, no ledger's entry cut short
-        flights = list(self._in_flight.values())
-        tasks = [flight.task for flight in flights if flight.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._tasks.error = None  # a plugin may answer its end with an error; what came before was raised by `wait`
-        dropped = {position: group.samples for position, group in self._kept.items() if position not in positions}
-        dropped |= {flight.position: flight.samples for flight in flights}
-        drops = [(samples, Drop(reason=OVER_SAMPLED)) for _, samples in sorted(dropped.items())]
+    async def _drop_rest(self, positions: Sequence[int]) -> None:
+        """Drop what a step with over-sampling did not take: it has stopped."""
+        while self._tasks.error is not None or any(group.generated for group in self._in_flight.values()):
+            await self._tasks.wait()  # it is being scored; no reward is asked in vain, no ledger's entry cut short
+        in_flight = list(self._in_flight.values())
+        await self._tasks.cancel([group.task for group in in_flight if group.task is not None])
+        finished = [group for position, group in self._finished.items() if position not in positions]
+        rest = sorted(in_flight + finished, key=lambda group: group.position)
+        drops = [(group.samples, Drop(reason=OVER_SAMPLED)) for group in rest]
         await self._ledger.drop(drops)
         self.counts.add(drops)
-        for flight in flights:
-            selection.leave(flight, None)
-        self._in_flight.clear()
-        for position in sorted(dropped):
-            self._kept.pop(position, None)
-            selection.drop(position)
-            self._open -= 1
-            self._drop_limit.left_out(position)
+        for group in rest:
+            self._selection.ended(group, None)
+            self._in_flight.pop(group.position, None)
+            self._finished.pop(group.position, None)
+            self._drop_limit.ended(group.position, dropped=None)
 
 
 class Tasks:
-    """Tasks whose ends and errors wake whoever is in :meth:`wait`.
-
-    Example:
-        tasks = Tasks()
-        tasks.spawn(work, group)
-        await tasks.wait()          # until one ended, or `stir` was called; raises what went wrong
-    """
+    """Tasks whose ends and errors wake whoever is in :meth:`wait`."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None  # the first
@@ -421,35 +339,36 @@ class Tasks:
         self._changed = asyncio.Event()
 
     @property
-    def over(self) -> bool:
-        """Whether nothing runs any more."""
+    def idle(self) -> bool:
+        """Whether nothing runs."""
         return all(task.done() for task in self._running)
 
-    def stir(self) -> None:
-        """Wake who waits."""
+    def wake(self) -> None:
+        """End :meth:`wait`."""
         self._changed.set()
 
     def spawn(self, work: Callable[P, Awaitable[None]], *args: P.args, **kwargs: P.kwargs) -> asyncio.Task[None]:
-        """Run ``work`` beside everything else."""
+        """Run ``work`` concurrently."""
         task = asyncio.create_task(self._guarded(work, *args, **kwargs))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task
 
     async def wait(self) -> None:
-        """Until something happened; raises the first error of any task."""
-        if self.error is not None:
-            raise self.error
-        await self._changed.wait()
-        self._changed.clear()
+        """Wait until a task ends or :meth:`wake` is called; raises the first error of any task."""
+        if self.error is None:
+            await self._changed.wait()
+            self._changed.clear()
         if self.error is not None:
             raise self.error
 
-    async def cancel(self) -> None:
-        """End everything."""
-        for task in self._running:
+    async def cancel(self, tasks: Iterable[asyncio.Task[None]] | None = None) -> None:
+        """Cancel these tasks, or all, and wait for their end; errors that they end with are dropped."""
+        cancelled = list(self._running if tasks is None else tasks)
+        for task in cancelled:
             task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        await asyncio.gather(*cancelled, return_exceptions=True)
+        self.error = None
 
     async def _guarded(self, work: Callable[P, Awaitable[None]], *args: P.args, **kwargs: P.kwargs) -> None:
         try:

@@ -13,6 +13,7 @@ collector: nothing is generated, ledger and loop see a step like any other.
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import re
 import struct
@@ -20,7 +21,6 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from slime_core.durable import replace_file, storage_error
@@ -104,12 +104,11 @@ def read_dump(path: Path, *, arrays: segments.Segments | None = None) -> list[Gr
 
 def read_dump_with_header(path: Path, *, arrays: segments.Segments | None = None) -> tuple[list[Group], DumpHeader]:
     """:func:`read_dump`, and what the file says of itself."""
-    data = _bytes_of(path)
-    about, rows, place = _header(data, path)
+    file = _open(path)
+    about, rows = _header(file, path)
     groups = []
-    reader = _DumpReader(data, place, path)
     for row in rows:
-        samples = [reader.sample(item, arrays) for item in row["samples"]]
+        samples = [_sample(item, file, path, arrays) for item in row["samples"]]
         rollouts = {int(name): list(members) for name, members in row["rollouts"].items()}
         groups.append(Group(prompt=Prompt(**row["prompt"]), samples=samples, rollouts=rollouts))
     if arrays is not None:
@@ -118,24 +117,17 @@ def read_dump_with_header(path: Path, *, arrays: segments.Segments | None = None
 
 
 class Dump:
-    """What `save_debug_rollout_data` and `load_debug_rollout_data` of a stage ask for; without them it does nothing.
+    """Writes what a run rolls out into the folder `save_debug_rollout_data`; without one it does nothing.
 
-    Example:
-        dump = Dump(config, run_dir)
-        groups = dump.groups(version + 1) or await collector.take(32)
-        dump.write(version + 1, "grpo", groups)
+    Example: Dump(config, run_dir).write(version + 1, "grpo", groups)
     """
 
-    def __init__(self, config: Config, run_dir: Path, note: Callable[[str], None] = lambda text: None) -> None:
-        rollout = config.rollout
-        self._run_dir, self._note = run_dir, note
-        self._save = Path(rollout.save_debug_rollout_data) if rollout.save_debug_rollout_data else None
-        self._load = Path(rollout.load_debug_rollout_data) if rollout.load_debug_rollout_data else None
-        self.saves = self._save is not None  # whether steps are written
-        self.loads = self._load is not None  # whether rollouts come from files
-        self._arrays: segments.Segments | None = None
-        if self._save is not None:
-            _check_own(self._save, run_dir)
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        folder = config.rollout.save_debug_rollout_data
+        self._run_dir, self._folder = run_dir, Path(folder) if folder else None
+        self.saves = self._folder is not None  # whether steps are written
+        if self._folder is not None:
+            _check_own(self._folder, run_dir)
 
     def write(self, version: int, stage: str, groups: Sequence[Group], name: str = "") -> None:
         """Keep what the step that makes ``version`` trains on, or what an evaluation of the set ``name`` at it made.
@@ -143,56 +135,10 @@ class Dump:
         Raises:
             PluginError, StorageError: as :func:`write_dump`.
         """
-        if self._save is not None:
-            path = evaluation_path(self._save, name, version) if name else step_path(self._save, version)
+        if self._folder is not None:
+            path = evaluation_path(self._folder, name, version) if name else step_path(self._folder, version)
             about = DumpHeader(version=version, stage=stage, set=name, run=str(self._run_dir))
             write_dump(path, groups, about, arrays=self._run_dir / "segments")
-
-    def groups(self, version: int, stage: str = "") -> list[Group] | None:
-        """The groups of the step that makes ``version``; None where the run rolls out itself.
-
-        A dump of another ``stage`` is used, and a note says so.
-
-        Raises:
-            DataError: DAT28, the dump has no such step.
-            StorageError: STO112, STO113 a damaged file or another format.
-        """
-        if self._load is None:
-            return None
-        path = step_path(self._load, version)
-        if not path.exists():
-            steps = sorted(int(match[1]) for p in self._load.glob(f"*{SUFFIX}") if (match := STEP.fullmatch(p.name)))
-            have = f"it holds steps {steps[0]} to {steps[-1]}" if steps else "it holds no step"
-            raise DataError(
-                f"the dump has no step {version}",
-                code="DAT28",
-                where=str(path),
-                why=have,
-                fix=f"--num-rollout {len(steps)} or fewer (it counts in the last stage), or another folder: "
-                "--load-debug-rollout-data DIR",
-            )
-        groups, about = read_dump_with_header(path, arrays=self._segments())
-        if about.version != version:
-            raise DataError(
-                f"{path.name} holds step {about.version}",
-                code="DAT29",
-                where=str(path),
-                fix="do not rename dump files",
-            )
-        if stage and stage != about.stage:
-            self._note(f"step {version}: stage {stage} trains on groups of stage {about.stage} ({path.name})")
-        return groups
-
-    def close(self) -> None:
-        """Close what was opened."""
-        if self._arrays is not None:
-            self._arrays.close()
-            self._arrays = None
-
-    def _segments(self) -> segments.Segments:
-        if self._arrays is None:
-            self._arrays = segments.Segments(self._run_dir / "segments")
-        return self._arrays
 
 
 async def let_go(ledger: Ledger, groups: Sequence[Group]) -> None:
@@ -204,39 +150,36 @@ async def let_go(ledger: Ledger, groups: Sequence[Group]) -> None:
 
 
 class DumpedGroups(GroupSource):
-    """Hands a dump's groups over, a step a call, with what the loop asks of a `Collector`.
+    """Hands over the groups of the dump `load_debug_rollout_data`, a step a call, in the place of a `Collector`.
 
     Example:
-        async with DumpedGroups(dump, ledger, plugins, ctx) as collector:
+        async with DumpedGroups(ledger, plugins, ctx, run_dir, print) as collector:
             groups = await collector.take(32)
     """
 
     def __init__(
-        self,
-        dump: Dump,
-        ledger: Ledger,
-        plugins: Plugins,
-        ctx: Context,
-        note: Callable[[str], None] = lambda text: None,
+        self, ledger: Ledger, plugins: Plugins, ctx: Context, run_dir: Path, note: Callable[[str], None]
     ) -> None:
-        self._dump, self._ledger, self._plugins, self._note = dump, ledger, plugins, note
-        self._config: Config = ctx.config
+        self._ledger, self._plugins, self._note, self._config = ledger, plugins, note, ctx.config
+        self._folder, self._segments = Path(ctx.config.rollout.load_debug_rollout_data), run_dir / "segments"
+        self._arrays: segments.Segments | None = None
         self._stage, self._version = ctx.stage, ctx.version
         self._counts = Counts()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._dump.close()
+    async def __aexit__(self, *error: object) -> None:
+        if self._arrays is not None:
+            self._arrays.close()
 
-    async def take(self, count: int, forced: Sequence[int] = ()) -> list[Group]:
-        """The groups of the next step, as many as the dump has; ``forced``, of a journal, names the same ones.
+    async def take(self, count: int, recorded: Sequence[int] = ()) -> list[Group]:
+        """The groups of the next step, as many as the dump has; ``recorded``, of a journal, names the same ones.
+
+        A dump of another stage is used, and a note says so.
 
         Raises:
             DataError: DAT28, the dump has no such step.
-            StorageError: STO112 a damaged file; the ledger knows these samples in another state.
+            StorageError: STO112 a damaged file, STO113 another format; the ledger has the samples in another state.
         """
-        groups = await asyncio.to_thread(self._dump.groups, self._version + 1, self._stage) or []
+        groups = await asyncio.to_thread(self._read, self._version + 1)
         if len(groups) != count:
             self._note(f"step {self._version + 1}: the dump has {len(groups)} groups, rollout_batch_size is {count}")
         for group in groups:
@@ -245,6 +188,27 @@ class DumpedGroups(GroupSource):
         await asyncio.gather(*(self._ledger.finish(group) for group in groups))
         self._counts.issued += len(groups)
         self._counts.tokens += sum(sample.response_length for group in groups for sample in group.samples)
+        return groups
+
+    def _read(self, version: int) -> list[Group]:
+        path = step_path(self._folder, version)
+        if not path.exists():
+            steps = sorted(int(match[1]) for p in self._folder.glob(f"*{SUFFIX}") if (match := STEP.fullmatch(p.name)))
+            raise DataError(
+                f"the dump has no step {version}",
+                code="DAT28",
+                where=str(path),
+                why=f"it holds steps {steps[0]} to {steps[-1]}" if steps else "it holds no step",
+                fix=f"--num-rollout {len(steps)} or fewer (it counts in the last stage), or another folder: "
+                "--load-debug-rollout-data DIR",
+            )
+        self._arrays = self._arrays or segments.Segments(self._segments)
+        groups, header = read_dump_with_header(path, arrays=self._arrays)
+        if header.version != version:
+            message = f"{path.name} holds step {header.version}"
+            raise DataError(message, code="DAT29", where=str(path), fix="do not rename dump files")
+        if header.stage != self._stage:
+            self._note(f"step {version}: stage {self._stage} trains on groups of stage {header.stage} ({path.name})")
         return groups
 
     async def drain(self) -> bool:
@@ -268,7 +232,7 @@ class DumpedGroups(GroupSource):
 def _check_own(folder: Path, run_dir: Path) -> None:
     """Refuse a folder in which another run's dump lies: two runs' steps would mix."""
     for path in sorted(folder.glob(f"*{SUFFIX}"))[:1]:
-        run = _header(_bytes_of(path), path)[0].run
+        run = _header(_open(path), path)[0].run
         if run != str(run_dir):
             raise ConfigError(
                 "the dump folder holds another run's rollouts",
@@ -294,27 +258,21 @@ def _add(body: bytes, bodies: list[bytes]) -> dict[str, Any]:
     return {"size": len(body), "crc32": zlib.crc32(body)}
 
 
-class _DumpReader:
-    """Bodies of a file, one after another, each checked."""
+def _sample(row: Mapping[str, Any], file: io.BytesIO, path: Path, arrays: segments.Segments | None) -> Sample:
+    sample = decode(_body(row, file, path))
+    refs = array_refs(sample)
+    for name, item in row.get("arrays", {}).items():
+        body = _body(item, file, path)
+        if arrays is not None:
+            _refer(sample, name, arrays.write_array(segments.as_array(body, refs[name])))
+    return sample
 
-    def __init__(self, data: bytes, place: int, path: Path) -> None:
-        self._data, self._place, self._path = data, place, path
 
-    def sample(self, row: Mapping[str, Any], arrays: segments.Segments | None) -> Sample:
-        sample = decode(self._body(row))
-        refs = array_refs(sample)
-        for name, item in row.get("arrays", {}).items():
-            body = self._body(item)
-            if arrays is not None:
-                _refer(sample, name, arrays.write_array(segments.as_array(body, refs[name])))
-        return sample
-
-    def _body(self, row: Mapping[str, Any]) -> bytes:
-        body = self._data[self._place : self._place + row["size"]]
-        if len(body) != row["size"] or zlib.crc32(body) != row["crc32"]:
-            raise _damaged(self._path)
-        self._place += row["size"]
-        return body
+def _body(row: Mapping[str, Any], file: io.BytesIO, path: Path) -> bytes:
+    body = file.read(row["size"])
+    if len(body) != row["size"] or zlib.crc32(body) != row["crc32"]:
+        raise _damaged(path)
+    return body
 
 
 def _refer(sample: Sample, name: str, ref: ArrayRef) -> None:
@@ -325,18 +283,18 @@ def _refer(sample: Sample, name: str, ref: ArrayRef) -> None:
         setattr(sample, field, ref)
 
 
-def _bytes_of(path: Path) -> bytes:
+def _open(path: Path) -> io.BytesIO:
     try:
-        return path.read_bytes()
+        return io.BytesIO(path.read_bytes())
     except OSError as error:
         raise storage_error(error, path, "a dump of rollouts cannot be read") from error
 
 
-def _header(data: bytes, path: Path) -> tuple[DumpHeader, list[dict[str, Any]], int]:
-    """What a file says of itself, its groups' rows, and where its bodies begin."""
-    begin = len(MAGIC) + FRAME.size
-    if not data.startswith(MAGIC):
-        if MAGIC.startswith(data[: len(MAGIC)]):
+def _header(file: io.BytesIO, path: Path) -> tuple[DumpHeader, list[dict[str, Any]]]:
+    """The header of a file and its groups' rows; the bodies come next."""
+    magic, frame = file.read(len(MAGIC)), file.read(FRAME.size)
+    if magic != MAGIC:
+        if MAGIC.startswith(magic):
             raise _damaged(path)
         raise StorageError(
             f"{path.name} is no dump of rollouts of this version",
@@ -344,15 +302,15 @@ def _header(data: bytes, path: Path) -> tuple[DumpHeader, list[dict[str, Any]], 
             where=str(path),
             why=f"it does not begin with {MAGIC.decode()}",
         )
-    if len(data) < begin:
+    if len(frame) < FRAME.size:
         raise _damaged(path)
-    length, crc = FRAME.unpack_from(data, len(MAGIC))
-    text = data[begin : begin + length]
+    length, crc = FRAME.unpack(frame)
+    text = file.read(length)
     if len(text) != length or zlib.crc32(text) != crc:
         raise _damaged(path)
-    head: dict[str, Any] = json.loads(text)
-    rows = head.pop("groups")
-    return DumpHeader(**head), rows, begin + length
+    header: dict[str, Any] = json.loads(text)
+    rows = header.pop("groups")
+    return DumpHeader(**header), rows
 
 
 def _damaged(path: Path) -> StorageError:

@@ -10,17 +10,18 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slime_core.config.sections.evaluation import EvalTask
 from slime_core.data.prompts import MEDIA
 from slime_core.errors import EngineError
+from slime_core.protocols import GroupRecord
 from slime_core.types import Group, Prompt, Sample, SamplingParams
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
-    from slime_core.protocols import Drops, GroupRecord
+    from slime_core.protocols import Drops
 
 SLACK = 1e-4  # a log-prob may exceed 0 by rounding
 
@@ -32,23 +33,23 @@ class Source(Protocol):
         """The next ``count`` prompts; fewer only where the source has ended for good."""
 
     def state(self) -> dict[str, Any]:
-        """Where it stands, JSON-ready; ``position`` is the next prompt's."""
+        """JSON-ready; ``position`` is the next prompt's."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state`."""
+        """Continue from :meth:`state`."""
 
 
 class GroupSource(AbstractAsyncContextManager["GroupSource"], Protocol):
     """Where a step's groups come from: a collector, or a dump in its place."""
 
-    async def take(self, count: int, forced: Sequence[int] = ()) -> list[Group]:
+    async def take(self, count: int, recorded: Sequence[int] = ()) -> list[Group]:
         """The next step's groups; waits for them."""
 
     async def drain(self) -> bool:
         """Wait until nothing is in flight under the old weights."""
 
     def admit(self, version: int) -> None:
-        """Say that the taken groups are trained and ``version`` is being served."""
+        """Let new prompts start: the last step's groups are trained and ``version`` is being served."""
 
     def pop_counts(self) -> Counts:
         """The counts since the last call."""
@@ -59,56 +60,71 @@ class GroupSource(AbstractAsyncContextManager["GroupSource"], Protocol):
 
 @dataclass(slots=True)
 class Counts:
-    """What happened since the last :meth:`Collector.take`."""
+    """What happened since the last step."""
 
     issued: int = 0  # groups
     drops: Counter[str] = field(default_factory=Counter)  # samples by reason
-    tokens: int = 0  # response tokens of kept and dropped groups
-    metrics: dict[str, float] = field(default_factory=dict)  # of the groups that were taken
+    tokens: int = 0  # response tokens of finished groups
+    metrics: dict[str, float] = field(default_factory=dict)  # of the step's groups
 
-    def add(self, drops: Drops, past: GroupRecord | None = None) -> None:
-        """Count drops, or those that an earlier process recorded."""
-        if past is not None and past.state != "pending":
-            self.drops.update(past.drops)
+    def add(self, drops: Drops, record: GroupRecord | None = None) -> None:
+        """Count drops, or those of a group that ended in an earlier process."""
+        if record is not None and record.ended:
+            self.drops.update(record.drops)
             return
         for samples, drop in drops:
             self.drops[drop.reason] += len(samples)
 
 
-@dataclass(slots=True)
-class InFlight:
-    """A group on its way."""
+@dataclass(slots=True, eq=False)
+class OpenGroup:
+    """A group that is issued and neither trained nor dropped, and where it is in its life."""
 
-    prompt: Prompt
-    samples: list[Sample]  # as they were issued
-    version: int  # in training at the start
-    start: int = 0  # tick
+    group: Group  # pending, then scored; whoever generates may change it in place
+    version: int = 0  # in training when it started; once finished, the lowest that made a trainable token
+    newest: int = 0  # once finished, the highest that made a trainable token
+    record: GroupRecord = field(default_factory=GroupRecord)  # in the ledger, of an earlier process
+    by_plugin: bool = False  # a plugin or a function generates it, not the core
+    generated: bool = False
+    stale: bool = False  # it is too stale to train, and being stopped
     task: asyncio.Task[None] | None = None
-    generated: bool = False  # and not yet kept or dropped
-    past: GroupRecord | None = None  # what an earlier process made of it
-    carried: bool = False  # it was finished when the step began
-    stale: bool = False  # it is too old to train and being given up
+    start_tick: int = 0  # of over-sampling, as the others
+    end_tick: int = 0
+    of_earlier_step: bool = False  # it was finished when the step began
+    samples: list[Sample] = field(init=False)  # as they were issued; once finished, the group's
+
+    def __post_init__(self) -> None:
+        self.samples = list(self.group.samples)
 
     @property
     def position(self) -> int:
         """Of its prompt."""
-        return self.prompt.position
+        return self.group.prompt.position
 
     @property
     def ids(self) -> list[str]:
-        """Ids of the samples that were issued."""
+        """Ids of its samples."""
         return [sample.id for sample in self.samples]
 
-    def again(self, config: Config) -> tuple[Group, list[Sample]]:
-        """The same prompt's pending samples, as the next attempt; and those of this one that have no successor."""
-        group = pending_group(self.prompt, config)
-        for sample in group.samples:
-            sample.attempt = self.samples[0].attempt + 1
-        names = {sample.id for sample in group.samples}
-        return group, [sample for sample in self.samples if sample.id not in names]
+    def next_attempt(self, config: Config) -> tuple[OpenGroup, list[Sample]]:
+        """The same prompt once more, as its next attempt; and the samples of this one that have no successor."""
+        attempt = OpenGroup(pending_group(self.group.prompt, config, attempt=self.samples[0].attempt + 1))
+        return attempt, [sample for sample in self.samples if sample.id not in attempt.ids]
 
 
-def pending_group(prompt: Prompt, config: Config, *, count: int = 0) -> Group:
+@dataclass(slots=True, eq=False)
+class OpenGroups:
+    """The open groups of a stage, by position."""
+
+    in_flight: dict[int, OpenGroup] = field(default_factory=dict)
+    finished: dict[int, OpenGroup] = field(default_factory=dict)  # in the order in which they finished
+    in_training: int = 0
+
+    def __len__(self) -> int:
+        return len(self.in_flight) + len(self.finished) + self.in_training
+
+
+def pending_group(prompt: Prompt, config: Config, *, count: int = 0, attempt: int = 0) -> Group:
     """The pending samples of one prompt, ``count`` of them or as many as its task says.
 
     Sample ids are ``PROMPT_ID-J``; ``rollout_id`` and ``index`` are unique in the stage and a function of the prompt's
@@ -130,6 +146,7 @@ def pending_group(prompt: Prompt, config: Config, *, count: int = 0) -> Group:
             group_index=prompt.position,
             index=first + j,
             rollout_id=first + j,
+            attempt=attempt,
             temperature=config.rollout.rollout_temperature or 1.0,
             session_id=f"{prompt.id}-{j}",
         )
@@ -179,13 +196,12 @@ def evaluation_params(config: Config, task: EvalTask | None = None) -> SamplingP
     """How evaluation samples are drawn, before `slime_sampling` has its say; a set's own keys come first."""
     section, rollout = config.eval, config.rollout
     settings = task or EvalTask(name="default")
-    return SamplingParams(
+    return replace(
+        training_params(config),
         max_new_tokens=settings.max_response_len or section.eval_max_response_len or rollout.rollout_max_response_len,
         temperature=settings.temperature if settings.temperature >= 0 else section.eval_temperature,
         top_p=settings.top_p or section.eval_top_p,
         top_k=settings.top_k if settings.top_k >= 0 else section.eval_top_k,
-        stop=rollout.rollout_stop,
-        stop_token_ids=rollout.rollout_stop_token_ids,
     )
 
 
@@ -253,13 +269,12 @@ def _check_sample(sample: Sample, vocab_size: int) -> None:
         )
     log_probs = sample.rollout_log_probs
     if log_probs and (not math.isfinite(sum(log_probs)) or max(log_probs) > SLACK):  # NaN and inf stay in a sum
-        for position, value in enumerate(log_probs):
-            if not math.isfinite(value) or value > SLACK:
-                raise EngineError(
-                    f"sample {sample.id} has log-prob {value} at response token {position}",
-                    code="ENG80",
-                    where=f"sample {sample.id}",
-                    why="a log-prob is finite and not above 0",
-                )
+        position, value = next((i, p) for i, p in enumerate(log_probs) if not math.isfinite(p) or p > SLACK)
+        raise EngineError(
+            f"sample {sample.id} has log-prob {value} at response token {position}",
+            code="ENG80",
+            where=f"sample {sample.id}",
+            why="a log-prob is finite and not above 0",
+        )
     if sample.loss_mask.count(0) + sample.loss_mask.count(1) != count:
         raise EngineError(f"sample {sample.id} has a loss_mask entry other than 0 and 1", code="ENG79")

@@ -1,118 +1,102 @@
-"""More prompts in flight than a step needs: which groups it takes, and when the others stop.
+"""Over-sampling: more prompts in flight than a step needs; it takes the first groups that finish.
 
-``rollout.over_sampling_batch_size`` prompts start; the step takes the first ``rollout_batch_size`` groups that finish.
+``rollout.over_sampling_batch_size`` prompts start; the step takes ``rollout_batch_size`` of their groups. The others
+are dropped ("over_sampled"), or go on in the next step (`rollout.partial_rollout`).
 
 **lockstep**: time is counted in ticks, a token of every sample in flight, so the outcome is a function of the seed and
 not of the machine, the slots or the reward's speed. Samples run in rounds of ``rollout_max_response_len / 16`` ticks;
-the step ends with the first round in which enough groups are kept, and takes them in the order of the tick at which
-their last sample ended, then of prompts. Everything unfinished stands at the same tick then. The core cannot tell
-a plugin's tool at work from a sample that is over, so groups that a plugin or a function generates
+the step ends with the first round after which enough groups are finished, and takes them in the order of the tick at
+which their last sample ended, then of prompts. Everything unfinished is at the same tick then. The core cannot tell
+a plugin's tool at work from a sample that has ended, so groups that a plugin or a function generates
 (`slime_generate`) run to their end and are ranked by the tokens of their longest sample.
 
 **free**: the first to finish by the clock are taken, and what still runs is stopped wherever it is: a plugin then
 waits inside its next ``ctx.generate``, and its deadline with it. A function that asks the loopback server itself is
 not stopped here; the engine's own pause holds its request while new weights come.
-
-What is left over is dropped ("over_sampled"), or with ``rollout.partial_rollout`` kept for the next step: unfinished
-samples go on where they stopped, under the new weights; finished groups stand first. Nothing is generated or rewarded
-twice. In flight a group gains ground in every step, so it ends after ``rollout_max_response_len`` ticks in all.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
-from slime_core.types import Group, Sample
+from slime_core.rollout.groups import OpenGroup, OpenGroups
+from slime_core.rollout.step_selection import StepSelection
+from slime_core.types import Group
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
-    from slime_core.protocols import GroupRecord
-    from slime_core.rollout.groups import InFlight
-    from slime_core.rollout.partial_rollout import SuspendableEngine
+    from slime_core.protocols import Engine
+    from slime_core.rollout.suspendable_engine import SuspendableEngine
 
 OVER_SAMPLED = "over_sampled"
-ROUNDS = 16
-"""Rounds of a longest response: more stop sooner after the last group that is needed, fewer stop less often."""
+ROUNDS = 16  # of a longest response: more stop sooner after the last group that is needed, fewer stop less often
 
 
-class OverSampling:
-    """Ranks the groups of a step. ``engine`` is the one that all its samples use."""
+class OverSampling(StepSelection):
+    """The first groups by tick (lockstep) or by the clock (free). All their samples use ``engine``."""
 
-    def __init__(self, config: Config, engine: SuspendableEngine) -> None:
+    def __init__(self, config: Config, groups: OpenGroups, engine: SuspendableEngine) -> None:
+        super().__init__(config, groups, cast("Engine", engine))
         rollout = config.rollout
-        self.engine = engine
-        self.size = rollout.over_sampling_batch_size
-        self.lockstep = rollout.async_schedule == "lockstep"
-        self._quantum = -(-rollout.rollout_max_response_len // ROUNDS)
-        self._ended: dict[int, int] = {}  # position -> tick of its last sample's end
+        self.ranks_ends = rollout.async_schedule == "lockstep"
+        self._suspendable, self._size = engine, rollout.over_sampling_batch_size
+        self._ticks_a_round = -(-rollout.rollout_max_response_len // ROUNDS)
 
-    def begin(self) -> None:
-        """A step: finished groups of the last one ended at tick 0, unfinished ones go on."""
-        self._ended = dict.fromkeys(self._ended, 0)
-        self.engine.begin(self._quantum if self.lockstep else None)
-
-    def more(self) -> None:
-        """Another round of a lockstep step."""
-        self.engine.more(self._quantum)
-
-    def enter(self, flight: InFlight, *, by_plugin: bool) -> None:
-        """A group starts at the present tick."""
-        flight.start = self.engine.start
-        if not (self.lockstep and by_plugin):
-            self.engine.watch(flight.ids)
-
-    async def repeat(self, flight: InFlight, past: GroupRecord, version: int) -> None:
-        """Take as many ticks as the group did in the step of ``version``."""
-        flight.carried = past.newest < version
-        ticks = {} if flight.carried else past.ticks
-        if self.engine.watches(flight.ids):
-            await asyncio.gather(*(self.engine.pass_time(name, ticks.get(name, 0)) for name in flight.ids))
-
-    def leave(self, flight: InFlight, group: Group | None) -> None:
-        """A group ended: with what was generated, or without."""
-        watched = self.engine.watches(flight.ids)
-        tick = self.engine.forget(flight.ids)
-        if group is None:
-            self._ended.pop(flight.position, None)
-        else:
-            longest = max((_sampled(sample) for sample in group.samples), default=0)
-            ended = tick if watched else flight.start + longest
-            self._ended[flight.position] = 0 if flight.carried else ended
-
-    def drop(self, position: int) -> None:
-        """A group is no candidate any more."""
-        self._ended.pop(position, None)
-
-    def quiet(self, in_flight: Iterable[InFlight]) -> bool:
-        """Whether nothing in flight can go on before the next round."""
-        if self.engine.busy:
-            return False
-        return all(any(name in self.engine.held for name in flight.ids) for flight in in_flight)
-
-    def first(self, ready: Mapping[int, Group], in_flight: Iterable[InFlight], count: int) -> list[int] | None:
-        """Positions of the ``count`` groups that the step takes, None while that is open."""
-        if len(ready) < count or (self.lockstep and not self.quiet(in_flight)):
+    def first(self, count: int, version: int) -> list[int] | None:
+        """See `StepSelection`; in lockstep, once a round is over."""
+        finished = self._groups.finished
+        if len(finished) < count or (self.ranks_ends and not self.is_quiet()):
             return None
-        if not self.lockstep:
-            return list(ready)[:count]
-        return sorted(ready, key=lambda position: (self._ended[position], position))[:count]
+        ranked = sorted(finished, key=lambda position: (finished[position].end_tick, position))
+        return (ranked if self.ranks_ends else list(finished))[:count]
 
+    def free_places(self, steps_left: int, *, new_step: bool) -> int:
+        """See `StepSelection`; within a step, groups that were over-sampled make up for dropped ones first."""
+        enough = not new_step and len(self._groups) >= self._batch
+        return 0 if enough else self._size - len(self._groups)
 
-def _sampled(sample: Sample) -> int:
-    return sum(version >= 0 for version in sample.weight_versions)
+    def is_quiet(self) -> bool:
+        """Whether nothing in flight goes on before the next round."""
+        in_flight, engine = self._groups.in_flight.values(), self._suspendable
+        return not engine.busy and all(any(name in engine.held for name in group.ids) for group in in_flight)
 
+    def begin_step(self) -> None:
+        """Begin at tick 0: there finished groups of the last step ended, and unfinished ones go on."""
+        for group in self._groups.finished.values():
+            group.end_tick = 0
+        self._suspendable.begin(self._ticks_a_round if self.ranks_ends else None)
 
-def version_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """``rollout/continued_samples``, made by several weights, and the share of sampled tokens older than ``version``.
+    def next_round(self, *, data_ended: bool) -> bool:
+        """See `StepSelection`."""
+        if not self.ranks_ends or not self.is_quiet() or (data_ended and not self._groups.in_flight):
+            return False
+        self._suspendable.more(self._ticks_a_round)
+        return True
 
-    The share is ``rollout/offpolicy_tokens``; it counts tokens that do not train, too.
-    """
-    versions = [[v for v in sample.weight_versions if v >= 0] for group in groups for sample in group.samples]
-    tokens = sum(map(len, versions))
-    older = sum(v < version for sample_versions in versions for v in sample_versions)
-    return {
-        "rollout/continued_samples": float(sum(len(set(sample_versions)) > 1 for sample_versions in versions)),
-        "rollout/offpolicy_tokens": older / tokens if tokens else 0.0,
-    }
+    async def end_step(self, *, last: bool) -> bool:
+        """Stop what the step did not take."""
+        await self._suspendable.close()
+        return False
+
+    async def start(self, groups: Sequence[OpenGroup], version: int) -> None:
+        """Start groups at the present tick."""
+        for group in groups:
+            group.start_tick = self._suspendable.start
+            if not (self.ranks_ends and group.by_plugin):
+                self._suspendable.watch(group.ids)
+
+    async def replay(self, group: OpenGroup) -> None:
+        """See `StepSelection`."""
+        group.of_earlier_step = group.record.newest < group.version
+        ticks = {} if group.of_earlier_step else group.record.ticks
+        await asyncio.gather(*(self._suspendable.pass_time(name, ticks.get(name, 0)) for name in group.ids))
+
+    def ended(self, group: OpenGroup, generated: Group | None) -> None:
+        """See `StepSelection`; a group that was not watched ended after the tokens of its longest sample."""
+        tick = self._suspendable.forget(group.ids)
+        if tick is None and generated is not None:
+            sampled = (sum(version >= 0 for version in sample.weight_versions) for sample in generated.samples)
+            tick = group.start_tick + max(sampled, default=0)
+        group.end_tick = 0 if group.of_earlier_step else tick or 0

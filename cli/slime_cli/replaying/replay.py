@@ -27,6 +27,7 @@ from slime_core.loop import Clock, train_on
 from slime_core.report import Report
 from slime_core.report.metrics import rollout_metrics
 from slime_core.report.rundir import RunDir
+from slime_core.rollout.groups import OpenGroups
 from slime_core.rollout.staleness import Staleness
 from slime_core.seeds import set_generators
 from slime_core.types import Group
@@ -187,8 +188,8 @@ class _Making:
         last = version == answer.step
         members = self._recorded.members(version)
         groups = groups_of(members, self._recorded.samples(members))
-        age = Staleness(stage)
-        age.took(groups, version - 1)  # mask again what was too stale to train then
+        staleness = Staleness(stage, OpenGroups())
+        staleness.step(groups, version - 1)  # mask again what was too stale to train then
         for group in groups:
             self._plugins.seen(group, stage)
         await self._components.ledger.issue(groups)
@@ -213,7 +214,7 @@ class _Making:
             answer.metrics = {
                 name: (None, value)
                 for name, value in (
-                    metrics | rollout_metrics(groups, version - 1, {}, 0) | age.pop_metrics(())
+                    metrics | rollout_metrics(groups, version - 1, {}, 0) | staleness.pop_metrics()
                 ).items()
             }
             self._look(groups, answer)

@@ -17,11 +17,11 @@ from slime_core.plugins import load_plugins
 from slime_core.report.metrics import rollout_metrics
 from slime_core.resume import positions
 from slime_core.rollout.collector import Collector
-from slime_core.rollout.groups import InFlight, training_params
+from slime_core.rollout.groups import OpenGroup, OpenGroups, training_params
 from slime_core.rollout.staleness import Staleness, trained_versions
 from slime_core.testing.fakes import CharTokenizer, FakeEngine
 from slime_core.trainers.batch import make_batch
-from slime_core.types import Completion, Prompt, Sample, WeightUpdate
+from slime_core.types import Completion, Group, Prompt, Sample, WeightUpdate
 
 pytestmark = pytest.mark.unit
 
@@ -136,7 +136,7 @@ async def _steps(config, plugins, ran, steps, seed, known=None):
             counts = collector.pop_counts()
             ran.metrics.append(rollout_metrics(groups, version, counts.drops, counts.issued) | counts.metrics)
             open_ = collector.state()["open"]
-            assert sorted({*collector._in_flight, *collector._kept}) == open_
+            assert sorted({*collector._in_flight, *collector._finished}) == open_
             collector.admit(version + 1)
 
 
@@ -260,12 +260,15 @@ def test_what_is_dropped_on_its_way_is_stopped_on_the_engine_and_its_tokens_so_f
     assert {ran.ledger.rows[name].reason for name in stopped} == {"stale"}
     assert "aborted" not in sys.modules["judge_plugin_module"].judged
 
-    age = Staleness(load_config(None, ["--max-staleness", "1", "--no-colocate", "--async-schedule", "free"]))
+    staleness = Staleness(
+        load_config(None, ["--max-staleness", "1", "--no-colocate", "--async-schedule", "free"]), OpenGroups()
+    )
     sample = Sample(id="a-0", tokens=[1])
     sample.append_response([5] * 60, log_probs=[-1.0] * 60)
     part = Completion(id="a-0", tokens=[5] * 70, log_probs=[], plain_log_probs=[], finish="abort", versions=[])
-    age.give_up(InFlight(Prompt(id="main/0"), [sample], 0), [part])
-    metrics = age.pop_metrics(())
+    group = Group(prompt=Prompt(id="main/0"), samples=[sample], rollouts={0: [0]})
+    staleness.give_up(OpenGroup(group), [part])
+    metrics = staleness.pop_metrics()
     assert (metrics["stale/dropped"], metrics["stale/dropped/len_128_256"]) == (1.0, 1.0)
 
 

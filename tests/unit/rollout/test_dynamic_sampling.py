@@ -5,7 +5,7 @@ from zlib import crc32
 import pytest
 
 from slime_core.errors import TrainerError
-from slime_core.rollout.score import DropLimit
+from slime_core.rollout.filters import DropLimit
 from slime_core.testing.fakes import FakeEngine
 from slime_core.types import Sample
 
@@ -150,74 +150,74 @@ def test_another_step_with_as_many_drops_has_its_own_sentence(collect):
     assert len(ran.notes) == 2
 
 
-def _dropped(streak, position, reward=0.0):
-    streak.dropped(position, "r", [Sample(id="a", reward=reward)])
+def _dropped(limit, position, reward=0.0):
+    limit.dropped(position, "r", [Sample(id="a", reward=reward)])
 
 
 def test_a_row_is_counted_in_prompt_order_whichever_verdict_came_first():
-    streak = DropLimit(3, 1, lambda text: None)
+    limit = DropLimit(3, 1, lambda text: None)
     for position in range(10):
-        streak.issued(position + 4)
-    _dropped(streak, 5)
-    _dropped(streak, 6)
-    _dropped(streak, 8)
-    _dropped(streak, 9)
-    streak.left_out(4)
-    streak.kept(7)
+        limit.issued(position + 4)
+    _dropped(limit, 5)
+    _dropped(limit, 6)
+    _dropped(limit, 8)
+    _dropped(limit, 9)
+    limit.ended(4, dropped=None)
+    limit.ended(7, dropped=False)
     with pytest.raises(TrainerError, match="3 groups in a row"):
-        _dropped(streak, 10)
+        _dropped(limit, 10)
 
 
 def test_groups_that_were_not_needed_neither_count_nor_break_a_row():
-    streak = DropLimit(2, 9, lambda text: None)
-    streak.issued(0)
-    _dropped(streak, 0)
-    streak.left_out(1)
+    limit = DropLimit(2, 9, lambda text: None)
+    limit.issued(0)
+    _dropped(limit, 0)
+    limit.ended(1, dropped=None)
     with pytest.raises(TrainerError):
-        _dropped(streak, 2)
+        _dropped(limit, 2)
 
 
 def test_drops_without_a_limit_end_no_run():
-    streak = DropLimit(0, 1, lambda text: None)
-    streak.issued(0)
+    limit = DropLimit(0, 1, lambda text: None)
+    limit.issued(0)
     for position in range(50):
-        _dropped(streak, position)
+        _dropped(limit, position)
 
 
 def test_only_a_few_rewards_are_shown():
     told = []
-    streak = DropLimit(0, 3, told.append)
-    streak.issued(0)
+    limit = DropLimit(0, 3, told.append)
+    limit.issued(0)
     for position in range(9):
-        _dropped(streak, position, reward=float(position))
+        _dropped(limit, position, reward=float(position))
     assert "and 4 others" in told[0]
 
 
 def test_what_could_not_be_judged_is_told_with_its_reason_and_again_when_it_goes_on():
     told = []
-    streak = DropLimit(0, 1, told.append)
-    streak.issued(0)
+    limit = DropLimit(0, 1, told.append)
+    limit.issued(0)
     broken = {"reward_kind": "infra_error", "reward_reason": "remote_rm: connection refused"}
     for position in range(13):
-        streak.dropped(position, "infra_error", [Sample(id="a", reward=0.0, metadata=broken) for _ in range(2)])
+        limit.dropped(position, "infra_error", [Sample(id="a", reward=0.0, metadata=broken) for _ in range(2)])
     assert [text.partition(" ")[0] for text in told] == ["3", "6", "12"]
     assert "rewards seen: none" in told[0], "0 is no reward here"
     assert told[0].endswith("not judged at last: remote_rm: connection refused (2 times)")
-    streak.step()
-    _dropped(streak, 13)
-    _dropped(streak, 14)
-    _dropped(streak, 15)
+    limit.step()
+    _dropped(limit, 13)
+    _dropped(limit, 14)
+    _dropped(limit, 15)
     assert "not judged" not in told[3]
 
 
 def test_each_step_is_spoken_of_by_itself():
     told = []
-    streak = DropLimit(0, 1, told.append)
-    streak.issued(0)
+    limit = DropLimit(0, 1, told.append)
+    limit.issued(0)
     for position in range(8):
         if position == 4:
-            streak.kept(3)
-            streak.step()
+            limit.ended(3, dropped=False)
+            limit.step()
         else:
-            _dropped(streak, position)
+            _dropped(limit, position)
     assert [note.split(";")[0] for note in told] == ["3 groups were dropped in this step and 0 kept"] * 2

@@ -5,7 +5,7 @@ from zlib import crc32
 
 import pytest
 
-from slime_core.rollout.staleness import mask_older
+from slime_core.rollout.partial_rollout import mask_older
 from slime_core.seeds import seed_of
 from slime_core.testing.fakes import CharTokenizer, FakeEngine
 from slime_core.types import Sample

@@ -1,6 +1,7 @@
 """Rewards become numbers on samples, and what cannot train is dropped with its reason."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -56,7 +57,8 @@ def score(install_plugin):
             sample.status = Status.COMPLETED
         for index, status in (statuses or {}).items():
             group.samples[index].status = status
-        return asyncio.run(score_group(group, plugins, Context(config=config)))
+        scored, drops = asyncio.run(score_group(group, plugins, Context(config=config)))
+        return SimpleNamespace(group=scored, drops=drops)
 
     return run
 

@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -150,7 +151,8 @@ def score(install_plugin):
         ctx = Context(config=config)
         if evaluation:
             return asyncio.run(_evaluated(group, plugins, ctx))
-        return asyncio.run(score_group(group, plugins, ctx)), module.shown
+        scored, drops = asyncio.run(score_group(group, plugins, ctx))
+        return SimpleNamespace(group=scored, drops=drops), module.shown
 
     return run
 

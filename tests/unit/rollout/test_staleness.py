@@ -6,7 +6,7 @@ from itertools import combinations
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from slime_core.rollout.staleness import Bound, began, mask_stale, newest
+from slime_core.rollout.staleness import Bound, mask_stale, version_span
 from slime_core.types import Group, Prompt, Sample
 
 pytestmark = pytest.mark.unit
@@ -183,11 +183,11 @@ def test_the_age_of_a_group_counts_trainable_tokens_alone():
     prompt = Prompt(id="main/0")
     one, two = _sample([2, -1, 3], mask=[0, 0, 1]), _sample([4, 5])
     group = Group(prompt=prompt, samples=[one, two], rollouts={0: [0], 1: [1]})
-    assert (began(group, 7), newest(group, 7)) == (3, 5)
+    assert version_span(group, 7) == (3, 5)
     one.remove_sample = True
-    assert began(group, 7) == 4
+    assert version_span(group, 7) == (4, 5)
     supervised = Sample(id="b", tokens=[9, 5], response_length=1, loss_mask=[1])
-    assert began(Group(prompt=prompt, samples=[supervised], rollouts={0: [0]}), 7) == 7
+    assert version_span(Group(prompt=prompt, samples=[supervised], rollouts={0: [0]}), 7) == (7, 7)
 
 
 def test_tokens_older_than_the_bound_leave_the_loss_and_the_same_ones_each_time():

@@ -1,11 +1,11 @@
-"""The gate between hooks and engine: requests stand still at a limit, and go on with what was kept."""
+"""The engine that suspends requests between two tokens: they stop at a limit and continue with what they have."""
 
 import asyncio
 
 import pytest
 
 from slime_core.plugins.boundary import DEADLINE
-from slime_core.rollout.partial_rollout import SuspendableEngine
+from slime_core.rollout.suspendable_engine import SuspendableEngine
 from slime_core.testing.fakes import CharTokenizer, FakeEngine
 from slime_core.types import GenerateRequest, SamplingParams, WeightUpdate
 

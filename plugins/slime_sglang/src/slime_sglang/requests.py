@@ -89,7 +89,7 @@ class Requests:
         try:
             while not job.turn.finish:
                 await self._piece(job)
-            job.done = job.turn.whole(self._tokenizer)
+            job.done = job.turn.completion(self._tokenizer)
             return job.done
         finally:
             self._jobs.discard(job)
@@ -160,7 +160,7 @@ class Requests:
 
     async def _piece(self, job: RequestJob) -> None:
         """One server's part of a request."""
-        request = job.turn.rest()
+        request = job.turn.continuation()
         if job.stopped:
             job.turn.finish = "abort"
         elif request.params.max_new_tokens < 1 and job.turn.pieces:
