@@ -1,11 +1,11 @@
-"""Partial rollout: what a step with over-sampling left unfinished goes on in the next one, under the new weights.
+"""Partial rollout: what a step with over-sampling left unfinished is continued in the next, with the new weights.
 
     step v      main/7-0  [tokens of v ......]    `SuspendableEngine.close` stops it, `Ledger.suspend` keeps its turns
     step v + 1  main/7-0  [tokens of v ......][tokens of v + 1 ...]    one response, each token with its version
 
-Finished groups that the last step did not need are taken first. Nothing is generated or rewarded twice; after a crash
-unfinished samples go on from the turns in the ledger. In flight a group gains ground in every step, so it ends after
-``rollout_max_response_len`` ticks in all.
+Switched on by ``rollout.partial_rollout``. Finished groups that the last step did not need are taken first. Nothing is
+generated or rewarded twice; after a crash unfinished samples continue from the turns in the ledger. In flight a group
+gains ground in every step, so it ends after ``rollout_max_response_len`` ticks in all.
 """
 
 from __future__ import annotations

@@ -270,6 +270,3 @@ def test_functions_that_post_to_the_server_lose_nothing(collect, tmp_path, sched
         assert again.ids() == ran.ids()
         tokens = [[s.tokens for group in step for s in group.samples] for step in ran.steps]
         assert [[s.tokens for group in step for s in group.samples] for step in again.steps] == tokens
-
-
-# -- the gate alone

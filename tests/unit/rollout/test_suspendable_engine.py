@@ -17,12 +17,12 @@ def _request(name="a", new=12, stop=(), kept=0):
     return GenerateRequest(id=name, tokens=[1, 2, 3], params=params, seed=9, kept=kept)
 
 
-def _gated(work, engine=None):
+def _suspendable(work, engine=None):
     async def main():
         served = engine or FakeEngine(vocab_size=16, stop_token=99)
         await served.load(WeightUpdate(version=0, epoch=1, transport="tensors"))
-        gate = SuspendableEngine(served, CharTokenizer(), lambda: None)
-        return await asyncio.wait_for(work(gate, served), 10)
+        suspendable = SuspendableEngine(served, CharTokenizer(), lambda: None)
+        return await asyncio.wait_for(work(suspendable, served), 10)
 
     return asyncio.run(main())
 
@@ -32,65 +32,67 @@ async def _until(condition):
         await asyncio.sleep(0)  # the fakes are one turn a token: no thread computes here
 
 
-def test_a_sample_stands_still_at_the_limit_and_goes_on_with_the_next_round():
-    async def work(gate, engine):
+def test_a_sample_stops_at_the_limit_and_continues_with_the_next_round():
+    async def work(suspendable, engine):
         whole = await engine.generate(_request())
-        gate.begin(5)
-        gate.watch(["a"])
-        task = asyncio.create_task(gate.generate(_request()))
-        await _until(lambda: "a" in gate.held)
-        assert not gate.busy
+        suspendable.begin(5)
+        suspendable.watch(["a"])
+        task = asyncio.create_task(suspendable.generate(_request()))
+        await _until(lambda: "a" in suspendable.held)
+        assert not suspendable.busy
         await engine.load(WeightUpdate(version=1, epoch=1, transport="tensors"))
-        gate.more(4)
-        await _until(lambda: "a" in gate.held)
-        gate.more(40)
+        suspendable.more(4)
+        await _until(lambda: "a" in suspendable.held)
+        suspendable.more(40)
         done = await task
         assert done.tokens == whole.tokens
         assert done.versions == [0] * 5 + [1] * 7
         assert len(done.log_probs) == len(done.plain_log_probs) == 12
         assert done.finish == "length"
-        assert gate.forget(["a"]) == 12
+        assert suspendable.forget(["a"]) == 12
 
-    _gated(work)
+    _suspendable(work)
 
 
-def test_closing_keeps_what_was_made_wherever_that_is():
-    async def work(gate, engine):
-        gate.begin(None)
-        gate.watch(["a", "b"])
-        task = asyncio.create_task(gate.generate(_request(new=400)))
+def test_closing_keeps_the_tokens_so_far_wherever_a_sample_is():
+    async def work(suspendable, engine):
+        suspendable.begin(None)
+        suspendable.watch(["a", "b"])
+        task = asyncio.create_task(suspendable.generate(_request(new=400)))
         await _until(lambda: engine._running.get("a") is not None and len(engine._running["a"].tokens) == 7)
-        await gate.close()
-        await _until(lambda: "a" in gate.held)
-        late = asyncio.create_task(gate.generate(_request("b", new=3)))  # a next turn, asked for while it is closed
+        await suspendable.close()
+        await _until(lambda: "a" in suspendable.held)
+        late = asyncio.create_task(
+            suspendable.generate(_request("b", new=3))
+        )  # a next turn, requested while it is closed
         for _ in range(50):
             await asyncio.sleep(0)
         assert not engine._running
-        assert gate.held == {"a", "b"}
-        gate.begin(None)
+        assert suspendable.held == {"a", "b"}
+        suspendable.begin(None)
         assert len((await task).tokens) == 400
         assert len((await late).tokens) == 3
 
-    _gated(work)
+    _suspendable(work)
 
 
-def test_an_abort_that_is_not_the_gates_ends_the_request():
-    async def work(gate, engine):
-        gate.begin(None)
-        gate.watch(["a"])
-        task = asyncio.create_task(gate.generate(_request(new=400)))
+def test_an_abort_from_outside_ends_the_request():
+    async def work(suspendable, engine):
+        suspendable.begin(None)
+        suspendable.watch(["a"])
+        task = asyncio.create_task(suspendable.generate(_request(new=400)))
         await _until(lambda: engine._running.get("a") is not None)
-        await gate.abort(["a"])
+        await suspendable.abort(["a"])
         assert (await task).finish == "abort"
 
-    _gated(work)
+    _suspendable(work)
 
 
-def test_requests_of_nobody_pass_through_a_closed_gate():
-    async def work(gate, engine):
-        assert len((await gate.generate(_request("door/1"))).tokens) == 12
+def test_requests_of_samples_that_are_not_watched_pass_through():
+    async def work(suspendable, engine):
+        assert len((await suspendable.generate(_request("door/1"))).tokens) == 12
 
-    _gated(work)
+    _suspendable(work)
 
 
 def test_a_context_that_is_full_at_the_limit_ends_the_response():
@@ -104,18 +106,18 @@ def test_a_context_that_is_full_at_the_limit_ends_the_response():
             params = SamplingParams(max_new_tokens=room)
             return await super().generate(GenerateRequest(id=request.id, tokens=request.tokens, params=params, seed=9))
 
-    async def work(gate, engine):
+    async def work(suspendable, engine):
         for limit in (5, 3):
-            gate.begin(limit)
-            gate.watch(["a"])
-            task = asyncio.create_task(gate.generate(_request()))
-            await _until(lambda task=task: task.done() or "a" in gate.held)
-            gate.more(10)
+            suspendable.begin(limit)
+            suspendable.watch(["a"])
+            task = asyncio.create_task(suspendable.generate(_request()))
+            await _until(lambda task=task: task.done() or "a" in suspendable.held)
+            suspendable.more(10)
             done = await task
             assert (len(done.tokens), done.finish) == (5, "length")
-            gate.forget(["a"])
+            suspendable.forget(["a"])
 
-    _gated(work, Short(vocab_size=16, stop_token=99))
+    _suspendable(work, Short(vocab_size=16, stop_token=99))
 
 
 def test_a_stop_string_across_two_pieces_is_cut_from_the_text():
@@ -125,34 +127,34 @@ def test_a_stop_string_across_two_pieces_is_cut_from_the_text():
             done.finish = "stop" if len(done.tokens) < 4 else done.finish
             return done
 
-    async def work(gate, engine):
-        gate.begin(4)
-        gate.watch(["a"])
+    async def work(suspendable, engine):
+        suspendable.begin(4)
+        suspendable.watch(["a"])
         whole = (await FakeEngine.generate(engine, _request(new=6))).tokens
         text = CharTokenizer().decode(whole)
-        task = asyncio.create_task(gate.generate(_request(new=6, stop=(text[3:5],))))
-        await _until(lambda: "a" in gate.held)
-        gate.more(10)
+        task = asyncio.create_task(suspendable.generate(_request(new=6, stop=(text[3:5],))))
+        await _until(lambda: "a" in suspendable.held)
+        suspendable.more(10)
         done = await task
         assert done.finish == "stop"
         assert done.text == text[: text.find(text[3:5])]
 
-    _gated(work, Stops(vocab_size=16, stop_token=99))
+    _suspendable(work, Stops(vocab_size=16, stop_token=99))
 
 
 def test_the_hooks_deadline_does_not_count_while_it_waits():
-    async def work(gate, engine):
-        gate.begin(2)
-        gate.watch(["a"])
+    async def work(suspendable, engine):
+        suspendable.begin(2)
+        suspendable.watch(["a"])
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(30) as scope:
             token = DEADLINE.set(scope)
-            task = asyncio.create_task(gate.generate(_request()))
+            task = asyncio.create_task(suspendable.generate(_request()))
             DEADLINE.reset(token)
-            await _until(lambda: "a" in gate.held)
+            await _until(lambda: "a" in suspendable.held)
             assert scope.when() is None
-            gate.more(20)
+            suspendable.more(20)
             await task
             assert 0 < scope.when() - loop.time() <= 30
 
-    _gated(work)
+    _suspendable(work)
