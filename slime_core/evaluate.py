@@ -1,7 +1,7 @@
 """Evaluation: metrics of named sets of prompts. Nothing here trains, and nothing enters the ledger.
 
-In place, training waits for it. Beside training (``eval.eval_async``) one of several engines is held: it keeps the
-weights of the version, takes no update and no rollouts, so every token is that version's, as in place.
+In place, training waits for it. Beside training (``eval.eval_async``) one of several engines is reserved: it keeps
+the weights of the version, takes no update and no rollouts, so every token is that version's, as in place.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from slime_core.context import Context
 from slime_core.data.opening import EvalSet, eval_sets
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from slime_core.protocols import Engine
     from slime_core.report import Report
 
-    Hold = Callable[[], AbstractAsyncContextManager[Engine]]
+    ReserveEngine = Callable[[], AbstractAsyncContextManager[Engine]]
 
 
 class Evaluator:
@@ -43,34 +42,34 @@ class Evaluator:
         config = ctx.config
         self._vocab_size, self._plugins, self._report = engine_vocab, plugins, report
         self._ctx = replace(ctx, evaluation=True, sampling=evaluation_params(config))
-        absent = config.rollout.debug_train_only  # no engine, no evaluation
-        self.sets = [] if absent else eval_sets(config, plugins, ctx.tokenizer, self._ctx)
+        no_engine = config.rollout.debug_train_only
+        self.sets = [] if no_engine else eval_sets(config, plugins, ctx.tokenizer, self._ctx)
         self._dump = Dump(config, report.run_dir.path)
 
-    async def run(self, version: int, lent_engine: Engine | None = None) -> dict[str, dict[str, float]]:
+    async def run(self, version: int, reserved_engine: Engine | None = None) -> dict[str, dict[str, float]]:
         """Evaluate every set at ``version``; metrics by set name, also handed to the report.
 
-        With ``lent_engine`` all requests go to that engine, and steps go on meanwhile.
+        With ``reserved_engine`` all requests go to that engine, and training continues meanwhile.
 
         Raises:
-            EngineError: ENG83 a hook got tokens of other weights than the held engine's.
+            EngineError: ENG83 a hook got tokens of other weights than the reserved engine's.
         """
-        ctx = replace(self._ctx, version=version, engine=self._ctx.engine if lent_engine is None else lent_engine)
+        ctx = replace(self._ctx, version=version, engine=reserved_engine or self._ctx.engine)
         results: dict[str, dict[str, float]] = {}
         done: dict[str, list[Group]] = {}
         for eval_set in self.sets:
             start = time.monotonic()
             self._report.starting(f"evaluating {eval_set.name} at step {version}")
             done[eval_set.name] = groups = await self._generate(eval_set, ctx)
-            if lent_engine is not None:
-                check_weights(groups, lent_engine.version)
+            if reserved_engine is not None:
+                check_weights(groups, reserved_engine.version)
             await asyncio.to_thread(self._dump.write, version, ctx.stage, groups, eval_set.name)
             if reason := unjudged(sample for group in groups for sample in group.samples):
                 self._report.note(f"evaluation set {eval_set.name}: samples could not be judged: {reason}")
             figures = await asyncio.to_thread(self._figures, eval_set, version, groups)
             metrics = figures | {"seconds": time.monotonic() - start}
             results[eval_set.name] = metrics
-            self._report.evaluation(eval_set.name, version, metrics, beside=lent_engine is not None)
+            self._report.evaluation(eval_set.name, version, metrics, beside=reserved_engine is not None)
         flat = {f"{name}/{key}": value for name, metrics in results.items() for key, value in metrics.items()}
         self._plugins.evaluated(done, flat, ctx)
         return results
@@ -125,43 +124,37 @@ def check_weights(groups: Sequence[Group], version: int) -> None:
             )
 
 
-class Evaluations:
-    """A stage's evaluations: in place, or one at a time beside training, where ``hold`` lends an engine for them.
+class Evaluations(AbstractAsyncContextManager["Evaluations"]):
+    """A stage's evaluations: in place, or one at a time beside training on an engine that ``reserve`` gives.
 
     Example:
         async with Evaluations(evaluator, components.reserve_engine) as evaluations:
-            await evaluations.begin(4)              # on the engines that serve version 4
+            await evaluations.start(4)              # on an engine that serves version 4
             ...                                     # steps
-            await evaluations.settle()              # version 4's figures are reported
+            await evaluations.wait()                # version 4's figures are reported
     """
 
-    def __init__(self, evaluator: Evaluator, hold: Hold | None = None) -> None:
-        self._evaluator, self._hold = evaluator, hold
-        self.task: asyncio.Task[None] | None = None  # the one that is under way
+    def __init__(self, evaluator: Evaluator, reserve: ReserveEngine | None = None) -> None:
+        self._evaluator, self._reserve = evaluator, reserve
+        self.task: asyncio.Task[None] | None = None  # the one that runs beside training
         self._version = 0
         self.seconds = 0.0  # the longest beside training so far
 
     @property
-    def apart(self) -> bool:
-        """Whether training may go on meanwhile."""
-        return self._hold is not None and bool(self._evaluator.sets)
+    def beside_training(self) -> bool:
+        """Whether training may continue meanwhile."""
+        return self._reserve is not None and bool(self._evaluator.sets)
 
-    @property
-    def unfinished(self) -> int | None:
-        """The version whose evaluation is under way."""
-        return None if self.task is None else self._version
-
-    async def run(self, version: int) -> bool:
+    async def run(self, version: int) -> None:
         """Evaluate what is served, in place."""
         await self._evaluator.run(version)
-        return True
 
-    async def begin(self, version: int) -> None:
-        """Hold an engine, which serves ``version``, and evaluate beside what comes; no other may be under way."""
-        assert self._hold is not None
-        await self.settle()
+    async def start(self, version: int) -> None:
+        """Reserve an engine, which serves ``version``, and evaluate on it beside training, after the one before."""
+        assert self._reserve is not None
+        await self.wait()
         async with AsyncExitStack() as stack:
-            engine = await stack.enter_async_context(self._hold())
+            engine = await stack.enter_async_context(self._reserve())
             self._version, resources = version, stack.pop_all()
         self.task = asyncio.create_task(self._beside(version, engine, resources), name=f"slime-evaluation-{version}")
 
@@ -171,39 +164,41 @@ class Evaluations:
             await self._evaluator.run(version, engine)
         self.seconds = max(self.seconds, time.monotonic() - start)
 
-    def look(self) -> None:
-        """Raise what the one that is under way ran into; forget one that is over."""
+    def raise_failed(self) -> None:
+        """Raise the error of the one beside training, where it has failed; forget it where it has ended."""
         if self.task is not None and self.task.done():
             task, self.task = self.task, None
             task.result()
 
-    async def settle(self) -> None:
-        """Wait for the one that is under way; raises what it ran into."""
+    async def wait(self) -> None:
+        """Wait for the one beside training; raises its error."""
         if self.task is not None:
             await asyncio.wait([self.task])
-            self.look()
+            self.raise_failed()
 
-    async def __aenter__(self) -> Self:
-        return self
+    async def finish_earlier(self, version: int) -> bool:
+        """Wait for the evaluation of an earlier version; returns whether ``version`` itself is being evaluated."""
+        self.raise_failed()
+        if self._version != version:
+            await self.wait()
+        return self.task is not None
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         task, self.task = self.task, None
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
 
-def holder(config: Config, hold: Hold | None) -> Hold | None:
-    """What lends an engine to a stage's evaluations; None where they are in place.
+def reservation_for_evaluation(config: Config, reserve: ReserveEngine | None) -> ReserveEngine | None:
+    """How a stage's evaluations reserve an engine; None where they run in place.
 
     Raises:
         ConfigError: CFG04 `eval.eval_async` where none can be reserved.
     """
     if not config.eval.eval_async or config.rollout.debug_train_only:
         return None
-    if hold is None:
+    if reserve is None:
         raise ConfigError(
             "eval_async = true with engines of which none can be reserved",
             code="CFG04",
@@ -211,4 +206,4 @@ def holder(config: Config, hold: Hold | None) -> Hold | None:
             why="one engine keeps the weights that are evaluated, and rollouts need another, chosen by slime itself",
             fix="--rollout-num-engines 2   or   --no-eval-async",
         )
-    return hold
+    return reserve

@@ -41,7 +41,7 @@ NAMES = (
     "checkpoint.retention",  # one older checkpoint is about to be removed
     "loop.stepped",  # the optimizer step is done, the ledger does not say so yet
     "loop.synced",  # the engine serves the new version
-    "loop.told",  # the step's metrics are written
+    "loop.reported",  # the step's metrics are written
     "loop.exported",  # final/ is written, the run does not say so yet
     "rundir.metrics.trimmed",  # metrics of steps that will be repeated are removed
 )

@@ -1,4 +1,4 @@
-"""One stage of a run, ready to go: what its steps draw from, what measures them, and what is told of them.
+"""One stage of a run: what its steps draw from, what syncs, evaluates and reports them.
 
 A stage of a debug mode differs here and nowhere else: its groups come from a dump, or nothing is trained or served.
 """
@@ -6,14 +6,15 @@ A stage of a debug mode differs here and nowhere else: its groups come from a du
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from slime_core.config.load import stage_name
 from slime_core.context import Context
 from slime_core.data.opening import open_source
-from slime_core.data.source import DataSource
-from slime_core.evaluate import Evaluations, Evaluator, holder
+from slime_core.evaluate import Evaluations, Evaluator, reservation_for_evaluation
+from slime_core.preemption import StopRequested
 from slime_core.report.metrics import ledger_metrics, rollout_metrics
 from slime_core.rollout.collector import Collector
 from slime_core.rollout.dump import Dump, DumpedGroups
@@ -23,63 +24,139 @@ from slime_core.weights.update import Canary, sync_weights
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
-    from slime_core.plugins import Plugins
-    from slime_core.protocols import RunComponents
-    from slime_core.report import Report
-    from slime_core.resume import Progress, Stop
+    from slime_core.report.step_clock import StepClock
+    from slime_core.resume import Progress
     from slime_core.rollout.groups import GroupSource
 
 
-@dataclass(slots=True, kw_only=True)
 class Stage:
-    """See the module. ``source`` is None where groups come from a dump."""
+    """The stage that ``progress`` is in, from its next step on.
 
-    config: Config
-    components: RunComponents
-    plugins: Plugins
-    report: Report
-    ctx: Context
-    dump: Dump
-    source: DataSource | None
-    evaluations: Evaluations
-    collector: GroupSource
-    canary: Canary
-    last: int  # version that its last step makes
+    Raises:
+        SlimeError: bad data, or data that changed since the checkpoint; CFG04 `eval.eval_async` with one engine.
+        StopRequested: by methods that wait, where the run was asked to stop first.
+    """
 
-    async def sync(self, version: int, *, first: bool = False) -> None:
-        """Bring the trainer's weights to the engine and compare; ``first`` is before the first step.
+    def __init__(self, progress: Progress) -> None:
+        config, components = progress.stages[progress.stage], progress.components
+        plugins, report, version = progress.plugins, progress.report, served_version(config, progress.version)
+        self.progress, self.config, self.components = progress, config, components
+        self.plugins, self.report = plugins, report
+        self.ctx = ctx = Context(
+            config=config,
+            engine=components.engines,
+            engines=components.roles,
+            tokenizer=components.tokenizer,
+            sampling=training_params(config),
+            run_dir=report.run_dir.path,
+            version=version,
+            stage=stage_name(config),
+            recorded_groups=components.ledger.groups,
+        )
+        self.dump = Dump(config, report.run_dir.path)
+        dumped = bool(config.rollout.load_debug_rollout_data)
+        self.source = None if dumped else open_source(config, plugins, components.tokenizer, ctx)
+        evaluator = Evaluator(components.vocab_size, plugins, ctx, report)
+        self.evaluations = Evaluations(evaluator, reservation_for_evaluation(config, components.reserve_engine))
+        self.collector: GroupSource = (
+            DumpedGroups(components.ledger, plugins, ctx, report.run_dir.path, report.note)
+            if self.source is None
+            else Collector(
+                source=self.source,
+                ledger=components.ledger,
+                plugins=plugins,
+                ctx=ctx,
+                vocab_size=components.vocab_size,
+                steps=config.rollout.num_rollout - progress.step,
+                note=report.note,
+                resumed=progress.resumed,
+                saved=progress.collector_state,
+            )
+        )
+        text = self.source.text if self.source is not None else lambda count: ()
+        self.canary = Canary(config=config, vocab_size=components.vocab_size, text=text)
+        progress.collector, progress.evaluations = self.collector, self.evaluations
+
+    async def load_trainer(self) -> None:
+        """Start the stage in the trainer, from the checkpoint's state where the run resumes in it."""
+        first = self.progress.synced < 0  # no engine serves yet: the trainer has room for all of its state
+        async with nullcontext() if first else self.components.devices.training():
+            self.report.starting("loading the model into the trainer, and trying what packing and fusing change")
+            await self.components.trainer.begin(self.config)
+            await self.progress.restore_trainer()
+
+    async def sync(self, *, first: bool = False) -> None:
+        """Send the trainer's weights to the engines and compare; ``first`` is before the first step.
 
         Raises:
             EngineError: ENG83, the engine serves something else (`weights.update`).
         """
+        rollout, version = self.config.rollout, self.progress.version
+        if first:
+            self.report.starting("sending the weights to the engine, and checking what it serves")
+        if not rollout.debug_train_only and (first or not rollout.debug_rollout_only):
+            check = self.canary.check(version, first=first, last=self.progress.stage_done)
+            run, served = self.components, served_version(self.config, version)
+            async with run.devices.syncing():
+                await sync_weights(run.trainer, run.engines, served, canary=self.canary, check=check)
+            await self.canary.compare_log_probs(run.engines)
+        self.progress.synced = version
+
+    @asynccontextmanager
+    async def generating(self) -> AsyncIterator[None]:
+        """Generate, and evaluate beside training, inside this block.
+
+        Raises:
+            Preempted: the run was asked to stop.
+        """
+        async with self.collector, self.evaluations:
+            try:
+                yield
+            except StopRequested:
+                await self.progress.preempt()
+
+    async def take(self, recorded: list[int]) -> list[Group]:
+        """Wait for the next step's groups: those at the ``recorded`` positions, where it was journaled."""
+        work = self.collector.take(self.config.rollout.rollout_batch_size, recorded)
+        return await self.progress.stop.or_stop(work, self.evaluations)
+
+    async def dump_groups(self, groups: list[Group], clock: StepClock) -> None:
+        """Dump the groups of the next step, where ``save_debug_rollout_data`` asks for it."""
+        if self.dump.saves:
+            with clock.part("dump"):
+                await asyncio.to_thread(self.dump.write, self.progress.version + 1, self.ctx.stage, groups)
+
+    async def drain(self) -> None:
+        """In lockstep, wait for what the old weights generate; a stopped run generates it again when it resumes."""
         rollout = self.config.rollout
-        if rollout.debug_train_only or (rollout.debug_rollout_only and not first):
-            return
-        check = self.canary.check(version, first=first, last=version == self.last)
-        trainer, engines = self.components.trainer, self.components.engines
-        async with self.components.devices.syncing():
-            await sync_weights(trainer, engines, served(self.config, version), canary=self.canary, check=check)
-        await self.canary.compare_log_probs(engines)
+        if rollout.async_schedule == "lockstep":
+            drained = self.collector.drain()  # at once where nothing runs ahead
+            await self.progress.stop.or_stop(drained, self.evaluations, interruptible=rollout.max_staleness > 0)
 
-    async def drained(self, stop: Stop) -> bool:
-        """In lockstep, wait for what the old weights generate; False where the run was asked to stop first."""
-        rollout = self.config.rollout
-        if rollout.async_schedule != "lockstep":
-            return True
-        drained = self.collector.drain()  # at once where nothing runs ahead
-        return bool(await stop.unless(drained, self.evaluations, heeded=rollout.max_staleness > 0))
+    async def finish_earlier_evaluation(self, clock: StepClock) -> None:
+        """Wait for the evaluation of an earlier version where one is due: its engine takes the next weights too."""
+        self.evaluations.raise_failed()
+        if self.progress.eval_due and self.evaluations.task is not None:
+            with clock.part("evaluate"):
+                await self.evaluations.wait()
 
-    async def keep(self, version: int, groups: list[Group]) -> None:
-        """Dump the groups of the step that makes ``version``."""
-        await asyncio.to_thread(self.dump.write, version, self.ctx.stage, groups)
+    async def evaluate_if_due(self) -> None:
+        """Evaluate the version that is served: beside the next steps where that is possible, else in place.
 
-    async def tell(
-        self, progress: Progress, groups: list[Group], metrics: dict[str, float], seconds: dict[str, float]
-    ) -> None:
-        """Let new prompts start, and report the step that ``progress`` has just counted."""
-        counts = self.collector.pop_counts()
-        self.collector.admit(served(self.config, progress.version))
-        sampling = served(self.config, progress.version - 1)
+        An evaluation that a stop interrupts is repeated when the run resumes.
+        """
+        progress, evaluations = self.progress, self.evaluations
+        if progress.eval_due and evaluations.beside_training and not progress.stage_done:
+            await evaluations.start(progress.version)
+        elif progress.eval_due:
+            await progress.stop.or_stop(evaluations.run(progress.version), evaluations)
+        progress.eval_due = False
+
+    async def report_step(self, groups: list[Group], metrics: dict[str, float], seconds: dict[str, float]) -> None:
+        """Let new prompts start, and report the step that was just counted."""
+        progress, counts = self.progress, self.collector.pop_counts()
+        self.collector.admit(served_version(self.config, progress.version))
+        sampling = served_version(self.config, progress.version - 1)
         metrics |= rollout_metrics(groups, sampling, counts.drops, counts.issued) | counts.metrics
         if self.source is not None:
             metrics |= {f"data/{name}": float(count) for name, count in self.source.counts().items()}
@@ -92,59 +169,6 @@ class Stage:
         self.plugins.step_done(done, self.ctx)
 
 
-def served(config: Config, version: int) -> int:
+def served_version(config: Config, version: int) -> int:
     """The version that the engine serves after ``version`` steps: where nothing trains, the first."""
     return 0 if config.rollout.debug_rollout_only else version
-
-
-def open_stage(
-    config: Config, components: RunComponents, plugins: Plugins, report: Report, progress: Progress
-) -> Stage:
-    """Open a stage's data and evaluation sets, and a collector that stands where ``progress`` does.
-
-    Raises:
-        SlimeError: bad data, or data that changed since the checkpoint; CFG04 `eval.eval_async` with one engine.
-    """
-    ctx = Context(
-        config=config,
-        engine=components.engines,
-        engines=components.roles,
-        tokenizer=components.tokenizer,
-        sampling=training_params(config),
-        run_dir=report.run_dir.path,
-        version=served(config, progress.version),
-        stage=stage_name(config),
-        recorded_groups=components.ledger.groups,
-    )
-    dump = Dump(config, report.run_dir.path)
-    folder = config.rollout.load_debug_rollout_data
-    source = None if folder else open_source(config, plugins, components.tokenizer, ctx)
-    evaluator = Evaluator(components.vocab_size, plugins, ctx, report)
-    evaluations = progress.evaluations = Evaluations(evaluator, holder(config, components.reserve_engine))
-    canary = Canary(config=config, vocab_size=components.vocab_size, text=source.text if source else lambda count: ())
-    collector: GroupSource = DumpedGroups(components.ledger, plugins, ctx, report.run_dir.path, report.note)
-    if source is not None:
-        collector = Collector(
-            source=source,
-            ledger=components.ledger,
-            plugins=plugins,
-            ctx=ctx,
-            vocab_size=components.vocab_size,
-            steps=config.rollout.num_rollout - progress.step,
-            note=report.note,
-            resumed=progress.resumed,
-            saved=progress.collector,
-        )
-    return Stage(
-        config=config,
-        components=components,
-        plugins=plugins,
-        report=report,
-        ctx=ctx,
-        dump=dump,
-        source=source,
-        evaluations=evaluations,
-        collector=collector,
-        canary=canary,
-        last=progress.version + config.rollout.num_rollout - progress.step,
-    )

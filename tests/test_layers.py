@@ -31,7 +31,7 @@ LAYERS = {
     2: ("data", "evaluation", "weights", "report", "ledger"),
     3: ("engines", "trainers"),
     4: ("clusters", "rollout", "checkpoint", "builtin", "compat"),
-    5: ("loop", "evaluate", "resume", "stage"),
+    5: ("loop", "evaluate", "preemption", "resume", "stage"),
     6: ("testing",),
 }
 LEVEL = {f"slime_core.{room}": level for level, rooms in LAYERS.items() for room in rooms} | {"slime_cli": 7}

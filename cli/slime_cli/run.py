@@ -28,8 +28,8 @@ from slime_core.report.text import say
 if TYPE_CHECKING:
     from slime_cli.resume import Going
     from slime_cli.settings import Settings
+    from slime_core.preemption import StopSignal
     from slime_core.report import Report, RunDir
-    from slime_core.resume import Stop
 
 EPILOG = """\b
 Every key of the config is a flag, and section.key=VALUE works too:
@@ -236,15 +236,15 @@ class Run:
         from slime_cli.preflight import check_machine
         from slime_core import loop
         from slime_core.errors import Preempted
-        from slime_core.resume import Stop
+        from slime_core.preemption import StopSignal
 
         quiet_libraries()
         self.session.run_dir = run_dir
         say(f"run {run_dir.path}")
-        stop = Stop()
+        stop = StopSignal()
         clock = StopAfter(self._limit, stop, began=self._began) if self._limit is not None else None
         with (
-            self.signals.asking(stop, lambda status: end(run_dir, status, {})),
+            self.signals.requesting(stop, lambda status: end(run_dir, status, {})),
             watched(run_dir.path, self.config.cluster.hang_timeout),
             reporting(self.settings, run_dir, self.config, self.session, going, clock) as (report, first_rewards),
         ):
@@ -287,7 +287,7 @@ async def _timed(work: Any, clock: StopAfter | None) -> int:
     return version
 
 
-def _way_on(error: Exception, stop: Stop, run_dir: RunDir) -> Exception:
+def _way_on(error: Exception, stop: StopSignal, run_dir: RunDir) -> Exception:
     """The error with the command that resumes; the loop knows no command line."""
     from slime_core.checkpoint.manifest import names_in
     from slime_core.errors import Preempted

@@ -26,7 +26,7 @@ from slime_core.errors import END_NOW
 from slime_core.heartbeat import HEARTBEAT
 
 if TYPE_CHECKING:
-    from slime_core.resume import Stop
+    from slime_core.preemption import StopSignal
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class Signals:
 
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
-        self._stop: Stop | None = None
+        self._stop: StopSignal | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_leave: Callable[[str], Any] | None = None
         self.first = 0  # the signal that requested the stop
@@ -69,8 +69,8 @@ class Signals:
             signal.signal(number, before)
 
     @contextmanager
-    def asking(self, stop: Stop, on_leave: Callable[[str], Any] | None = None) -> Iterator[None]:
-        """Signals ask ``stop`` inside this block; ``on_leave(status)`` is called before an end at once."""
+    def requesting(self, stop: StopSignal, on_leave: Callable[[str], Any] | None = None) -> Iterator[None]:
+        """Signals request ``stop`` inside this block; ``on_leave(status)`` is called before an end at once."""
         self._stop, self._on_leave = stop, on_leave
         try:
             yield
@@ -99,9 +99,9 @@ class Signals:
         name = signal.Signals(number).name
         _tell(f"{name}: stopping in order, with a checkpoint; a second signal ends the run at once")
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._stop.ask, name)
+            self._loop.call_soon_threadsafe(self._stop.request, name)
         else:
-            self._stop.ask(name)
+            self._stop.request(name)
 
     def _leave(self, number: int) -> None:
         """End this process and everything it started, now."""

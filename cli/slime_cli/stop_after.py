@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from slime_core.resume import Stop
+    from slime_core.preemption import StopSignal
     from slime_core.types import StepReport
 
 REASON = "--stop-after"
@@ -67,7 +67,9 @@ class StopAfter:
     It estimates from finished steps: before the first one only the margin is kept.
     """
 
-    def __init__(self, limit: float, stop: Stop, *, began: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, limit: float, stop: StopSignal, *, began: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._end, self._stop, self._clock = began + limit, stop, clock
         self._margin = min(30.0, max(1.0, 0.02 * limit))
         self._steps: deque[float] = deque(maxlen=5)  # whole wall seconds of the last ones
@@ -89,7 +91,7 @@ class StopAfter:
         if self._timer is not None:
             self._timer.cancel()
         remaining = self._end - self.reserve - self._clock()
-        self._timer = asyncio.get_running_loop().call_later(max(0.0, remaining), self._stop.ask, REASON)
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, remaining), self._stop.request, REASON)
 
     def write(self, report: StepReport) -> None:
         """See how long a step takes; ask where another one does not fit."""
@@ -103,7 +105,7 @@ class StopAfter:
         self._hard.append(sum(seconds for part, seconds in report.seconds.items() if part not in CALM))
         self._last = report.stage, now
         if now + max(self._steps) + self.reserve > self._end:
-            self._stop.ask(REASON)
+            self._stop.request(REASON)
         self.arm()
 
     def close(self) -> None:

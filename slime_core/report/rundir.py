@@ -10,11 +10,11 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 from slime_core.durable import replace_file, storage_error
@@ -152,6 +152,15 @@ class RunDir:
                 return _read_holder(handle)
         return None
 
+    def publish_final(self, folder: Path) -> None:
+        """Replace ``final/`` by a written ``folder`` with one rename."""
+        old = self.final.with_name(f".{self.final.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        if self.final.exists():
+            self.final.rename(old)
+        folder.rename(self.final)
+        shutil.rmtree(old, ignore_errors=True)
+
     def raise_epoch(self, past: int) -> None:
         """Make :attr:`epoch` one more than ``past``, durably; it never goes down."""
         self.epoch = max(self.epoch, past + 1)
@@ -202,9 +211,7 @@ class RunDir:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

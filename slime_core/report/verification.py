@@ -1,17 +1,36 @@
-"""Record of a verified step: ``verify.json``, a sentence and metrics."""
+"""Verification of one step's gradient: it is recomputed the slow way, compared and recorded in ``verify.json``."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from slime_core.protocols import Trainer
     from slime_core.report.report import Report
+    from slime_core.report.step_clock import StepClock
+    from slime_core.types import Batch
 
 FILE = "verify.json"
 EACH = "gradient_error/"
+
+
+@dataclass(slots=True, frozen=True)
+class Verification:
+    """Verify ``step``, counted from 1 (0: none), before it trains; ``record`` turns the comparison into metrics."""
+
+    step: int
+    record: Callable[[dict[str, float]], dict[str, float]]
+
+    async def run(self, batch: Batch, trainer: Trainer, clock: StepClock) -> dict[str, float]:
+        """Verify the batch of the step; returns its metrics, none for any other batch."""
+        if batch.version + 1 != self.step:
+            return {}
+        with clock.part("verify"):
+            return self.record(await trainer.verify(batch))
 
 
 def write_verification(report: Report, version: int, verification: Mapping[str, float]) -> dict[str, float]:
@@ -19,7 +38,7 @@ def write_verification(report: Report, version: int, verification: Mapping[str, 
 
     Args:
         version: the step, counted from 1
-        found: result of `Trainer.verify`
+        verification: errors by name, from `Trainer.verify`
 
     Returns:
         ``verify/gradient_error``, ``verify/loss_error`` and ``verify/ok`` (1 or 0), for the step's metrics.
@@ -30,10 +49,8 @@ def write_verification(report: Report, version: int, verification: Mapping[str, 
     ok = gradient <= limit and loss <= limit
     kind = "float64" if verification.get("float64") else "float32"
     errors = f"gradient error {gradient:.1e} (worst: {worst or 'none'}), loss error {loss:.1e}, limit {limit:g}"
-    verdict = (
-        f"agrees with the plain recomputation in {kind}" if ok else f"DIFFERS from the plain recomputation in {kind}"
-    )
-    report.note(f"step {version} {verdict}: {errors}")
+    verdict = "agrees with" if ok else "DIFFERS from"
+    report.note(f"step {version} {verdict} the plain recomputation in {kind}: {errors}")
     answer = {
         "step": version,
         "ok": ok,

@@ -141,7 +141,7 @@ class Dump:
             write_dump(path, groups, about, arrays=self._run_dir / "segments")
 
 
-async def let_go(ledger: Ledger, groups: Sequence[Group]) -> None:
+async def drop_groups(ledger: Ledger, groups: Sequence[Group]) -> None:
     """End a step of a run that only rolls out: its samples become dropped(debug_rollout_only).
 
     Their payloads stay, so a run that goes on from a checkpoint before it takes the same groups again.

@@ -85,22 +85,22 @@ MUTANTS = [
     Mutant(
         "a resumed run does not rewind its ledger",
         "slime_core/resume.py",
-        "        await components.ledger.rewind(checkpoint.version if checkpoint else 0)\n",
+        "            await self.components.ledger.rewind(checkpoint.version if checkpoint else 0)\n",
         "",
         f"{WITNESSES}[rewound]",
     ),
     Mutant(
         "plugins do not get their state back",
         "slime_core/resume.py",
-        '        plugins.load_state(state["plugins"])\n',
+        '            self.plugins.load_state(state["plugins"])\n',
         "",
         f"{WITNESSES}[trained]",
     ),
     Mutant(
         "what a killed process was writing stays",
         "slime_core/resume.py",
-        "    checkpoints.sweep()",
-        "    pass",
+        "        self.checkpoints.sweep()",
+        "        pass",
         f"{WITNESSES}[swept]",
     ),
     Mutant(

@@ -30,7 +30,7 @@ def runs(make_own, tmp_path_factory):
     """A whole run, and one that ended after its fourth step; its checkpoint is of the second."""
     folder, flags = tmp_path_factory.mktemp("runs"), [*map(str, make_own().flags), "--no-async-save"]
     assert main(["run", *flags, "--run-dir", str(folder / "whole")]) == 0
-    failpoints.arm("loop.told:4=raise")
+    failpoints.arm("loop.reported:4=raise")
     try:
         assert main(["run", *flags, "--run-dir", str(folder / "cut")]) == 7
     finally:

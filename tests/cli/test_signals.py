@@ -17,8 +17,8 @@ import pytest
 from slime_cli import history
 from slime_cli.main import main
 from slime_cli.signals import Signals, descendants
+from slime_core.preemption import StopSignal
 from slime_core.report import RunDir
-from slime_core.resume import Stop
 
 pytestmark = pytest.mark.integration
 
@@ -227,7 +227,7 @@ def test_a_signal_that_is_ignored_stays_ignored():
     """nohup ignores SIGHUP, a shell ignores SIGINT of its background jobs."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with Signals() as signals, signals.asking(stop := Stop()):
+        with Signals() as signals, signals.requesting(stop := StopSignal()):
             os.kill(os.getpid(), signal.SIGHUP)
             assert stop.reason == ""
     finally:

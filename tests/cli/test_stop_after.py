@@ -3,7 +3,7 @@
 import pytest
 
 from slime_cli.stop_after import REASON, StopAfter, parse_seconds
-from slime_core.resume import Stop
+from slime_core.preemption import StopSignal
 from slime_core.types import StepReport
 
 pytestmark = pytest.mark.unit
@@ -34,7 +34,7 @@ class Times:
     """A clock that a test moves, for StopAfter outside an event loop."""
 
     def __init__(self, limit):
-        self.now, self.stop = 0.0, Stop()
+        self.now, self.stop = 0.0, StopSignal()
         self.sink = StopAfter(limit, self.stop, began=0.0, clock=lambda: self.now)
         self.sink.arm = lambda: None
 

@@ -22,7 +22,7 @@ from slime_cli.signals import Signals
 from slime_cli.watched import watched
 from slime_core.plugins.boundary import HookThreads, call, call_now
 from slime_core.plugins.provider import Answer, Provider
-from slime_core.resume import Stop
+from slime_core.preemption import StopSignal
 
 
 def slow(way):
@@ -71,7 +71,7 @@ def asked(fn, limit=float(sys.argv[3])):
 WAYS = {"now": slow, "thread": slow, "awaited": slow_later, "asleep": asleep}
 WAYS |= {"loops": loops, "loops now": loops_now, "blocks": blocks, "waits": waits}
 run, way, timeout = Path(sys.argv[1]), sys.argv[2], float(sys.argv[4])
-with Signals() as signals, signals.asking(Stop()), watched(run, timeout):
+with Signals() as signals, signals.requesting(StopSignal()), watched(run, timeout):
     print("begins", flush=True)
     asleep(way) if way == "core" else asked(WAYS[way])
 """

@@ -42,7 +42,7 @@ def balance(run):
 
 @pytest.fixture
 def cut():
-    """Make a run stop at a failpoint: ``cut("loop.told:2")``."""
+    """Make a run stop at a failpoint: ``cut("loop.reported:2")``."""
     yield lambda place: failpoints.arm(f"{place}=raise")
     failpoints.arm("")
 
@@ -133,7 +133,7 @@ def test_a_cut_rollout_goes_on_and_takes_the_same_groups(small, tmp_path, cut):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     recipe = small.folder / "small.toml"
     assert small.go("run", recipe, *ROLL, "--save-debug-rollout-data", whole, "--run-dir", tmp_path / "a") == 0
-    cut("loop.told:3")
+    cut("loop.reported:3")
     assert small.go("run", recipe, *ROLL, "--save-debug-rollout-data", parts, "--run-dir", tmp_path / "b") == 7
     failpoints.arm("")
     assert small.go("run", "--resume", tmp_path / "b") == 0

@@ -30,7 +30,7 @@ from slime_core.testing.fakes import CharTokenizer, FakeEngine
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.plugins import Plugins
-    from slime_core.resume import Stop
+    from slime_core.preemption import StopSignal
 
 Made = Callable[[int], Any]
 """Makes what serves a start, an engine or a set of them; it is given the run directory's epoch."""
@@ -67,7 +67,7 @@ class CutRun:
         self.engine: Any = None
         self._engine = engine or (lambda epoch: FakeEngine(epoch=epoch))
 
-    def start(self, *, cut: float = 0.0, stop: Stop | None = None) -> int | None:
+    def start(self, *, cut: float = 0.0, stop: StopSignal | None = None) -> int | None:
         """Begin, or go on: the version it reached, or None where it was cut after ``cut`` milliseconds.
 
         Raises:
@@ -83,7 +83,7 @@ class CutRun:
     def prepare(self, plugins: Plugins, report: Report) -> None:
         """Do what is to be done to the parts of every start; nothing, unless a subclass says so."""
 
-    async def _start(self, plugins: Plugins, cut: float, stop: Stop | None) -> int | None:
+    async def _start(self, plugins: Plugins, cut: float, stop: StopSignal | None) -> int | None:
         fresh = not (self.path / "config.toml").exists()
         with RunDir.create("cut", at=self.path) if fresh else RunDir.reopen(self.path) as run_dir:
             report = Report(run_dir, self.config)

@@ -23,10 +23,12 @@ from slime_core.clusters.machine import machine_facts
 from slime_core.config.load import stage_name, stages
 from slime_core.context import Context
 from slime_core.errors import ConfigError, StorageError
-from slime_core.loop import Clock, train_on
+from slime_core.loop import train_on
 from slime_core.report import Report
 from slime_core.report.metrics import rollout_metrics
 from slime_core.report.rundir import RunDir
+from slime_core.report.step_clock import StepClock
+from slime_core.report.verification import Verification
 from slime_core.rollout.groups import OpenGroups
 from slime_core.rollout.staleness import Staleness
 from slime_core.seeds import set_generators
@@ -203,8 +205,8 @@ class _Making:
             version=version - 1,
             stage=stage_name(stage),
         )
-        checked = self._keep(answer) if last and self._verify else None
-        metrics = await train_on(groups, version - 1, self._components, self._plugins, ctx, Clock(), checked)
+        verification = Verification(answer.step if self._verify else 0, self._keep(answer))
+        metrics = await train_on(groups, version - 1, self._components, self._plugins, ctx, StepClock(), verification)
         computed, recorded = await self._components.trainer.fingerprint(), self._steps[version].fingerprint
         if recorded and recorded != computed:
             answer.parted.append(version)

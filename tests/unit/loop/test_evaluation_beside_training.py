@@ -14,7 +14,7 @@ from slime_core.clusters.engine_set import EngineSet
 from slime_core.config.load import load_config
 from slime_core.errors import ConfigError, EngineError, Preempted
 from slime_core.evaluate import Evaluations
-from slime_core.resume import Stop
+from slime_core.preemption import StopSignal
 from slime_core.seeds import seed_of
 from slime_core.testing.fakes import FakeEngine
 
@@ -213,11 +213,11 @@ def test_a_run_that_is_cut_and_goes_on_has_every_evaluation_once_with_the_same_f
 
 
 def test_a_stop_at_the_version_that_is_evaluated_leaves_it_to_the_run_that_goes_on(run):
-    one, stop = run("stopped", "--eval-async"), Stop()
+    one, stop = run("stopped", "--eval-async"), StopSignal()
 
     def hold(module):
         module.until[0] = asyncio.Event()  # for ever
-        stop.ask("SIGTERM")
+        stop.request("SIGTERM")
 
     with pytest.raises(Preempted, match="SIGTERM"):
         one.start(stop=stop, beside=hold)
@@ -230,13 +230,13 @@ def test_a_stop_at_the_version_that_is_evaluated_leaves_it_to_the_run_that_goes_
 
 def test_a_stop_after_it_waits_for_an_evaluation_of_earlier_weights(run):
     """No checkpoint has version 0's weights any more, so its evaluation ends before there is one of version 1."""
-    one, stop = run("stopped", "--eval-async"), Stop()
+    one, stop = run("stopped", "--eval-async"), StopSignal()
 
     class Asked:
         """The run is asked to stop after its first step, with the evaluation going on for a while."""
 
         def set(self):
-            stop.ask("SIGTERM")
+            stop.request("SIGTERM")
             asyncio.get_running_loop().call_later(0.05, one.module.until[0].set)
 
     def hold(module):
@@ -339,12 +339,12 @@ def test_groups_taken_in_the_moment_of_a_stop_are_not_lost():
     """The collector has handed its groups over when the signal comes: they train, else a resumed run skips them."""
 
     async def run():
-        stop = Stop()
+        stop = StopSignal()
 
         async def take():
-            stop.ask("SIGTERM")
+            stop.request("SIGTERM")
             return ["groups"]
 
-        return await stop.unless(take(), Evaluations(None, None))
+        return await stop.or_stop(take(), Evaluations(None, None))
 
     assert asyncio.run(run()) == ["groups"]

@@ -13,7 +13,7 @@ from durability.cut_runs import CutRun
 from slime_core.config.load import load_config
 from slime_core.errors import Preempted
 from slime_core.ledger.ledger import SqliteLedger
-from slime_core.resume import Stop
+from slime_core.preemption import StopSignal
 
 pytestmark = pytest.mark.unit
 
@@ -211,8 +211,8 @@ def test_plugins_get_their_state_back(run):
 
 def test_a_run_that_is_asked_to_stop_checkpoints_where_it_is(run):
     pieces = run("stopped", "sync")
-    stop = Stop()
-    stop.ask("SIGTERM")
+    stop = StopSignal()
+    stop.request("SIGTERM")
     with pytest.raises(Preempted, match="SIGTERM"):
         pieces.start(stop=stop)
     assert [path.name for path in (pieces.path / "checkpoints").iterdir()] == ["step-0"]
@@ -221,3 +221,22 @@ def test_a_run_that_is_asked_to_stop_checkpoints_where_it_is(run):
     whole.start()
     assert pieces.finished() == whole.finished()
     np.testing.assert_equal(pieces.trainer.weights, whole.trainer.weights)
+
+
+def test_a_stop_while_groups_of_older_weights_are_in_flight_writes_no_checkpoint(run):
+    """A checkpoint of version 1 would keep groups that version 0 had begun; the resumed run makes the step again."""
+    pieces = run("stopped", "lockstep")
+    stop = StopSignal()
+
+    def prepare(plugins, report):
+        report.phase = lambda name: stop.request("SIGTERM") if name == "train" else None
+
+    pieces.prepare = prepare
+    with pytest.raises(Preempted, match="stopped at version 1"):
+        pieces.start(stop=stop)
+    assert list((pieces.path / "checkpoints").iterdir()) == []
+    pieces.prepare = lambda plugins, report: None
+    assert pieces.start() == 5
+    whole = run("whole", "lockstep")
+    whole.start()
+    assert pieces.finished() == whole.finished()
