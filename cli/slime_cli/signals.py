@@ -41,7 +41,7 @@ class Signals:
     Example:
         with Signals() as signals:
             settings = load_settings(words, session)                   # a signal raises here
-            with signals.asking(stop, on_leave=run_dir_says_so):       # and requests stops from here on
+            with signals.requesting(stop, on_leave=run_dir_says_so):       # and requests stops from here on
                 asyncio.run(signals.drive(loop.run(..., stop=stop)))
     """
 

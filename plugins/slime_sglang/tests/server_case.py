@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from slime_core.errors import EngineError
-from slime_sglang.pulse import WatchLimits
+from slime_sglang.server_health import WatchLimits
 
 LONG = 120.0  # seconds in which a busy machine starts a stand-in
 QUICK = WatchLimits(interval=0.05, timeout=3600.0, start_timeout=LONG, max_restarts=3)

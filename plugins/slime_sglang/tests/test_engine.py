@@ -8,7 +8,7 @@ from engine_case import EPOCH, EXPECTED, PATIENCE, begun, request, run, serving,
 from slime_core.errors import EngineError
 from slime_sglang.external import OLD
 from slime_sglang.health import Watch
-from slime_sglang.pulse import WatchLimits
+from slime_sglang.server_health import WatchLimits
 
 pytestmark = pytest.mark.unit
 

@@ -14,7 +14,7 @@ from slime_sglang import gateway as module, held_ports as ports
 from slime_sglang.gateway import Gateway, GatewayWorker
 from slime_sglang.health import Watch
 from slime_sglang.http import fault
-from slime_sglang.pulse import ServerHealth, ServerStatus, WatchLimits
+from slime_sglang.server_health import ServerHealth, ServerStatus, WatchLimits
 
 pytestmark = pytest.mark.unit
 
@@ -334,8 +334,8 @@ def test_a_server_is_named_to_its_router_without_its_token_in_any_dump():
 
 def test_a_server_counts_as_hung_by_its_own_count_of_requests():
     """Of those in flight anywhere, a server has as many as it says; what it does not say counts as all."""
-    pulse = ServerHealth(WatchLimits(interval=1.0, timeout=3.0, told=True))
+    health = ServerHealth(WatchLimits(interval=1.0, timeout=3.0, told=True))
     still = [ServerStatus(at=float(at), ranks=((5, 0),), held=(7,)) for at in range(5)]
-    assert [pulse.judge(look) is None for look in still] == [True, True, True, False, False]
+    assert [health.judge(look) is None for look in still] == [True, True, True, False, False]
     idle = ServerHealth(WatchLimits(interval=1.0, timeout=3.0, told=True))
     assert all(idle.judge(ServerStatus(at=float(at), ranks=((0, 0),), held=(7,))) is None for at in range(9))

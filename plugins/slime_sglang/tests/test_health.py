@@ -12,7 +12,7 @@ from slime_core.errors import EngineError
 from slime_sglang import held_ports as ports
 from slime_sglang.health import Watch
 from slime_sglang.http import ServerFault
-from slime_sglang.pulse import WatchLimits
+from slime_sglang.server_health import WatchLimits
 
 pytestmark = pytest.mark.integration
 

@@ -12,7 +12,7 @@ from slime_core.notices import notices_to
 from slime_core.types import SamplingParams
 from slime_sglang.bodies import seed
 from slime_sglang.health import Watch
-from slime_sglang.pulse import WatchLimits
+from slime_sglang.server_health import WatchLimits
 
 pytestmark = pytest.mark.unit
 

@@ -9,7 +9,7 @@ A connection that broke under one request is none of its business: `Fleet.fault`
 server may answer /health while its requests stand still, so what counts is tokens: those that the engine has seen
 come back, and those that the server itself holds (`num_used_tokens` of /v1/loads, in 0.5.12 and 0.5.23 alike), which
 move with every few decode steps of requests that have not answered yet. Streaming would tell the same at the cost of
-a message a token. `pulse` decides and does no I/O; `Watch` looks, and does what it decides.
+a message a token. `server_health` decides and does no I/O; `Watch` checks, and does what it decides.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any, Protocol, Self
 
 from slime_core.errors import EngineError, SlimeError
 from slime_sglang.http import BROKEN, ServerFault, Transport, fault
-from slime_sglang.pulse import ServerHealth, ServerStatus, State, Ward, WatchLimits
 from slime_sglang.server import Server
+from slime_sglang.server_health import RestartPolicy, ServerHealth, ServerStatus, State, WatchLimits
 
 DYING = 10.0
 """Seconds for a server of ours whose connections break to be found dead, so that its end can be named."""
@@ -74,7 +74,7 @@ class Watch:
     ) -> None:
         self._needed = needed
         self._servers = {server.address.number: server for server in servers}
-        self._wards = {number: Ward(limits.max_restarts) for number in self._servers}
+        self._policies = {number: RestartPolicy(limits.max_restarts) for number in self._servers}
         self._engine, self._limits, self._note = engine, limits, note
         self._reports: dict[int, ServerFault] = {}
         self._pokes = {number: asyncio.Event() for number in self._servers}
@@ -97,12 +97,12 @@ class Watch:
     @property
     def states(self) -> dict[int, State]:
         """By the server's number."""
-        return {number: ward.state for number, ward in self._wards.items()}
+        return {number: policy.state for number, policy in self._policies.items()}
 
     @property
     def restarts(self) -> dict[int, int]:
         """How often each server was started again, by its number."""
-        return {number: ward.restarts for number, ward in self._wards.items()}
+        return {number: policy.restarts for number, policy in self._policies.items()}
 
     @property
     def error(self) -> EngineError | None:
@@ -114,7 +114,7 @@ class Watch:
 
         It is fenced before this returns, and then restarted. A server that is not healthy is so already.
         """
-        if self._wards[number].state == "healthy":
+        if self._policies[number].state == "healthy":
             self._reports[number] = fault(error.what, error.code, error.where, why=error.why, fix=error.fix)
             self._fence(number, self._reports[number])
             self._pokes[number].set()
@@ -140,7 +140,7 @@ class Watch:
             while True:
                 failed = await self._failed(number)
                 while not await self._restarted(number, failed):
-                    if not self._wards[number].usable:
+                    if not self._policies[number].usable:
                         return
         except Exception as error:  # a bug of ours must not leave the run without a watch
             self._lose(EngineError(f"the watch over server {number} broke", code="ENG84", why=repr(error)))
@@ -148,7 +148,7 @@ class Watch:
 
     async def _failed(self, number: int) -> ServerFault:
         """Look until the server fails; it is fenced on return."""
-        server, pulse = self._servers[number], ServerHealth(self._limits)
+        server, health = self._servers[number], ServerHealth(self._limits)
         http = Transport(server.address.url, token=server.address.token, ca=server.address.ca)
         died = asyncio.create_task(server.died())
         reported = asyncio.create_task(self._pokes[number].wait())
@@ -158,7 +158,7 @@ class Watch:
                 await asyncio.wait(either, timeout=self._limits.interval, return_when=asyncio.FIRST_COMPLETED)
                 failed = None
                 if not reported.done() and not died.done():
-                    failed = pulse.judge(await self._look(number, http))
+                    failed = health.judge(await self._look(number, http))
                 if failed is not None and failed.code == "ENG69" and server.owned:  # most likely it is dying
                     await asyncio.wait(either, timeout=DYING, return_when=asyncio.FIRST_COMPLETED)
                 if self._pokes[number].is_set():
@@ -193,29 +193,29 @@ class Watch:
 
     async def _restarted(self, number: int, failed: ServerFault) -> bool:
         """Start a fenced server once more; False where that failed, or where it is retired."""
-        server, ward = self._servers[number], self._wards[number]
+        server, policy = self._servers[number], self._policies[number]
         tail = server.tail()
         try:
             if server.lost:
-                ward.retire()
-            if not ward.next():
+                policy.retire()
+            if not policy.next():
                 await server.stop(grace=0)
                 self._retire(number, failed, tail)
                 return False
             self._change(
-                f"SGLang server {number} {failed.what}; restart {ward.restarts} of {self._limits.max_restarts}"
+                f"SGLang server {number} {failed.what}; restart {policy.restarts} of {self._limits.max_restarts}"
             )
             await server.stop(grace=0)
-            await asyncio.sleep(ward.pause(self._limits.interval))
+            await asyncio.sleep(policy.pause(self._limits.interval))
             await server.start()
             await server.ready(self._limits.start_timeout)
             await self._bring_up(number)
         except (SlimeError, OSError, TimeoutError) as error:
             message = error.what if isinstance(error, SlimeError) else f"could not be restarted: {error!r}"
-            ward.fence()
+            policy.fence()
             self._change(f"SGLang server {number} did not come back: {message}")
             return False
-        ward.up()
+        policy.up()
         self._change(f"SGLang server {number} serves again (generation {server.address.generation})")
         return True
 
@@ -243,20 +243,20 @@ class Watch:
 
     def _fence(self, number: int, failed: ServerFault) -> None:
         server = self._servers[number]
-        self._wards[number].fence()
+        self._policies[number].fence()
         failed.where = failed.where or server.where
         failed.why = failed.why or server.tail()
         self._engine.fence(number, failed)
         self._change("")
 
     def _retire(self, number: int, failed: ServerFault, tail: str) -> None:
-        server, ward = self._servers[number], self._wards[number]
-        self._change(f"SGLang server {number} is retired after {ward.restarts} restarts: {failed.what}")
-        usable = sum(ward.usable for ward in self._wards.values())
-        bare = [kind for kind in self._needed if not any(self._wards[member].usable for member in kind)]
+        server, policy = self._servers[number], self._policies[number]
+        self._change(f"SGLang server {number} is retired after {policy.restarts} restarts: {failed.what}")
+        usable = sum(policy.usable for policy in self._policies.values())
+        bare = [kind for kind in self._needed if not any(self._policies[member].usable for member in kind)]
         if usable >= self._limits.min_healthy and not bare and not server.lost:
             return
-        message = f"{usable} of {len(self._wards)} SGLang servers are left, "
+        message = f"{usable} of {len(self._policies)} SGLang servers are left, "
         if server.lost:  # its machine, perhaps: what it gave the run has to be found anew
             message = f"{server.title} {server.lost}"
         elif bare:
@@ -266,9 +266,9 @@ class Watch:
         self._lose(
             EngineError(
                 message,
-                code="ENG89" if ward.restarts and not server.lost else "ENG84",
+                code="ENG89" if policy.restarts and not server.lost else "ENG84",
                 where=server.where,
-                why=f"server {number} is retired after {ward.restarts} restarts: {failed.what}\n{tail}",
+                why=f"server {number} is retired after {policy.restarts} restarts: {failed.what}\n{tail}",
                 fix="see the log's end; what was finished is in the ledger: slime run --resume RUN_DIR",
                 lost=True,
             )

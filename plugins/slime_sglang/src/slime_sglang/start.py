@@ -28,9 +28,9 @@ from slime_sglang.health import Watch
 from slime_sglang.host import LocalSites
 from slime_sglang.layout import check_comparable
 from slime_sglang.lineup import ModelServers, attached, launched
-from slime_sglang.pulse import WatchLimits
 from slime_sglang.router import Middleware
 from slime_sglang.server import Server
+from slime_sglang.server_health import WatchLimits
 from slime_sglang.topology import POLICY
 from slime_sglang.weights import Ways, WeightRoutes
 

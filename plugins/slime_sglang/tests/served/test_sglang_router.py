@@ -20,7 +20,7 @@ from slime_core.types import WeightUpdate
 from slime_sglang import held_ports as ports
 from slime_sglang.http import Transport
 from slime_sglang.installation import Installation, read_installation
-from slime_sglang.pulse import WatchLimits
+from slime_sglang.server_health import WatchLimits
 
 pytestmark = pytest.mark.system
 

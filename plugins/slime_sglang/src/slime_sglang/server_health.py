@@ -1,6 +1,6 @@
-"""Judges a server by a series of looks, and counts its restarts: no I/O, and no clock but that of the looks.
+"""Health of a server, judged by a series of checks, and its restarts: no I/O, and no clock but that of the checks.
 
-looks -> Pulse -> a fault, or none          faults -> Ward -> starting, healthy, fenced, retired
+checks -> ServerHealth -> a fault, or none    faults -> RestartPolicy -> starting, healthy, fenced, retired
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class ServerHealth:
     longer than a look can take was our own (this process was suspended, or busy), and counts as one interval.
 
     Example:
-        pulse = Pulse(Limits())
-        failed = pulse.judge(Look(at=time.monotonic(), ranks=((3, 17),), held=(512,)))
+        health = ServerHealth(WatchLimits())
+        failed = health.judge(ServerStatus(at=time.monotonic(), ranks=((3, 17),), held=(512,)))
     """
 
     def __init__(self, limits: WatchLimits) -> None:
@@ -105,12 +105,13 @@ def _moved(last: ServerStatus, look: ServerStatus, rank: int) -> bool:
     return bool(now and then and now != then)
 
 
-class Ward:
+class RestartPolicy:
     """The states of one server and its budget of restarts; no I/O.
 
     Example:
-        ward = Ward(max_restarts=3)
-        ward.fail()  # "starting" next, or "retired"
+        policy = RestartPolicy(max_restarts=3)
+        policy.fence()
+        policy.next()  # True: "starting"; False: "retired"
     """
 
     def __init__(self, max_restarts: int) -> None:

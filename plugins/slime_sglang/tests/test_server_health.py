@@ -3,7 +3,7 @@
 import pytest
 
 from slime_sglang.http import ServerFault
-from slime_sglang.pulse import LONGEST_PAUSE, REFUSALS, ServerHealth, ServerStatus, Ward, WatchLimits
+from slime_sglang.server_health import LONGEST_PAUSE, REFUSALS, RestartPolicy, ServerHealth, ServerStatus, WatchLimits
 
 pytestmark = pytest.mark.unit
 
@@ -11,16 +11,16 @@ pytestmark = pytest.mark.unit
 LIMITS = WatchLimits(interval=5.0, timeout=20.0)
 
 
-# -- Pulse: looks in, a fault or nothing out
+# -- ServerHealth: checks in, a fault or nothing out
 
 
 def judged(looks, limits=LIMITS):
     """The fault after these looks, one every five seconds; and how many looks it took."""
-    pulse = ServerHealth(limits)
+    health = ServerHealth(limits)
     for count, look in enumerate(looks, 1):
         given = {"at": 5.0 * count, "in_flight": 1, "came": 0, **look}
         one = given.pop("in_flight"), given.pop("came")
-        if (failed := pulse.judge(ServerStatus(**{"ranks": (one,), **given}))) is not None:
+        if (failed := health.judge(ServerStatus(**{"ranks": (one,), **given}))) is not None:
             return failed, count
     return None, len(looks)
 
@@ -108,32 +108,32 @@ def test_refused_connections_are_a_failure_after_some():
     assert judged([{"refused": True}, {"refused": True}, {}] * 3, WatchLimits(interval=5.0, timeout=1e6))[0] is None
 
 
-# -- Ward: states and the budget
+# -- RestartPolicy: states and the budget
 
 
 def test_a_server_is_restarted_as_often_as_its_budget_says_and_then_retired():
     """The budget is of the whole run."""
-    ward = Ward(max_restarts=2)
-    seen = [ward.state]
+    policy = RestartPolicy(max_restarts=2)
+    seen = [policy.state]
     for again in (True, True, False):
-        ward.fence()
-        seen.append(ward.state)
-        assert ward.next() is again
-        seen.append(ward.state)
+        policy.fence()
+        seen.append(policy.state)
+        assert policy.next() is again
+        seen.append(policy.state)
         if again:
-            ward.up()
-            seen.append(ward.state)
+            policy.up()
+            seen.append(policy.state)
     assert seen == ["healthy", "fenced", "starting", "healthy", "fenced", "starting", "healthy", "fenced", "retired"]
-    assert not ward.usable
-    assert not ward.next()  # for good
-    assert ward.restarts == 2
+    assert not policy.usable
+    assert not policy.next()  # for good
+    assert policy.restarts == 2
 
 
 def test_pauses_before_restarts_grow_and_have_an_end():
-    ward = Ward(max_restarts=100)
+    policy = RestartPolicy(max_restarts=100)
     pauses = []
-    while ward.next():
-        pauses.append(ward.pause(5.0))
-        ward.fence()
+    while policy.next():
+        pauses.append(policy.pause(5.0))
+        policy.fence()
     assert pauses[:4] == [5.0, 10.0, 20.0, 40.0]
     assert max(pauses) == LONGEST_PAUSE
