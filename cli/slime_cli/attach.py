@@ -35,7 +35,7 @@ def command(run: str | None, address: str, as_json: bool) -> int:
     try:
         return follow(target, address)
     except KeyboardInterrupt:
-        say(f"\ndetached: the run goes on; slime attach {target.path} follows it, slime stop {target.path} ends it")
+        say(f"\ndetached: the run continues; slime attach {target.path} follows it, slime stop {target.path} ends it")
         return INTERRUPTED
 
 

@@ -170,7 +170,7 @@ def open_files() -> CheckResult:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     shown = [str(limit) if limit != unlimited else "none" for limit in (soft, hard)]
-    text = f"limit {shown[0]} (hard {shown[1]}); a run needs {needed_files()} and asks for {WANTED_FILES}"
+    text = f"limit {shown[0]} (hard {shown[1]}); a run needs {needed_files()} and requests {WANTED_FILES}"
     if hard != unlimited and hard < needed_files():
         return CheckResult(status="fail", found=text, fix=f"raise the hard limit: ulimit -Hn {WANTED_FILES}")
     if hard != unlimited and hard < WANTED_FILES:

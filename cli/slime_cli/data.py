@@ -89,7 +89,7 @@ def encoder(config: Config) -> Encoder | None:
         return encoder_of(config, folder.tokenizer(), config.rollout.rollout_max_response_len)
     if config.data.apply_chat_template:
         raise ConfigError(
-            "a chat template is asked for, and no model has one",
+            "data.apply_chat_template is set, but no model is given whose template to use",
             code="CFG04",
             where="data.apply_chat_template",
             fix="name the model: --hf-checkpoint DIR",
@@ -197,7 +197,7 @@ def _grown(config: Config, rows: DataRows) -> str:
 
     mark = rows.mark() or {}
     size = Path(split_slice(config.data.prompt_data)[0]).expanduser().stat().st_size
-    return f"{size - mark['bytes']} bytes were appended meanwhile and not read" if size > mark["bytes"] else ""
+    return f"{size - mark['bytes']} bytes were appended during the check and not read" if size > mark["bytes"] else ""
 
 
 def print_facts(facts: dict[str, Any]) -> None:

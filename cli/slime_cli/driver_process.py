@@ -112,7 +112,7 @@ def next_words(letter: Letter, run_dir: RunDir, session: CliSession) -> list[str
             wait_for_the_lock(run_dir)
     except Terminated:
         fix = f"slime run --resume {run_dir.path}"
-        raise Preempted("stopped before it went on (SIGTERM)", why="nothing is lost", fix=fix) from None
+        raise Preempted("interrupted before resuming (SIGTERM)", why="nothing is lost", fix=fix) from None
     remember(Past(deaths=deaths, allowed=letter.allowed, secrets=letter.secrets))
     again = RestartCommand(
         session, forced=letter.forced, stop_after=letter.left, verify_step=letter.verify_step, as_json=False

@@ -80,8 +80,8 @@ def _check_judged(results: dict[str, dict[str, float]], path: str) -> None:
             f"nothing could be judged of {', '.join(unjudged)}",
             code="PLG67",
             where=f"{path}/evaluations",
-            why="the reward function failed on every answer, as said above: that is no score of the model",
-            fix="mend what judges (its server, its key, its processes), then evaluate again",
+            why="the reward function failed on every answer, as reported above; this is not a score of the model",
+            fix="fix the judge (its server, key or processes), then evaluate again",
         )
 
 

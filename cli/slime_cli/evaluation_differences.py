@@ -56,7 +56,7 @@ class Difference:
         """The verdict in words."""
         moved = self.second - self.first
         better = "B is better" if moved > 0 else "A is better" if moved < 0 else "no difference"
-        claim = better if self.p < LEVEL or moved == 0 else "no difference can be told"
+        claim = better if self.p < LEVEL or moved == 0 else "no significant difference"
         return (
             f"{self.name}: {claim}: {moved:+.3f} [{self.low:+.3f}, {self.high:+.3f}], p = {self.p:.3g} ({self.test}, "
             f"A alone better on {self.first_only} and B alone on {self.second_only} of {self.questions} questions)"

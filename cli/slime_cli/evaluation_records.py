@@ -29,7 +29,7 @@ def read_record(path: Path) -> Evaluation:
         return Evaluation(**data, questions=questions)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(
-            f"{path.name} is no record of an evaluation",
+            f"{path.name} is not a record of an evaluation",
             code="DAT30",
             where=str(path),
             why=f"{type(error).__name__}: {error}",

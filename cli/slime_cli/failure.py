@@ -172,7 +172,7 @@ def _stopped(error: Preempted, session: CliSession) -> int:
     code = INTERRUPTED if session.interrupted else error.exit_code
     say(f"{error.what}; {error.why}" if error.why else error.what)
     for line in error.fix.splitlines():
-        say(f"go on  {line}")
+        say(f"resume  {line}")
     if session.as_json:
         with contextlib.suppress(OSError, ValueError):
             click.echo(json.dumps({"error": {**error.as_dict(), "exit_code": code}}, indent=1, sort_keys=True))

@@ -83,7 +83,7 @@ def named(word: str, address: str) -> RunTarget:
             matches = [name for name in names if word in (name, name.removeprefix(PREFIX), plain(name))]
             driver = drivers.find(matches[0]) if len(matches) == 1 else None
     except ConfigError as error:
-        error.why = f"'{word}' is no folder here ({Path.cwd()}), so a cluster is asked for it; {error.why}"
+        error.why = f"'{word}' is not a folder in {Path.cwd()}, so it was looked up on a Ray cluster; {error.why}"
         error.fix = f"name the run directory, such as runs/NAME-0\n{error.fix}"
         raise
     if driver is None or not driver.about:
@@ -93,7 +93,7 @@ def named(word: str, address: str) -> RunTarget:
             else f"{matches[0]} does not answer now",
             code="CFG05",
             where=word,
-            why=f"it is no folder here ({Path.cwd()}), and the cluster has: {', '.join(names) or 'no detached run'}",
+            why=f"it is not a folder in {Path.cwd()}, and the cluster has: {', '.join(names) or 'no detached run'}",
             fix="name the run directory; slime attach   without a name lists detached runs",
         )
     return target_of(Path(driver.about["run_dir"]))
@@ -212,8 +212,8 @@ def lost(target: RunTarget) -> SlimeError:
         "the run's driver was lost, and is not started again",
         code="SLM01",
         where=str(target.path / LOG),
-        why="its actor is not on the cluster any more: it was lost too often, or ray stop ended the cluster",
-        fix=f"slime run --resume {target.path}   goes on from where it stands",
+        why="its actor is no longer on the cluster: it failed too often, or ray stop ended the cluster",
+        fix=f"slime run --resume {target.path}   resumes it",
     )
 
 

@@ -39,7 +39,7 @@ def write_plugin(name: str, parent: Path, kind: str = "plugin") -> dict[str, Any
             f"{'an engine' if kind == 'engine' else 'a trainer'} cannot be called '{name}'",
             code="CFG03",
             where="command line: NAME",
-            why=f"slime has a table or a backend of that name: its own [{name}] could not be told from it",
+            why=f"slime has a table or a backend of that name: its own table [{name}] would clash with it",
             fix=f"take another name, such as my_{name}",
         )
     if not NAME.fullmatch(name) or keyword.iskeyword(name) or name in ("core", "cli", "main"):

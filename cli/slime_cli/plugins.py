@@ -23,7 +23,7 @@ def plugins() -> None:
 
 
 @plugins.command("list")
-@click.option("--hooks", is_flag=True, help="Load each in a process of its own and show its hooks, or why it fails.")
+@click.option("--hooks", is_flag=True, help="Load each in a separate process and show its hooks, or why it fails.")
 @AS_JSON
 def list_(hooks: bool, as_json: bool) -> None:
     """Installed plugins, from the metadata of distributions; none is imported."""

@@ -70,7 +70,7 @@ def here(config: Config) -> Config:
     from slime_core.clusters.machine import resolve_machine
 
     if config.cluster.device == "cuda" and not torch.cuda.is_available():
-        say("the run trained on a GPU and there is none here: the step is made again on the CPU, and will differ")
+        say("the run trained on a GPU, but this machine has none: the step runs on the CPU and will differ")
         config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": "cpu"})})
     return resolve_machine(config)
 

@@ -182,7 +182,7 @@ class Restarts:
             time.sleep(pause(len(deaths)))
         except Terminated:
             fix = f"slime run --resume {run_dir.path}"
-            raise Preempted("stopped before it went on (SIGTERM)", why="nothing is lost", fix=fix) from None
+            raise Preempted("interrupted before resuming (SIGTERM)", why="nothing is lost", fix=fix) from None
         carried = Past(deaths=deaths, allowed=limit, secrets=unsaved(self._settings))
         self._command.become(run_dir, carried, version)
 
@@ -194,7 +194,7 @@ class Restarts:
         with suppress(OSError):
             trace = scrub("".join(traceback.format_exception(error)), secrets)
             say(f"  full traceback: {save_error(run_dir, 'traceback', trace)}")
-        say(f"RESTART {number} of {limit} in {pause(number):g} s, from where the run stands: {run_dir.path}")
+        say(f"RESTART {number} of {limit} in {pause(number):g} s: {run_dir.path}")
 
 
 def mendable(error: SlimeError) -> bool:

@@ -137,8 +137,8 @@ def already_finished(path: Path, settings: Settings) -> dict[str, Any] | None:
     version = info.get("version", 0)
     if info.get("status") != "finished" or version < total or run_dir.holder() is not None:
         return None
-    say(f"already finished: {version} steps are done, {total} are asked for")
-    say("to go on with it: --num-rollout N counts the steps of the last stage")
+    say(f"already finished: {version} of {total} steps are done")
+    say("to train further: --num-rollout N (it counts the steps of the last stage)")
     final = run_dir.final if run_dir.final.exists() else None
     return {
         "run_dir": str(path),
@@ -201,7 +201,7 @@ def say_no_checkpoint(run_dir: RunDir) -> None:
     if issued := states.get("issued", 0):
         say(
             f"resume {run_dir.path}: there is no checkpoint. It starts again at version 0 FROM THE LEDGER: "
-            f"{issued} samples are known, {steps} recorded steps are made again from them"
+            f"{issued} samples are stored, and {steps} recorded steps train again on them"
         )
         return
     trained = any(line.get("version") != 0 for line in history.read_lines(run_dir.metrics))
@@ -212,7 +212,7 @@ def say_no_checkpoint(run_dir: RunDir) -> None:
         "there is nothing to resume: no checkpoint, and the ledger is empty",
         code="CFG14",
         where=str(run_dir.path),
-        why="there were samples: going on would silently start from the beginning",
+        why="there were samples: resuming would silently start from the beginning",
         fix="start another run: slime run ... --run-dir NEW_DIR",
     )
 
@@ -292,7 +292,7 @@ def check_plugins(
         code="PLG65",
         where=str(run_dir.path),
         why=f"\n    {text}",
-        fix="install what the run had (pip install NAME==VERSION), or go on with these: --force-key plugins",
+        fix="install what the run had (pip install NAME==VERSION), or resume with these: --force-key plugins",
     )
 
 

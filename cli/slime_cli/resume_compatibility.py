@@ -118,7 +118,7 @@ def check(changes: Sequence[ConfigChange], forced: Collection[str], where: str) 
             code="CFG13",
             where=where,
             why="\n    " + table(changes).replace("\n", "\n    "),
-            fix=f"put them back, start another run, or go on all the same: {flags}",
+            fix=f"restore them, start another run, or resume anyway: {flags}",
         )
 
 

@@ -129,10 +129,10 @@ def check_flags(resume: str | None, forced: tuple[str, ...], dry_run: bool) -> N
         )
     if resume and dry_run:
         raise ConfigError(
-            "--dry-run plans a new run, --resume goes on with an old one",
+            "--dry-run plans a new run, --resume continues an existing one",
             code="CFG00",
             where="command line: --dry-run --resume",
-            fix=f"slime show {resume} tells where a resume would begin",
+            fix=f"slime show {resume} says where a resume would start",
         )
 
 
@@ -225,7 +225,7 @@ class Run:
         try:
             going = reopen(path, self.settings, self.config, forced)
         except Terminated:
-            message = "stopped before it went on (SIGTERM)"
+            message = "interrupted before resuming (SIGTERM)"
             raise Preempted(message, why="nothing is lost", fix=f"slime run --resume {path}") from None
         with going.run_dir:
             check_step(self.settings, self.verify_step, done=going.version)
@@ -294,7 +294,7 @@ def _way_on(error: Exception, stop: StopSignal, run_dir: RunDir) -> Exception:
 
     message = getattr(error, "what", str(error))
     saved = next((version for version, _ in names_in(run_dir.checkpoints)), None)
-    begin = f"it goes on from checkpoint {saved}" if saved is not None else "it goes on from the ledger"
+    begin = f"a resume starts from checkpoint {saved}" if saved is not None else "a resume starts from the ledger"
     reason = f"{'the time is up; ' if stop.reason == REASON else ''}nothing is lost, {begin}"
     return Preempted(message, where=str(run_dir.path), why=reason, fix=f"slime run --resume {run_dir.path}")
 

@@ -123,7 +123,7 @@ def find_recipe(words: CommandLine, data_keys: Collection[str] = OWN_DATA) -> Pa
         f"there is no recipe '{words.recipe}'",
         code="CFG05",
         where=str(path.absolute()),
-        why=f"it is no file (the current folder is {Path.cwd()}) and no plugin is named that could have it",
+        why=f"it is not a file (the current folder is {Path.cwd()}) and no plugin is named that could have it",
         fix="give a TOML file, or PLUGIN/RECIPE, or --plugin NAME for its default recipe",
     )
 

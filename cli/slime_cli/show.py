@@ -218,10 +218,10 @@ def print_facts(facts: dict[str, Any], everything: bool) -> None:
 
 def _resume_line(resume: dict[str, Any]) -> str:
     begin = {
-        "finished": "all steps are done; --num-rollout asks for more",
-        "checkpoint": f"goes on from checkpoint {resume['version']}",
+        "finished": "all steps are done; --num-rollout N adds more",
+        "checkpoint": f"resumes from checkpoint {resume['version']}",
         "ledger": "no checkpoint: starts again at version 0 from the ledger",
-        "nothing": "no checkpoint, and the ledger is empty: nothing to go on from",
+        "nothing": "no checkpoint, and the ledger is empty: nothing to resume",
     }[resume["from"]]
     return begin + (f"\n{resume['command']}" if resume["command"] else "")
 

@@ -68,7 +68,7 @@ def stop_process(target: RunTarget, now: bool, lines: list[str]) -> int:
             code="CFG05",
             where=str(target.path),
             why=f"its last one ended with exit code {target.code}",
-            fix=f"slime show {target.path}   tells how",
+            fix=f"slime show {target.path}   says how",
         )
     pid, host = holder.get("pid"), holder.get("host")
     if host != socket.gethostname() or not isinstance(pid, int):

@@ -38,7 +38,7 @@ class Seconds(click.ParamType):
             return float(value)
         seconds = parse_seconds(value)
         if seconds is None:
-            self.fail(f"{value!r} is no time: write 40m, 90s, 2h, 1h30m or seconds", param, ctx)
+            self.fail(f"{value!r} is not a time: write 40m, 90s, 2h, 1h30m or seconds", param, ctx)
         return seconds
 
 

@@ -229,5 +229,5 @@ def _none(where: str, rows: int, bad: Counter[str]) -> DataError:
         code="DAT17",
         where=where,
         why=", ".join(f"{count} x {code}" for code, count in bad.most_common()),
-        fix="mend the rows, or name another file",
+        fix="fix the rows, or name another file",
     )

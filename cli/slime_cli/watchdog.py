@@ -91,7 +91,7 @@ class Watchdog:
             self.told = True
             place = innermost(self._culprit()[1], None)
             name = signal.Signals(self.last).name
-            say(f"\n{name}: not heard yet, for Python stands still at {place}; a second signal ends the run at once")
+            say(f"\n{name}: not handled yet: Python is blocked at {place}; a second signal ends the run at once")
         if self.unheard < DEAF or self.count < 2:
             return False
         name, status = signal.Signals(self.last).name, "interrupted" if self.last == signal.SIGINT else "terminated"
@@ -130,8 +130,8 @@ class Watchdog:
         if self.loop_silent >= LAG and place not in self.named:
             self.named.add(place)
             self._note(
-                f"{call.hook} ({call.subject}) holds the event loop for {self.loop_silent:.0f} s at {place}: nothing "
-                "else runs meanwhile; await there, or write the hook with def, which gives it a thread"
+                f"{call.hook} ({call.subject}) has blocked the event loop for {self.loop_silent:.0f} s at {place}: "
+                "nothing else can run; await there, or write the hook with def, which runs it in a thread"
             )
         return False
 
@@ -179,7 +179,7 @@ class Watchdog:
         go_on = f"\nwhat was finished is in the ledger: slime run --resume {self.run_dir}" if ledger else ""
         if call is None:
             return Hung(
-                f"the driver's interpreter stands still at {place}",
+                f"the driver's interpreter is blocked at {place}",
                 where=str(self.run_dir),
                 why=reason,
                 fix=f"work that takes longer than that: --hang-timeout SECONDS{go_on}",
@@ -188,7 +188,7 @@ class Watchdog:
         return PluginError(
             f"{call.hook} {late} for {call.subject}",
             code="PLG60",
-            where=f"{call.provider}, stood at {place}, {call.subject}",
+            where=f"{call.provider}, blocked at {place}, {call.subject}",
             why=reason,
             fix="bound what it calls (a regular expression, a loop in C), or give it a process, which can be ended: "
             f"slime_core.hookspecs.own_process\nor raise the limit: {call.key}={2 * call.limit:g}{go_on}",

@@ -132,7 +132,7 @@ def compare(path: Path, marks: Mapping[str, FileMark], *, full: bool) -> None:
     present = {file.relative_to(path).as_posix() for file in path.rglob("*") if not file.is_dir()} - {MANIFEST}
     if missing := sorted(set(marks) - present):
         raise StorageError(
-            f"{path.name} lacks {len(missing)} of its files: {', '.join(missing[:5])}", code="STO111", where=str(path)
+            f"{path.name} misses {len(missing)} of its files: {', '.join(missing[:5])}", code="STO111", where=str(path)
         )
     if extra := sorted(present - set(marks)):
         raise StorageError(
@@ -176,7 +176,7 @@ def _manifest(path: Path) -> dict[str, Any]:
         if data["sha256"] != _seal(data):
             raise ValueError("its content is not that of its sha256")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _damaged(file, f"{len(text)} bytes that are no manifest: {error!r}") from error
+        raise _damaged(file, f"{len(text)} bytes that are not a manifest: {error!r}") from error
     if schema != SCHEMA:
         raise StorageError(
             f"{path.name} was written in the checkpoint format {schema}, this slime reads {SCHEMA}",
@@ -200,7 +200,7 @@ def _check_form(file: Path, data: Mapping[str, Any]) -> None:
         if inside.is_absolute() or ".." in inside.parts:
             raise _damaged(file, f"it lists {name!r}, which is outside the folder")
         if not isinstance(mark, dict) or not isinstance(mark.get("size"), int) or "sha256" not in mark:
-            raise _damaged(file, f"it tells no size and hash of {name}")
+            raise _damaged(file, f"it has no size and hash for {name}")
 
 
 def _damaged(file: Path, why: str) -> StorageError:
@@ -267,7 +267,7 @@ def check_dtype(checkpoint: LoadedCheckpoint, dtype: str, forced: Collection[str
     saved = checkpoint.machine.get("dtype", dtype)
     if saved != dtype and not {"train.dtype", "dtype"} & set(forced):
         raise TrainerError(
-            f"the run computed in {saved} and would go on in {dtype}",
+            f"the run computed in {saved} and would continue in {dtype}",
             code="TRN108",
             where=str(checkpoint.path),
             why=f"train.dtype = auto is {dtype} on this machine; the checkpoint was written on {checkpoint.machine}",

@@ -250,4 +250,4 @@ class Checkpoints:
     def _tell(self, lost: int | None, version: int) -> None:
         if lost is not None:
             where = f"checkpoint {version}" if version else "version 0, there is no other checkpoint"
-            self._note(f"DAMAGED CHECKPOINT costs {lost - version} steps: the run goes on from {where}")
+            self._note(f"DAMAGED CHECKPOINT costs {lost - version} steps: the run resumes from {where}")

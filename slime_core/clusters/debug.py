@@ -35,7 +35,7 @@ class AbsentEngine(Engine):
 
     async def score(self, tokens: Sequence[int], start: int) -> NDArray[Any]:
         """Refused."""
-        self._refuse("it was asked for log-probs")
+        self._refuse("log-probs were requested")
 
     async def abort(self, ids: Sequence[str]) -> list[Completion]:
         """Nothing is under way."""

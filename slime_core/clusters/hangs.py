@@ -253,7 +253,7 @@ async def watching(config: Config, report: Report) -> AsyncIterator[HangWatch]:
             await asyncio.gather(looking, return_exceptions=True)
 
 
-HEADS = ("process", "pid", "node", "state", "asked for", "since", "is in")
+HEADS = ("process", "pid", "node", "state", "call", "since", "is in")
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -395,11 +395,11 @@ async def look(pid: int, log: Path) -> Look:
     if not state or state in "ZX":
         return Look(pid=pid, state=state, why="it is dead")
     if state in STOPPED:
-        return Look(pid=pid, state=state, waits_in=waits_in, why="it is stopped and cannot say where it is")
+        return Look(pid=pid, state=state, waits_in=waits_in, why="it is stopped and cannot print its stack")
     if not _hears(pid):
-        return Look(pid=pid, state=state, waits_in=waits_in, why="it has not begun to listen for that question")
+        return Look(pid=pid, state=state, waits_in=waits_in, why="it does not handle SIGUSR1 yet")
     stack = await _ask(pid, log)
-    reason = "" if stack else f"it did not say where it is within {ANSWER:g} s"
+    reason = "" if stack else f"it did not print its stack within {ANSWER:g} s"
     return Look(pid=pid, state=state_of(pid), waits_in=waits_in, stack=stack, why=reason)
 
 

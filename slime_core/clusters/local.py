@@ -136,7 +136,7 @@ async def assembled(
         if places.start_engine is None:
             for apart in engines:
                 report.note(
-                    f"engine {apart.number} has a process of its own, {apart.pid}: it generates beside training"
+                    f"engine {apart.number} runs in its own process, {apart.pid}, and generates during training"
                 )
         roles: dict[str, Engine] = served.roles if served is not None else {}
         if (teacher := teacher_of(config)) and not absent and "teacher" not in roles:

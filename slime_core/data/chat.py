@@ -37,7 +37,7 @@ def require_template(tokenizer: Any) -> None:
     """
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(
-            "the tokenizer has no chat template, and data.apply_chat_template asks for one",
+            "the tokenizer has no chat template, but data.apply_chat_template needs one",
             code="TOK41",
             where="data.apply_chat_template",
             fix="set data.apply_chat_template=false, or put chat_template.jinja into the model folder",
@@ -81,7 +81,7 @@ def render(
             code="DAT25",
             where=where,
             why=f"roles are {', '.join(str(m.get('role')) for m in messages[:8])}",
-            fix="mend the row's messages, data.apply_chat_template_kwargs, or the model's template",
+            fix="fix the row's messages, data.apply_chat_template_kwargs, or the model's template",
         ) from error
     return str(text)
 
@@ -98,13 +98,13 @@ def check_prompt(value: Any, where: str, key: str, root: Path | None) -> str | l
         return value
     if not isinstance(value, list) or not value or not all(isinstance(item, dict) for item in value):
         kind = "null" if value is None else "an empty list" if value == [] else type(value).__name__
-        kind = "a list with items that are no messages" if isinstance(value, list) and value else kind
+        kind = "a list with items that are not messages" if isinstance(value, list) and value else kind
         raise DataError(
             f"the prompt is {kind}",
             code="DAT24",
             where=f"{where}: {key}",
             why=f"expected {EXPECTED}",
-            fix="mend the row, or set data.input_key to the column that holds the prompt",
+            fix="fix the row, or set data.input_key to the column that holds the prompt",
         )
     for number, message in enumerate(value):
         _check_message(message, f"{where}: {key}[{number}]", root)
@@ -125,7 +125,7 @@ def check_text(text: str, where: str) -> None:
             code="DAT36",
             where=where,
             why="it is half of a character and has no token",
-            fix="mend the row, or skip unreadable rows with data.max_bad_rows",
+            fix="fix the row, or skip unreadable rows with data.max_bad_rows",
         ) from error
 
 

@@ -318,10 +318,10 @@ def _open(
         return HubRows(spec)
     if path.exists() and not path.is_dir():
         raise ConfigError(
-            f"{spec} is no regular file",
+            f"{spec} is not a regular file",
             code="CFG05",
             where=f"{key} = {path.absolute()}",
-            why="a pipe can be read once, in order; rows are read in any order, and again when a run goes on",
+            why="a pipe can be read only once and in order; rows are read in any order, and again on a resume",
             fix="write it to a file first",
         )
     raise ConfigError(

@@ -118,7 +118,7 @@ def _check_group(path: Path, number: int, size: int) -> None:
 def _damaged(path: Path, why: str) -> DataError:
     size = path.stat().st_size if path.exists() else 0
     return DataError(
-        f"{path.name} is no readable Parquet file ({size} bytes)",
+        f"{path.name} is not a readable Parquet file ({size} bytes)",
         code="DAT30",
         where=str(path),
         why=why.splitlines()[0] if why else "",

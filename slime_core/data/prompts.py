@@ -259,7 +259,7 @@ def empty(where: str) -> DataError:
         code="DAT24",
         where=where,
         why="a response needs a token before it",
-        fix="mend the row, or skip such rows with data.max_bad_rows",
+        fix="fix the row, or skip such rows with data.max_bad_rows",
     )
 
 

@@ -101,7 +101,7 @@ def split_slice(spec: str, key: str = "data.prompt_data") -> tuple[str, slice | 
     bounds = BOUNDS.fullmatch(match["inside"])
     if bounds is None:
         raise ConfigError(
-            f"@[{match['inside']}] is no slice",
+            f"@[{match['inside']}] is not a slice",
             code="CFG03",
             where=f"{key} = {spec}",
             fix="write @[a:b] with whole numbers, either of which may be left out: @[0:100], @[-50:], @[:10]",

@@ -96,7 +96,7 @@ def _look(value: Any, depth: int) -> None:
                 raise
     elif isinstance(value, float):
         if not math.isfinite(value):
-            raise _Refused("DAT31", f"a value is {value}", "NaN, Infinity and numbers beyond float64 are no JSON")
+            raise _Refused("DAT31", f"a value is {value}", "NaN, Infinity and numbers beyond float64 are not JSON")
     elif value is not None and not isinstance(value, (str, int)):
         fix = "keep strings, numbers, booleans, lists and objects in the columns that are read"
         raise _Refused("DAT24", f"a value is a {type(value).__name__}, which JSON has no word for", fix=fix)
@@ -121,7 +121,7 @@ def _decode(raw: bytes, file: str, where: str, offset: int) -> str:
             f"there is a NUL byte at byte {offset + nul}",
             code="DAT20",
             where=f"{where}, byte {offset + nul}",
-            why="the file is UTF-16" if wide else "the line is no text",
+            why="the file is UTF-16" if wide else "the line is not text",
             fix=converted(f"iconv -f UTF-16{order} -t UTF-8", file, "utf8") if wide else HINT,
         )
     try:

@@ -246,7 +246,7 @@ class PluginSupply(Supply):
                 f"slime_prompts of task {self._task!r} raised {type(error).__name__}: {error}",
                 code="PLG56",
                 where=where,
-                fix="mend the plugin's prompt source",
+                fix="fix the plugin's prompt source",
             ) from error
 
 

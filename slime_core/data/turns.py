@@ -128,7 +128,7 @@ class Speech:
         if isinstance(content, str):
             return self.plain.replace("{{feedback}}", content)
         raise DataError(
-            "messages stand between two answers, and no chat template is applied",
+            "there are messages between two answers, but no chat template is applied",
             code="DAT24",
             where="a turn of a dialogue",
             fix="set data.apply_chat_template=true, or say one text",

@@ -200,6 +200,6 @@ def conservation(counts: Mapping[str, int]) -> str:
             f"samples were lost or doubled: {dict(counts)}",
             code="STO00",
             why=f"issued = trained + dropped + pending, here {issued} and {trained} + {dropped} + {pending}",
-            fix="keep the run directory as it is and report this; slime show RUN_DIR tells the counts",
+            fix="keep the run directory as it is and report this; slime show RUN_DIR shows the counts",
         )
     return f"{issued} issued = {trained} trained + {dropped} dropped + {pending} pending"

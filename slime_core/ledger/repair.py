@@ -139,7 +139,7 @@ def _verified(copy: Path) -> tuple[int, int]:
         with closing(_open(copy)) as db:
             marks = tuple(db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))
             if marks not in {(APPLICATION_ID, version) for version in READABLE}:
-                raise StorageError(f"{copy.name} is no ledger of this version", code="STO113", where=str(copy))
+                raise StorageError(f"{copy.name} is not a ledger of this version", code="STO113", where=str(copy))
             (sound,) = db.execute("PRAGMA quick_check(1)").fetchone()
             if sound != "ok":
                 raise damaged(copy, "the copy is damaged too", str(sound))
@@ -210,7 +210,7 @@ def recover(run_dir: Path, standing: ResumePoint, ledger_dir: str = "", *, thoro
         note = f"; the damaged files are {', '.join(old.name for old in done.kept)}" if done.kept else ""
         lines.append(
             f"DAMAGED LEDGER {path}: {error.what} ({error.why}). The copy of checkpoint {standing.version} takes its "
-            f"place, with {done.rows} samples and {done.steps} steps; later ones are made again{note}"
+            f"place, with {done.rows} samples and {done.steps} steps; later ones are generated and trained again{note}"
         )
     if path.exists():
         lines += _reset_unreadable(path, Segments(run_dir / "segments"), standing)
@@ -260,7 +260,7 @@ def _reset_unreadable(path: Path, segments: Segments, standing: ResumePoint) -> 
     finally:
         owner.release()
         segments.close()
-    steps = f", and the steps from version {begin} on are made again" if begin else ""
+    steps = f", and the steps from version {begin} on train again" if begin else ""
     return [*_damage(segments, samples + turns), f"{groups} groups are generated again{steps}"]
 
 
@@ -331,9 +331,9 @@ def main(args: Sequence[str] | None = None) -> int:
         return error.exit_code
     newer = "an unknown number of rows was newer" if done.newer is None else f"{done.newer} rows were newer"
     sys.stdout.write(
-        f"{done.path} is {copy} again: {done.rows} samples, {done.steps} steps; {newer} and will be made again\n"
+        f"{done.path} is {copy} again: {done.rows} samples, {done.steps} steps; {newer} and will be generated again\n"
         + "".join(f"kept {old}\n" for old in done.kept)
-        + f"go on with: slime run --resume {options.run_dir}\n"
+        + f"continue with: slime run --resume {options.run_dir}\n"
     )
     return 0
 

@@ -185,7 +185,7 @@ class LedgerTables:
             raise StorageError(f"version {version} was never journaled", where=str(self._where))
         if row[1] and fingerprint and row[1] != fingerprint:
             raise StorageError(
-                f"version {version} was made again with other weights",
+                f"version {version} was trained again and has other weights",
                 where=str(self._where),
                 why=f"fingerprint {fingerprint}, the journal has {row[1]}",
                 fix="resume on the machine, with the versions and the cpu_threads that made it",

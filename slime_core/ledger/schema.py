@@ -160,7 +160,7 @@ def _prepare(db: sqlite3.Connection, path: Path) -> None:
         raise StorageError(
             f"{path.name} has schema {version}, this slime reads {SCHEMA_VERSION}"
             if is_ours
-            else f"{path} is no ledger",
+            else f"{path} is not a ledger",
             code="STO113",
             where=str(path),
             fix="use the slime that made it, or start another run: --run-dir",
@@ -188,7 +188,7 @@ def sqlite_error(error: sqlite3.Error, path: Path) -> StorageError:
         "SQLITE_BUSY": ("STO116", "another process holds it", "one run directory has one run: stop the other"),
         "SQLITE_LOCKED": ("STO116", "another process holds it", "one run directory has one run: stop the other"),
         "SQLITE_CORRUPT": ("STO117", "the file is damaged", _way_back(path)),
-        "SQLITE_NOTADB": ("STO117", "the file is no SQLite database", _way_back(path)),
+        "SQLITE_NOTADB": ("STO117", "the file is not a SQLite database", _way_back(path)),
     }
     for prefix, (code, reason, fix) in kinds.items():
         if name.startswith(prefix):

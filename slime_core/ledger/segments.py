@@ -299,7 +299,7 @@ def _open_reader(path: Path) -> int:
         raise failure from error
     if _read_at(fd, 0, len(FILE_MAGIC), path) != FILE_MAGIC:
         os.close(fd)
-        raise StorageError(f"{path.name} is no segment file", code="STO112", where=str(path), fix=_way_back(path))
+        raise StorageError(f"{path.name} is not a segment file", code="STO112", where=str(path), fix=_way_back(path))
     return fd
 
 
@@ -331,4 +331,4 @@ def _verified(body: bytes, place: RecordPlace, path: Path) -> bytes:
 
 
 def _way_back(path: Path) -> str:
-    return f"restore the file, or make what it held again from a checkpoint: slime run --resume {path.parent.parent}"
+    return f"restore the file, or generate its samples again: slime run --resume {path.parent.parent}"

@@ -379,7 +379,7 @@ def failure(answer: Answer, error: BaseException, about: str) -> SlimeError:
         code="PLG62" if ending else "PLG56",
         where=_where(answer.provider, at, about),
         why="a hook may not end the process" if ending else "",
-        fix=f"mend the code there{drop}",
+        fix=f"fix the code there{drop}",
     )
 
 
@@ -413,13 +413,13 @@ def too_late(answer: Answer, about: str, deadline: float, key: str, late: Late) 
     fix = f"raise the limit: {key}={2 * deadline:g}"
     if late.stuck:
         fix += (
-            "\nor give what it waits for a timeout of its own; a reward may run in a process, which can be ended: "
+            "\nor set a timeout on what it waits for; a reward may run in a separate process, which can be ended: "
             "slime_core.hookspecs.own_process"
         )
     return (Stuck if late.stuck else PluginError)(
         f"{answer.provider.name}.{answer.hook} did not answer in {deadline:g} s for {about}",
         code="PLG60",
-        where=_where(answer.provider, f"stood at {at}" if at else "", about),
+        where=_where(answer.provider, f"blocked at {at}" if at else "", about),
         why=f"{reason}{stack}",
         fix=fix,
     )

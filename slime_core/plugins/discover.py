@@ -159,7 +159,7 @@ def _in_file(path: Path) -> PluginInfo:
         message, fix = f"{path} is a folder", f"pip install -e {path}   (then: slime plugins list)"
     elif path.is_file():
         message, fix = (
-            f"{path.name} is no name of a Python module",
+            f"{path.name} is not a name of a Python module",
             "give the file a name of a to z, 0 to 9 and _, .py",
         )
     else:

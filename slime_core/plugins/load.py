@@ -135,7 +135,7 @@ def _check_names(provider: Provider, target: Any) -> None:
     for name, hook in marked.items():
         if hook not in HOOKS:
             raise PluginError(
-                f"plugin '{provider.name}' implements '{hook}', which is no hook",
+                f"plugin '{provider.name}' implements '{hook}', which is not a hook",
                 code="PLG54",
                 where=f"{provider} at {line_of(getattr(target, name))}",
                 fix="\n".join(filter(None, [nearest(hook, set(HOOKS)), "all hooks: slime plugins hooks"])),

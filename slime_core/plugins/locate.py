@@ -32,7 +32,7 @@ def locate(path: str, key: str) -> Any:
         module = _from_module(match["module"], path, key)
     else:
         raise PluginError(
-            f"{key} = '{path}' is no path of a function",
+            f"{key} = '{path}' is not a path of a function",
             code="PLG51",
             where=key,
             fix="write pkg.mod:function, pkg.mod.function or file.py:function",
@@ -101,7 +101,7 @@ def _missing_fix(module: str) -> str:
     if top == "slime" and not is_installed(COMPAT):
         return install(COMPAT)
     if top == "slime":
-        return "import only what is served (docs/compat.md lists it), or copy what is missing into the function's file"
+        return "import only the modules in docs/compat.md, or copy what is missing into the function's file"
     if top in FOLDERS:
         return f"put the folder that holds {top}/ on PYTHONPATH: export PYTHONPATH=FOLDER"
     return f"install what brings the module {top}"

@@ -79,7 +79,7 @@ def answer(provider: Provider, hook: str, fn: Callable[..., Any]) -> Answer:
     where = f"{provider} at {line_of(fn)}"
     if unknown:
         raise PluginError(
-            f"{provider.name}.{hook} asks for arguments that this hook does not have: {', '.join(unknown)}",
+            f"{provider.name}.{hook} takes arguments that this hook does not have: {', '.join(unknown)}",
             code="PLG53",
             where=where,
             why=f"found {hook}{inspect.signature(fn)}",

@@ -188,7 +188,7 @@ class Report:
             present = False
         if not present:
             raise StorageError(
-                "the run directory was removed or moved while the run was going on",
+                "the run directory was removed or moved during the run",
                 code="STO111",
                 where=str(self.run_dir.path),
                 why="what this process writes would not be found again",
@@ -231,7 +231,7 @@ class Report:
         try:
             call()
         except Exception as error:
-            text = f"warning: {name} failed and training goes on: {type(error).__name__}: {error}"
+            text = f"warning: {name} failed; training continues: {type(error).__name__}: {error}"
             self.log(text)
             if name != "live":
                 self._show(lambda live: live.note(text))

@@ -247,9 +247,9 @@ def check_free(path: Path) -> None:
         "the run directory already holds a run" if is_run else "the run directory is not empty",
         code="CFG12",
         where=str(path),
-        why="a run never writes over another" if is_run else "a run needs a folder of its own",
+        why="a run never writes over another" if is_run else "a run needs an empty folder",
         fix=f"choose a new name: --run-dir {path}-2\nor leave --run-dir out for runs/NAME-N"
-        + (f"\nto go on with it: slime run --resume {path}\nto look at it: slime show {path}" if is_run else ""),
+        + (f"\nto resume it: slime run --resume {path}\nto look at it: slime show {path}" if is_run else ""),
     )
 
 

@@ -239,7 +239,7 @@ def _check_own(folder: Path, run_dir: Path) -> None:
                 code="CFG12",
                 where=str(folder),
                 why=f"{path.name} is of the run {run}",
-                fix="name a folder of its own: --save-debug-rollout-data DIR",
+                fix="name another folder: --save-debug-rollout-data DIR",
             )
 
 
@@ -297,7 +297,7 @@ def _header(file: io.BytesIO, path: Path) -> tuple[DumpHeader, list[dict[str, An
         if MAGIC.startswith(magic):
             raise _damaged(path)
         raise StorageError(
-            f"{path.name} is no dump of rollouts of this version",
+            f"{path.name} is not a dump of rollouts of this version",
             code="STO113",
             where=str(path),
             why=f"it does not begin with {MAGIC.decode()}",

@@ -172,7 +172,7 @@ def _check_numbers(sample: Sample, where: str) -> None:
     reward = sample.reward
     if isinstance(reward, bool) or not isinstance(reward, (int, float, np.number)):
         raise _wrong(
-            f"{where} has reward {reward!r}, which is no number",
+            f"{where} has reward {reward!r}, which is not a number",
             where,
             fix="return a number from the reward, or name its entry with reward.reward_key",
         )
@@ -309,7 +309,7 @@ def _checked_columns(answer: Any, rows: int, inputs: Columns, where: str) -> Col
             raise _misprepared(f"prepare made column {name} of shape {array.shape} for {rows} tokens", where)
         if array.dtype.kind not in "fiub" or not np.isfinite(array).all():
             raise TrainerError(
-                f"prepare made column {name} with a value that is no finite number", code="TRN95", where=where
+                f"prepare made column {name} with a value that is not a finite number", code="TRN95", where=where
             )
         columns[name] = array
     return columns

@@ -29,7 +29,7 @@ def join_group(rank: int, world: int, device: str, rendezvous: str | Path | None
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (rank, world):
             raise TrainerError(
-                f"rank {rank} of {world} was asked for in a process that is rank {dist.get_rank()} of "
+                f"rank {rank} of {world} was requested in a process that is rank {dist.get_rank()} of "
                 f"{dist.get_world_size()}",
                 fix="one process holds trainers of one world size",
             )

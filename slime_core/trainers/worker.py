@@ -332,7 +332,7 @@ class Worker(ABC):
             where=f"step {batch.version}, rank {self.rank}, {self.device}",
             why=f"{message}; no weight was changed by this optimizer step, and the batch stays in the ledger, not "
             "trained",
-            fix="go on with smaller passes: slime run --resume RUN_DIR, with one or more of\n" + "\n".join(fixes),
+            fix="resume with smaller passes: slime run --resume RUN_DIR, with one or more of\n" + "\n".join(fixes),
         )
 
     def verify(self, batch: Batch) -> dict[str, float]:

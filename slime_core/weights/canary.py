@@ -139,8 +139,8 @@ def _error(version: int, keys: Sequence[str], count: int, why: str, where: str) 
         code="ENG83",
         where=where or "weight update",
         why=why,
-        fix="nothing was trained on samples of these weights; slime run --resume RUN_DIR starts the engine anew, "
-        "another update_weight_transport tells whether the way is at fault",
+        fix="no step trained on samples of these weights; restart the engine with slime run --resume RUN_DIR, "
+        "or try another update_weight_transport to see whether the transfer is at fault",
     )
 
 

@@ -166,7 +166,7 @@ class ModelFolder:
             )
         if tokenizer.pad_token_id is None or tokenizer.pad_token_id in self.eos_token_ids:
             kind = "there is no pad token" if tokenizer.pad_token_id is None else "the pad token is an end token"
-            self._note(f"{kind}: lengths say what is padding, so the end token is trained on all the same")
+            self._note(f"{kind}: padding is found by length, so the end token still trains")
 
     def _check_weights(self) -> None:
         from slime_core.weights import build
@@ -241,7 +241,7 @@ def _read_json(file: Path, *, needed: bool = False) -> dict[str, Any]:
         if not needed:
             return {}
         raise DataError(
-            f"{file.parent.name} is no model folder: it has no {file.name}",
+            f"{file.parent.name} is not a model folder: it has no {file.name}",
             code="TOK00",
             where=str(file.parent),
             fix="save a model there with model.save_pretrained(FOLDER) and tokenizer.save_pretrained(FOLDER)",
@@ -304,9 +304,9 @@ def _refuse_uneven_heads(folder: Path, text: Any) -> None:
     if not isinstance(heads, int) or heads < 1:
         return  # of a class with names of its own, which checks them
     if not getattr(text, "head_dim", None) and isinstance(hidden, int) and hidden % heads:
-        reason = f"hidden_size {hidden} is no multiple of num_attention_heads {heads}"
+        reason = f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}"
     elif isinstance(shared, int) and (shared < 1 or heads % shared):
-        reason = f"num_attention_heads {heads} is no multiple of num_key_value_heads {shared}"
+        reason = f"num_attention_heads {heads} is not a multiple of num_key_value_heads {shared}"
     if reason:
         raise DataError(
             "config.json states heads that do not fit",
@@ -334,7 +334,7 @@ def _load_config(folder: Path, trust_remote_code: bool) -> Any:
         ) from error
     if not trust_remote_code and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise DataError(
-            f"model type {config.model_type!r} is no causal language model of transformers",
+            f"model type {config.model_type!r} is not a causal language model of transformers",
             code="TOK00",
             where=str(folder / "config.json"),
             fix="name a causal language model",

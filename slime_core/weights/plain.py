@@ -175,7 +175,7 @@ class Plain:
             code="ENG83",
             where=f"prompt {self.batch.sample_ids[sample]}, token {place} (id {self._tokens(sample)[place]}): trainer "
             f"{self.theirs[row]:.4f}, engine {served[row]:.4f}",
-            why="the engine computes something else than what is trained: other weights, or another model"
+            why="the engine does not compute what is trained: it has other weights or another model"
             + self._rounding(),
             fix="compare config.json and dtypes of both sides; where the difference is known and harmless: "
             "--canary-band, above it",

@@ -110,7 +110,7 @@ def test_samples_that_cannot_be_read_are_generated_again(cli, runs, cut, damage,
     done = cli(*words)
     assert done.code == 0, done.err
     assert f"DAMAGED SEGMENT {segment}: sample main/" in done.err
-    assert f"the steps from version {begin} on are made again" in done.err
+    assert f"the steps from version {begin} on train again" in done.err
     assert weights(cut) == weights(runs / "whole")
     assert history.states(RunDir(cut)) == {"issued": 16, "trained": 16, "pending": 0}
     if damage is not remove:

@@ -76,7 +76,7 @@ def test_a_plugin_in_a_file_is_checked_and_shown_by_its_path(cli, length):
         ("./lenght.py", "PLG51", "did you mean 'length.py'?"),
         ("./folder", "PLG51", "pip install -e "),
         ("./broken.py", "PLG50", "module 'no_such_module' is missing"),
-        ("./two-words.py", "PLG51", "is no name of a Python module"),
+        ("./two-words.py", "PLG51", "is not a name of a Python module"),
     ],
     ids=["no such file", "a folder", "import", "name"],
 )

@@ -180,7 +180,7 @@ def test_sigterm_in_any_phase_ends_with_a_checkpoint_and_goes_on_exactly(
         assert done.code == 0, "the last step was being saved: the run is done"
     else:
         assert (done.code, done.out) == (75, ""), done.err
-        assert f"go on  slime run --resume {Path('cut').absolute()}" in done.err
+        assert f"resume  slime run --resume {Path('cut').absolute()}" in done.err
         assert "Traceback" not in done.err
         assert (info("cut")["status"], info("cut")["error"]) == ("stopped", "RUN75")
         facts = json.loads(cli("show", "cut", "--json").out)
@@ -356,7 +356,7 @@ def test_time_that_is_up_ends_a_run_with_a_checkpoint(cli, own, whole):
     done = cli("run", *own.flags, "--run-dir", "cut", "--stop-after", "0.1")
     assert done.code == 75, done.err
     assert (
-        "stopped at version 0 (--stop-after); the time is up; nothing is lost, it goes on from checkpoint 0"
+        "stopped at version 0 (--stop-after); the time is up; nothing is lost, a resume starts from checkpoint 0"
         in done.err
     )
     assert cli("run", "--resume", "cut", "--stop-after", "5h").code == 0

@@ -119,7 +119,7 @@ def test_a_hook_that_holds_the_interpreter_is_ended_at_its_limit_and_named_with_
     stood = place(tmp_path, *(("asleep", "sem_wait") if way == "asleep" else ("slow", "re.match")))
     assert process.returncode == -signal.SIGKILL
     assert "error PLG60  geo.slime_reward did not answer in 0.5 s for prompt 'main/3'" in said
-    assert f"stood at {stood}" in said
+    assert f"blocked at {stood}" in said
     assert "reward.reward_timeout=1" in said
     assert f"slime run --resume {run_dir.path}" in said
     assert "(exit 137)" in said
@@ -145,7 +145,7 @@ def test_a_hook_that_loops_on_the_event_loop_is_ended_at_its_limit_and_named_wit
     assert process.returncode == -signal.SIGKILL
     assert "error PLG60  geo.slime_reward did not answer in 0.5 s for prompt 'main/3'" in said
     assert "it holds the event loop" in said
-    assert f"stood at {function} ({tmp_path / 'driver.py'}:" in said
+    assert f"blocked at {function} ({tmp_path / 'driver.py'}:" in said
     assert "own_process" in said
     assert run_dir.read_info()["error"] == "PLG60"
 
@@ -169,7 +169,7 @@ def test_code_of_no_hook_that_holds_the_interpreter_is_ended_after_hang_timeout(
     process, run_dir = driver("core", 600, 0.5)
     _, said = process.communicate(timeout=60)
     stood = place(tmp_path, "asleep", "sem_wait")
-    assert f"error HNG125  the driver's interpreter stands still at {stood}" in said
+    assert f"error HNG125  the driver's interpreter is blocked at {stood}" in said
     assert run_dir.read_info()["error"] == "HNG125"
 
 
@@ -190,12 +190,12 @@ def test_a_second_signal_ends_a_run_whose_interpreter_is_held_and_the_first_says
         os.sched_yield()
     process.send_signal(number)
     assert process.stderr.readline() == "\n"
-    told = f"{number.name}: not heard yet, for Python stands still at {stood}; a second signal ends the run at once\n"
+    told = f"{number.name}: not handled yet: Python is blocked at {stood}; a second signal ends the run at once\n"
     assert process.stderr.readline() == told
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
     assert f"{number.name} again: ended at once" in said
-    assert f"stood at {stood}" in said
+    assert f"blocked at {stood}" in said
     assert run_dir.read_info()["status"] == status
 
 

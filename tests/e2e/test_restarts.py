@@ -195,7 +195,7 @@ def stopped(path, done):
     assert first, page
     assert f"error HNG125  {first[1]}" in done.stderr
     assert re.search(rf"^rank 0   +{first[2]} +\S+ +T stopped +{first[3]} +\d+ s", page, re.MULTILINE), page
-    assert "it is stopped and cannot say where it is" in page
+    assert "it is stopped and cannot print its stack" in page
     assert re.search(r"^driver +\d+ +\S+ +\S .* (score|train|sync) +\d+ s", page, re.MULTILINE), page
     assert page.count("most recent call first") >= 4  # threads of rank 1 and of the driver
     assert "samples: 6 issued, 6 pending, 0 trained" in page

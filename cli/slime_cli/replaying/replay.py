@@ -295,10 +295,10 @@ def _require_payloads(recorded: Recorded, steps: Mapping[int, Step], began: int,
         members = recorded.members(version)
         if version not in steps or any(member.place is None for member in members):
             raise StorageError(
-                f"step {step} cannot be made again: the samples of step {version} have no payload any more",
+                f"step {step} cannot be replayed: the samples of step {version} no longer have their payload",
                 code="STO111",
                 where=str(recorded.path),
-                why=f"steps {began + 1} to {step} would be made again, and report.ledger_keep_steps pruned some",
+                why=f"steps {began + 1} to {step} would be replayed, but report.ledger_keep_steps pruned some of them",
                 fix="choose a later step, or run with --ledger-keep-steps 0",
             )
 

@@ -41,7 +41,7 @@ def test_an_address_of_host_and_port_is_fine(tmp_path, url):
     ],
 )
 def test_anything_else_is_no_address(tmp_path, url):
-    assert told(of(config(tmp_path), url)) == ["rollout_buffer_url is no address of a rollout buffer"]
+    assert told(of(config(tmp_path), url)) == ["rollout_buffer_url is not an address of a rollout buffer"]
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def test_a_body_that_is_no_json_is_refused_as_such(context, talk, body):
     async def agent(client, session):
         answer = await client.http.post("/chat/completions", content=body)
         assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
-        assert answer.json()["error"]["message"].startswith("the body is no JSON: ")
+        assert answer.json()["error"]["message"].startswith("the body is not JSON: ")
 
     talk(context("4|"), agent)
 

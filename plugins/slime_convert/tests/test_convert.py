@@ -48,7 +48,7 @@ def tensors(folder):
 def test_a_size_that_is_none_is_a_usage_error(cli, hf, size):
     done = cli("convert", "fsdp-to-hf", "d", "h", "--origin-hf-dir", hf, f"--max-shard-size={size}")
     assert done.code == 2
-    assert "is no size" in done.err
+    assert "is not a size" in done.err
 
 
 def test_nothing_takes_the_place_of_what_it_is_made_from(cli, hf, tmp_path):

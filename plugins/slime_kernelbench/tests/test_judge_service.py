@@ -61,7 +61,7 @@ FORGED = {
     "a seed": body(seed=42),
     "a deadline": body(deadline=1e9),
     "a field in the problem": body() | {"problem": asdict(RELU) | {"tolerance": 1e9}},
-    "a level that is no number": body() | {"problem": asdict(RELU) | {"level": "1"}},
+    "a level that is not a number": body() | {"problem": asdict(RELU) | {"level": "1"}},
     "an id with a path": body() | {"problem": asdict(RELU) | {"id": "../../x"}},
     "a problem that is a text": body() | {"problem": RELU.source},
     "no problem": {"key": "k" * 16, "source": "correct"},

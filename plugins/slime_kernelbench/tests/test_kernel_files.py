@@ -135,7 +135,7 @@ def test_a_file_that_cannot_be_read_has_a_row_that_says_why_and_the_others_are_j
     assert list(rows) == ["correct.py", "dangling.py", "itself.py", "pipe.py", "vast.py"]
     assert [row["status"] for row in rows.values()] == ["correct"] + 4 * ["compile_error"]
     assert ["link to nothing" in told[name][0] for name in ("dangling.py", "itself.py")] == [True, True]
-    assert "no regular file" in told["pipe.py"][0]
+    assert "not a regular file" in told["pipe.py"][0]
     assert "1099511627776 bytes" in told["vast.py"][0]
 
 

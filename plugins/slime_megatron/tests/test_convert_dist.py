@@ -82,7 +82,7 @@ def test_shards_are_as_large_as_asked(cli, hf, dist, tmp_path, size, files):
 def test_a_size_that_is_none_is_a_usage_error(cli, hf, size):
     done = cli("convert", "dist-to-hf", "d", "h", "--origin-hf-dir", hf, f"--max-shard-size={size}")
     assert done.code == 2
-    assert "is no size" in done.err
+    assert "is not a size" in done.err
 
 
 def test_what_is_there_is_replaced_by_force_alone(cli, hf, dist, tmp_path):

@@ -142,7 +142,7 @@ def here(work, run):
 @pytest.mark.nightly
 def test_two_engines_on_this_machine_evaluate_beside_training_with_the_figures_of_one_in_place(run, here):
     done, path = run("beside", *AHEAD, *TWO)
-    assert "engine 1 has a process of its own" in done.stderr
+    assert "engine 1 runs in its own process" in done.stderr
     assert steps(path) == steps(here)
     assert weights(path) == weights(here)
     assert evaluations(path) == evaluations(here)

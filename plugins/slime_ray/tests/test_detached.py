@@ -305,7 +305,7 @@ def test_a_name_that_is_no_folder_is_said_to_be_none_where_no_cluster_is(cli, tm
     done = cli(verb, "demo-7")
     assert done.code == 2
     assert "error CFG17" in done.err
-    assert f"why: 'demo-7' is no folder here ({tmp_path}), so a cluster is asked for it; " in done.err
+    assert f"why: 'demo-7' is not a folder in {tmp_path}, so it was looked up on a Ray cluster; " in done.err
     assert "fix: name the run directory, such as runs/NAME-0\n" in done.err
     assert "--ray-address" not in done.err
 

@@ -194,7 +194,7 @@ def test_half_a_character_in_an_answer_is_sent_like_any_other():
 )
 @pytest.mark.parametrize("key", ["rm_url", "judge_url"])
 def test_what_is_no_address_is_refused_before_anything_starts(key, url):
-    with pytest.raises(ValueError, match="is no address like http://"):
+    with pytest.raises(ValueError, match="is not an address like http://"):
         Options(**{key: url})
 
 

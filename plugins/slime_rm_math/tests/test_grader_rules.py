@@ -163,7 +163,7 @@ def test_a_mix_that_means_nothing_is_refused(mix):
 
 
 def test_a_mix_of_an_unknown_type_is_refused_before_anything_starts():
-    with pytest.raises(ValueError, match="'boxed_maths' is no reward type of rm_math: did you mean 'boxed_math'"):
+    with pytest.raises(ValueError, match="'boxed_maths' is not a reward type of rm_math: did you mean 'boxed_math'"):
         Options(mix={"boxed_maths": 1.0})
     assert set(Graders()._grades) == set(TYPES)
 

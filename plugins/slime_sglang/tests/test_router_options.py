@@ -79,7 +79,9 @@ def test_what_a_person_writes_comes_after_and_wins():
         pytest.param(["--sglang-router-port", "1"], "CFG04", "set by slime", "loopback", id="port"),
         pytest.param(["--sglang-router-api-key", "k"], "CFG04", "set by slime", "draws a token", id="token"),
         pytest.param(["--sglang-router-ip", "h"], "CFG01", "has no option 'ip'", "slime chooses it", id="slime's own"),
-        pytest.param(["sglang.router=manual"], "CFG02", "sglang.router is no table", "sglang-router-NAME", id="table"),
+        pytest.param(
+            ["sglang.router=manual"], "CFG02", "sglang.router is not a table", "sglang-router-NAME", id="table"
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_way_out(words, code, said, fix):

@@ -118,7 +118,7 @@ def _numbers(given: Any, name: str, sample_id: str) -> Sequence[float]:
         values = np.full(1, np.nan)
     if values.ndim != 1 or not np.isfinite(values).all():
         raise TrainerError(
-            f"sample {sample_id} has {name} that are no list of finite numbers",
+            f"sample {sample_id} has {name} that are not a list of finite numbers",
             code="TRN95",
             where=f"sample {sample_id}",
             why="nothing is replaced by 0 silently",

@@ -113,7 +113,7 @@ class PackedPlan(OwnPlan):
         if moving_rope(getattr(model, "config", None)):
             raise Unfit("rotary frequencies depend on the longest sequence of a pass")
         if getattr(model.config.get_text_config(), "attention_chunk_size", None):
-            raise Unfit("attention is in chunks, which it is not told of")
+            raise Unfit("attention is chunked, which the packed plan does not support")
         AttentionInterface.register(ATTENTION, slot_attention)
         self._model = model
         self._board = Board()

@@ -107,7 +107,7 @@ def make_job(
         prompt = np.asarray(request.tokens, dtype=np.int64)
     except (OverflowError, ValueError, TypeError) as error:
         raise EngineError(
-            "the tokens are no list of ids", code="ENG02", where=where, why=str(error), fix="give integers"
+            "the tokens are not a list of ids", code="ENG02", where=where, why=str(error), fix="give integers"
         ) from error
     check_vocabulary(prompt, vocab_size, where)
     check_params(request)

@@ -159,7 +159,7 @@ def test_a_damaged_file_costs_a_step_and_is_said_loudly(saves, name, kind):
     assert saves.weights(found)["embed"] == [4.0] * 4
     loud = [note for note in saves.notes if note.startswith("DAMAGED CHECKPOINT")]
     assert name.rpartition("/")[2] in loud[0]
-    assert loud[1] == "DAMAGED CHECKPOINT costs 3 steps: the run goes on from checkpoint 4"
+    assert loud[1] == "DAMAGED CHECKPOINT costs 3 steps: the run resumes from checkpoint 4"
     (corrupt,) = [one for one in saves.names() if one.startswith("corrupt-step-7-")]
     assert corrupt in loud[0]
     assert saves.reopened().latest().version == 4
@@ -189,7 +189,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_starts_over(saves):
     for version in (4, 7):
         damage(saves.folder / f"step-{version}" / "state.json", "bit")
     assert saves.reopened().latest() is None
-    assert "costs 7 steps: the run goes on from version 0" in saves.notes[-1]
+    assert "costs 7 steps: the run resumes from version 0" in saves.notes[-1]
 
 
 @pytest.mark.parametrize("value", [[], {}, {"schema": 1}, {"schema": True}, 3, None, "x"], ids=repr)

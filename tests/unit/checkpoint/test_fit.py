@@ -52,7 +52,7 @@ def test_another_dtype_is_refused(saves):
     found = found_of(saves)
     with pytest.raises(TrainerError, match="TRN108") as caught:
         check_dtype(found, "bfloat16")
-    assert "float32 and would go on in bfloat16" in caught.value.what
+    assert "float32 and would continue in bfloat16" in caught.value.what
     assert "--dtype float32" in caught.value.fix
     check_dtype(found, "bfloat16", forced=["train.dtype"])
     check_dtype(found, "float32")

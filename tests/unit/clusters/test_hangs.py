@@ -154,7 +154,7 @@ def test_a_process_tells_where_it_is(sleeper):
 def test_a_process_that_does_not_listen_is_not_killed_by_the_question(sleeper):
     child, log = sleeper("deaf")
     found = asyncio.run(look(child.pid, log))
-    assert (found.stack, found.why) == ("", "it has not begun to listen for that question")
+    assert (found.stack, found.why) == ("", "it does not handle SIGUSR1 yet")
     assert child.poll() is None
 
 

@@ -50,7 +50,7 @@ def test_slices_are_pythons(ten, text, want):
 @pytest.mark.parametrize("text", ["[3]", "[]", "[a:b]", "[1:2:3]", "[1.5:2]", "[1-2]"])
 def test_a_malformed_slice_is_refused_with_the_form(ten, refused, text):
     error = refused("CFG03", opened, f"{ten}@{text}", key="data.tasks[1].prompt_data")
-    assert f"@{text} is no slice" in error.what
+    assert f"@{text} is not a slice" in error.what
     assert error.where.startswith("data.tasks[1].prompt_data = ")
     assert "@[a:b]" in error.fix
 
@@ -87,7 +87,7 @@ def test_a_missing_file_shows_the_absolute_path_and_the_working_folder(tmp_path,
 def test_a_pipe_is_refused_by_name_and_not_waited_for(tmp_path, refused):
     os.mkfifo(tmp_path / "rows.jsonl")
     error = refused("CFG05", opened, tmp_path / "rows.jsonl")
-    assert "rows.jsonl is no regular file" in error.what
+    assert "rows.jsonl is not a regular file" in error.what
     assert error.fix == "write it to a file first"
 
 

@@ -128,7 +128,7 @@ BAD = {
     "an id beyond 64 bits": ({"tokens": [5, 2**70]}, "ENG02"),
     "a prompt that fills the context": ({"tokens": [5] * 256}, "ENG72"),
     "a negative temperature": ({"temperature": -0.5}, "ENG03"),
-    "a temperature that is no number": ({"temperature": float("nan")}, "ENG03"),
+    "a temperature that is not a number": ({"temperature": float("nan")}, "ENG03"),
     "a nucleus of nothing": ({"top_p": 0.0}, "ENG03"),
     "a nucleus above one": ({"top_p": 1.5}, "ENG03"),
     "a negative top_k": ({"top_k": -1}, "ENG03"),

@@ -132,7 +132,7 @@ def test_a_version_or_a_folder_that_is_not_there_is_told(tmp_path):
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', '{"format": 2}', '{"format": 1, "questions": [1]}'])
 def test_a_file_that_is_no_record_is_refused(tmp_path, text):
     (tmp_path / "x.json").write_text(text)
-    with pytest.raises(DataError, match=r"x\.json is no record") as caught:
+    with pytest.raises(DataError, match=r"x\.json is not a record") as caught:
         find_records(tmp_path / "x.json")
     assert caught.value.code == "DAT30"
     with pytest.raises(DataError, match="no records of evaluations of version 9"):
@@ -148,7 +148,7 @@ def test_two_evaluations_are_paired_by_question_and_tested_exactly():
     assert (found.first_only, found.second_only) == (1, 6)
     assert (found.p, found.test) == (mcnemar(1, 6), "McNemar")
     assert found.low < 0.5 < found.high
-    assert "no difference can be told: +0.500" in found.sentence, "p is 0.125"
+    assert "no significant difference: +0.500" in found.sentence, "p is 0.125"
     sure = compare([evaluation(first)], [evaluation([asked(i, [1.0]) for i in range(10)])])[0]
     assert sure.p == 2 / 2**6
     assert sure.sentence.startswith("s: B is better: +0.600")

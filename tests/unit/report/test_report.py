@@ -204,7 +204,7 @@ def test_a_failing_sink_is_named_once_left_out_and_stops_nothing(run_dir, where)
     report.finish()
     assert [call[0] for call in good.calls] == ["start", "write", "write", "close"]
     assert [call[0] for call in bad.calls] == (["start"] if where == "start" else ["start", "write"])
-    assert stream.getvalue().count("Failing failed and training goes on: OSError: no network") == 1
+    assert stream.getvalue().count("Failing failed; training continues: OSError: no network") == 1
     assert "no network" in (run_dir.log / "run.log").read_text()
     assert len(lines(run_dir.metrics)) == 2
 
@@ -216,7 +216,7 @@ def test_a_metrics_file_that_cannot_be_written_stops_nothing(run_dir):
     report.start()
     report.step(step(1))
     report.finish()
-    assert "JsonlSink failed and training goes on" in stream.getvalue()
+    assert "JsonlSink failed; training continues" in stream.getvalue()
 
 
 def test_a_closed_terminal_stops_nothing(run_dir):

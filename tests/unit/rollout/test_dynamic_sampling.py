@@ -201,7 +201,7 @@ def test_what_could_not_be_judged_is_told_with_its_reason_and_again_when_it_goes
     for position in range(13):
         limit.dropped(position, "infra_error", [Sample(id="a", reward=0.0, metadata=broken) for _ in range(2)])
     assert [text.partition(" ")[0] for text in told] == ["3", "6", "12"]
-    assert "rewards seen: none" in told[0], "0 is no reward here"
+    assert "rewards seen: none" in told[0], "0 is not a reward here"
     assert told[0].endswith("not judged at last: remote_rm: connection refused (2 times)")
     limit.step()
     _dropped(limit, 13)

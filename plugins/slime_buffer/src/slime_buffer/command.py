@@ -102,7 +102,7 @@ async def _stats(url: str, token: str) -> dict[str, Any]:
 @click.option("--concurrency", default=8, show_default=True, type=click.IntRange(1, 512), help="Groups at once.")
 @click.option("--run", "run_name", help="Only this run's work.")
 @click.option("--task", help="Only this task's.")
-@click.option("--groups", default=0, type=click.IntRange(0), help="End after so many; 0 goes on.")
+@click.option("--groups", default=0, type=click.IntRange(0), help="Stop after so many; 0: never.")
 @click.option("--lease-seconds", default=60.0, show_default=True, type=click.FloatRange(1, 3600))
 @click.option("--patience", default=300.0, show_default=True, type=click.FloatRange(0), help="The buffer may be away.")
 @click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")

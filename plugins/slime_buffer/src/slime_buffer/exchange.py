@@ -197,5 +197,5 @@ def run_name(run_dir: Path | None) -> str:
             f"{path.name} does not hold the run's name at the rollout buffer",
             code="DAT30",
             where=str(path),
-            fix="remove it: what was made for the run meanwhile is then made again",
+            fix="remove it; rollouts made for the run since then are made again",
         ) from error

@@ -90,7 +90,7 @@ def token_of(config: Config) -> str:
             f"{name} is not set",
             code="CFG09",
             where="rollout.rollout_buffer_token_env",
-            why="the rollout buffer asks for a token",
+            why="the rollout buffer requires a token",
             fix=f"export {name}=$(cat DIR/token)   (slime buffer serve DIR names the file)",
         )
     return token

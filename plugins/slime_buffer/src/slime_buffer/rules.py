@@ -54,7 +54,7 @@ def incomplete(config: Config) -> Iterator[Problem]:
         yield conflict(
             f"{name} is not set",
             ["rollout.rollout_buffer_token_env"],
-            why="the rollout buffer asks for a token",
+            why="the rollout buffer requires a token",
             fix=f"export {name}=$(cat DIR/token)   (slime buffer serve DIR names the file)",
             code="CFG09",
         )
@@ -69,12 +69,12 @@ def _url(url: str) -> Iterator[Problem]:
         reason = str(error)
     else:
         if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
-            reason = "it is no http(s)://HOST:PORT"
+            reason = "it is not of the form http(s)://HOST:PORT"
         elif parts.username is not None or parts.query or parts.fragment or parts.path not in ("", "/"):
             reason = "it holds more than scheme, host and port; the token comes from the environment"
     if reason:
         yield conflict(
-            "rollout_buffer_url is no address of a rollout buffer",
+            "rollout_buffer_url is not an address of a rollout buffer",
             [KEY],
             why=reason,
             fix="give what slime buffer serve prints: --rollout-buffer-url http://127.0.0.1:PORT",

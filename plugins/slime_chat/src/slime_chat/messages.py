@@ -31,7 +31,7 @@ def normal(raw: Any, where: str) -> Message:
     """
     role = raw.get("role") if isinstance(raw, Mapping) else raw
     if not isinstance(raw, Mapping) or not isinstance(role, str) or role not in ROLES:
-        raise bad(f"{role!r} is no role; roles are {', '.join(ROLES)}", where)
+        raise bad(f"{role!r} is not a role; roles are {', '.join(ROLES)}", where)
     role = ROLES[role]
     calls = raw.get("tool_calls") or ()
     message: Message = {"role": role, "content": _text(raw.get("content"), where, role == "assistant")}

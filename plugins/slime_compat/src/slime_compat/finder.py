@@ -66,7 +66,7 @@ class Finder(MetaPathFinder, Loader):
                 f"{key} = '{path}' imported the package slime that is installed at {module.__file__}",
                 code="PLG50",
                 where=key,
-                why="slime_compat serves slime.utils and slime.rollout itself, and two cannot stand side by side",
+                why="slime_compat provides slime.utils and slime.rollout itself, so the real package cannot be used",
                 fix="pip uninstall slime   (or take its folder off PYTHONPATH)",
             )
 

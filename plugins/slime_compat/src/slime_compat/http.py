@@ -50,7 +50,7 @@ async def _retried(method: str, url: str, body: bytes, retries: int, headers: Ma
                     return _parsed(response)
                 raise HttpStatusError(url, response.status_code, response.text)
             except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
-                raise ValueError(f"'{url}' is no http address") from error
+                raise ValueError(f"'{url}' is not an http address") from error
             except (HttpStatusError, httpx.TransportError) as error:
                 if attempt == retries and isinstance(error, httpx.TransportError):
                     raise ConnectionError(f"{url}: {error or type(error).__name__}") from error

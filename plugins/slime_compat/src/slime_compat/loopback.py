@@ -157,9 +157,9 @@ class LoopbackServer(uvicorn.Server):
         try:
             payload = json.loads(body) if body or scope["method"] != "GET" else {}
         except (ValueError, RecursionError) as error:  # a number of more than 4300 digits is a ValueError too
-            raise HttpError(400, f"the body is no JSON: {error}") from error
+            raise HttpError(400, f"the body is not JSON: {error}") from error
         if not isinstance(payload, dict):
-            raise HttpError(400, "the body is no JSON object")
+            raise HttpError(400, "the body is not a JSON object")
         if self.orphaned:
             raise HttpError(410, "the run has ended")
         return await self._handled(handler(Request(token=bearer, payload=payload)), receive)

@@ -43,9 +43,9 @@ class Size(click.ParamType):
         try:
             size = int(float(number) * UNITS[unit])
         except (ValueError, KeyError, OverflowError):
-            self.fail(f"{value!r} is no size; write 5GB, 512MiB or a number of bytes", param, ctx)
+            self.fail(f"{value!r} is not a size; write 5GB, 512MiB or a number of bytes", param, ctx)
         if size < 1:
-            self.fail(f"{value!r} is no size above 0", param, ctx)
+            self.fail(f"{value!r} is not a size above 0", param, ctx)
         return size
 
 

@@ -145,7 +145,7 @@ class Job:
         if lines and lines[0] == self._plan:
             listed = dict(entry for line in lines[1:] if (entry := _listed(line)) is not None)
         elif lines:
-            self._note(f"{self.aside.name} was begun from other files or with other options: it is begun anew")
+            self._note(f"{self.aside.name} was started from other files or with other options: it starts again")
         sizes = {file.name: file.size for file in self.files}
         for path in sorted(self.aside.rglob("*"), reverse=True):
             if path.is_dir():

@@ -43,7 +43,7 @@ def verdict_from_json(data: Mapping[str, Any]) -> Verdict:
         if verdict.status not in STATUSES or verdict.reached not in STAGES:
             raise ValueError(f"no verdict is {verdict.status!r:.40} at {verdict.reached!r:.40}")
     except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"this is no verdict: {error}") from error
+        raise ValueError(f"this is not a verdict: {error}") from error
     return verdict
 
 

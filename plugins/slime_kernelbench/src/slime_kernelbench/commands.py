@@ -47,7 +47,7 @@ JUDGE = (
     click.option("--timeout", type=click.FloatRange(min=0.1), help="Seconds for one candidate; default 30."),
     click.option("--workers", type=click.IntRange(0), help="Candidates judged at once; default one a core."),
     click.option("--sandbox", type=click.Choice(ISOLATION), help="Least isolation; default auto, the strongest."),
-    click.option("--i-trust-this-code", "trusted", is_flag=True, default=None, help="What --sandbox none asks for."),
+    click.option("--i-trust-this-code", "trusted", is_flag=True, default=None, help="Required by --sandbox none."),
 )
 
 
@@ -101,7 +101,7 @@ def eval_(path: Path, problem: str | None, where: str, as_json: bool, **options:
 @click.option("--grace", default=30.0, show_default=True, type=click.FloatRange(0), help="Seconds to finish in.")
 @click.option("--timeout", default=30.0, show_default=True, type=click.FloatRange(min=0.1), help="For one candidate.")
 @click.option("--sandbox", default="auto", show_default=True, type=click.Choice(ISOLATION), help="Least isolation.")
-@click.option("--i-trust-this-code", "trusted", is_flag=True, help="What --sandbox none asks for.")
+@click.option("--i-trust-this-code", "trusted", is_flag=True, help="Required by --sandbox none.")
 def serve(folder: Path, gpus: str, lanes: int, queue: int, timeout: float, workers: int, **options: Any) -> None:
     """Serve the judge until SIGTERM. stdout gets one line: the address."""
     from slime_kernelbench.service.devices import list_gpus

@@ -127,7 +127,7 @@ def _source(file: Path) -> tuple[str, str]:
     """A file's text, or "" and why it cannot be had."""
     try:
         if not file.is_file():
-            return "", "it is no regular file" if file.exists() else "it is a link to nothing"
+            return "", "it is not a regular file" if file.exists() else "it is a link to nothing"
         if (size := file.stat().st_size) > LARGEST:
             return "", f"it has {size} bytes; at most {LARGEST}"
         return file.read_bytes().decode("utf-8-sig", errors="surrogateescape"), ""

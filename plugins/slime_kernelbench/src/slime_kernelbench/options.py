@@ -27,8 +27,8 @@ class Options(BaseModel):
     family_problems: int = Field(64, ge=1, description="Operators of the task kernelbench_family.")
     family_heldout: int = Field(64, ge=1, description="Operators of kernelbench_family_heldout, which never train.")
     pupil_slips: float = Field(0.6, ge=0, le=1, description="How often the pupil of a warm-up slips at a place.")
-    pupil_mends: float = Field(0.15, ge=0, le=1, description="How often he mends a slip when he is told.")
-    pupil_later: float = Field(0.25, ge=0, le=1, description="Share of his wrong kernels that are shown being mended.")
+    pupil_mends: float = Field(0.15, ge=0, le=1, description="How often it fixes a slip after feedback.")
+    pupil_later: float = Field(0.25, ge=0, le=1, description="Share of its wrong kernels that are shown being fixed.")
     prompt_template: str = Field(
         "",
         description="TOML file of the prompt's and the feedback's words; short: sizes and forward alone; empty: ours.",
@@ -93,7 +93,7 @@ class Options(BaseModel):
     sandbox: Literal["auto", "strong", "medium", "none"] = Field(
         "auto", description="Least isolation, of commands and of the service; a run has reward.sandbox_level."
     )
-    i_trust_this_code: bool = Field(False, description="What sandbox = none asks for; of commands and of the service.")
+    i_trust_this_code: bool = Field(False, description="Required by sandbox = none; of commands and of the service.")
 
     # what is written down
     record_tokens: bool = Field(True, description="Write the token ids of every turn to kernelbench/turns.jsonl.")

@@ -129,9 +129,7 @@ def values(table: Mapping[str, Any]) -> Values:
 def _unknown(name: str, names: list[str]) -> Problem:
     key = core_keys().get(name)
     if key is not None:
-        return _of(
-            name, "CFG01", f"unknown key 'megatron.{name}'", "it stands in the wrong table", f"it is {key.path}"
-        )
+        return _of(name, "CFG01", f"unknown key 'megatron.{name}'", "it is in the wrong table", f"it is {key.path}")
     near = nearest(name, names).replace("'", "'megatron.", 1)
     fix = "\n".join(filter(None, [near, "all names: docs/megatron.md"]))
     return _of(name, "CFG01", f"unknown key 'megatron.{name}'", "no option of Megatron that slime knows has it", fix)
@@ -145,7 +143,7 @@ def _problem(flag: MegatronFlag, value: Any, train: TrainSection | None) -> Prob
         reason = f"it is {kind_of(value)}, and {flag.name} takes {KINDS[flag.kind]}"
         return _of(flag.name, "CFG02", f"{shown} has the wrong type", reason, f"give {KINDS[flag.kind]}")
     if flag.name == "bf16" and train is not None and train.dtype != "auto" and value != (train.dtype == "bfloat16"):
-        reason = f"train.dtype is {train.dtype}, and it alone says what is computed in"
+        reason = f"train.dtype is {train.dtype}, which alone sets the compute dtype"
         return _of(flag.name, "CFG04", shown, reason, "leave --bf16 out, or --dtype bfloat16")
     wrong = [one for one in (value if isinstance(value, (list, tuple)) else [value]) if one not in flag.choices]
     if not flag.choices or not wrong:

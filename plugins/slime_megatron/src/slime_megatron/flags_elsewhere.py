@@ -21,7 +21,7 @@ def _refused(names: str, text: str, kind: type = list) -> tuple[MegatronFlag, ..
 
 
 ONLY = (
-    _only("bf16", bool, "train.dtype says what is computed in", True, False),
+    _only("bf16", bool, "train.dtype sets the compute dtype", True, False),
     _only("attention_dropout", float, "a policy has no dropout: its log-probs must be those of the engine", 0),
     _only("hidden_dropout", float, "a policy has no dropout: its log-probs must be those of the engine", 0),
     _only("attention_softmax_in_fp32", bool, "attention's softmax is always in float32", True),
@@ -64,7 +64,7 @@ IDLE = (
 )
 
 _INTERLEAVED = (
-    "the interleaved schedule wants micro-batches in multiples of the stages, and packs come in any number; "
+    "the interleaved schedule needs a multiple of the stages as micro-batches, and the number of packs varies; "
     "leave it out, --pipeline-model-parallel-size alone gives 1F1B"
 )
 _TYPES = "models compute in bfloat16 or float32; --dtype bfloat16"
@@ -140,7 +140,7 @@ REFUSED = (
     *_refused(
         "cuda_graph_impl cuda_graph_scope enable_cuda_graph external_cuda_graph cuda_graph_warmup_steps "
         "cuda_graph_use_single_mempool cuda_graph_retain_backward_graph te_rng_tracker",
-        "a recorded graph wants equal shapes, and packs differ; leave it out",
+        "a recorded graph needs equal shapes, and packs differ; leave it out",
     ),
     *_refused(
         "tp_comm_overlap tp_comm_overlap_cfg tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad "
@@ -151,7 +151,7 @@ REFUSED = (
     *_refused(
         "overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release "
         "defer_embedding_wgrad_compute wgrad_deferral_limit",
-        "it needs a schedule of its own; leave it out",
+        "it needs a different schedule; leave it out",
     ),
     *_refused(
         "hierarchical_context_parallel_sizes hybrid_context_parallel max_seqlen_per_dp_cp_rank",

@@ -133,7 +133,7 @@ GRADIENTS = (
         "ddp.overlap_param_gather",
         "optimizer.overlap_param_gather",
     ),
-    _off("no_align_param_gather", "Stages gather weights when each wants to.", "ddp.align_param_gather"),
+    _off("no_align_param_gather", "Each stage gathers weights when it needs them.", "ddp.align_param_gather"),
     _sets(
         "accumulate_allreduce_grads_in_fp32",
         bool,
@@ -175,7 +175,7 @@ OPTIMIZER = (
     _sets(
         "optimizer_offload_fraction",
         float,
-        "Which share of them; 1 unless told.",
+        "Which share of them; 1 by default.",
         "optimizer.optimizer_offload_fraction",
     ),
     _sets(

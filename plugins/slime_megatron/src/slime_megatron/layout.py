@@ -280,7 +280,7 @@ def _uneven(layers: int, pp: int) -> str:
         size, last = layers // pp, layers - layers // pp * (pp - 1)
     if last < 1 or size < 1:
         return f"there are {layers} layers"
-    return f"stages have equally many unless told: --decoder-last-pipeline-num-layers {last} gives the others {size}"
+    return f"stages have equally many by default: --decoder-last-pipeline-num-layers {last} gives the others {size}"
 
 
 def _fixes(layout: Layout, sizes: Sizes, fields: Mapping[str, Any], *, need_sequence_parallel: bool) -> Iterator[str]:

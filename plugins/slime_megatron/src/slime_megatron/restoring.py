@@ -161,7 +161,7 @@ def _check_files(path: Path, state: Mapping[str, Any]) -> None:
     if METADATA in missing:
         reason = f"{METADATA} alone says which bytes are which part of a tensor, at this or any other layout"
     raise StorageError(
-        f"the checkpoint lacks {len(missing)} of its files: {', '.join(missing[:SHOWN])}",
+        f"the checkpoint misses {len(missing)} of its files: {', '.join(missing[:SHOWN])}",
         code="STO111",
         where=str(path),
         why=reason,

@@ -117,7 +117,7 @@ def joined(config: Config, plan: RayPlan) -> Iterator[str]:
     address = address_of(config)
     processors = int(sum(bundle.get("CPU", 0) for bundle in plan.bundles))
     with travelling(config) as env, entered(address, env=env, processors=processors) as location:
-        yield "a Ray of its own" if address == LOCAL else f"Ray at {location}"
+        yield "its own Ray cluster" if address == LOCAL else f"Ray at {location}"
 
 
 @contextmanager
@@ -196,7 +196,7 @@ def _probe(address: str) -> None:
     if port.isdigit():
         socket.create_connection((host, int(port)), PROBE).close()
         if not let_in(location) and not (take_up() and let_in(location)):
-            raise PermissionError("the cluster asks for another token than this process has")
+            raise PermissionError("the cluster requires a different token from the one this process has")
 
 
 @contextmanager
@@ -265,7 +265,7 @@ async def reserve(bundles: Sequence[Resources], timeout: float, *, ranks: int = 
         await asyncio.wait_for(group.ready(), timeout)
     except TimeoutError:
         remove_placement_group(group)
-        _no_room(bundles, f"others' work still held it after {timeout:g} seconds", machines(free=True))
+        _no_room(bundles, f"other jobs still used it after {timeout:g} seconds", machines(free=True))
     except BaseException:
         remove_placement_group(group)
         raise

@@ -106,8 +106,8 @@ def _seat(
             if config.rollout.engine_topology
             else "rollout.rollout_num_gpus_per_engine",
             why=f"its GPUs are {first} to {last} of the {world} that servers share with the trainer; each training "
-            f"machine has {gpus}, and a server lies within one machine",
-            fix=f"servers whose sizes fill each {gpus} GPUs   or --no-colocate, which gives servers GPUs of their own",
+            f"machine has {gpus}, and a server cannot span machines",
+            fix=f"servers whose sizes fill each {gpus} GPUs   or --no-colocate, which gives servers their own GPUs",
         )
     return Seat(bundle=first // gpus, gpus=tuple(gpu % gpus for gpu in server))
 
@@ -134,7 +134,7 @@ def _shared(count: int, size: int, gpus: int, world: int, *, gpu: bool) -> list[
             code="CFG04",
             where="rollout.rollout_num_gpus_per_engine",
             why=f"each machine has {gpus} of them, and an engine lies within one machine",
-            fix=f"--rollout-num-gpus-per-engine {gpus}   or --no-colocate, which gives engines GPUs of their own",
+            fix=f"--rollout-num-gpus-per-engine {gpus}   or --no-colocate, which gives engines their own GPUs",
         )
     return [
         Seat(bundle=first // gpus, gpus=tuple(range(first % gpus, first % gpus + size)))

@@ -30,7 +30,7 @@ def conflicts(config: Config) -> Iterator[Problem]:
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if address not in ("", "auto", "local") and not (host and colon and port.isdigit()):
         yield conflict(
-            "ray_address is no address of a Ray cluster",
+            "ray_address is not an address of a Ray cluster",
             ["cluster.ray_address"],
             code="CFG03",
             why=f"'{address}' is neither HOST:PORT nor auto nor local",

@@ -66,7 +66,7 @@ def read_wheel(path: Path) -> Wheel:
         plugins = dict(parser.items(GROUP)) if parser.has_section(GROUP) else {}
     except (OSError, KeyError, ValueError, zipfile.BadZipFile, configparser.Error) as error:
         raise ConfigError(
-            f"{path.name} is no wheel",
+            f"{path.name} is not a wheel",
             code="CFG19",
             where=f"{KEY}: {path}",
             why=str(error),

@@ -60,7 +60,7 @@ class Options(BaseModel):
         except ValueError:  # a port that is none
             valid = False
         if not valid:
-            raise ValueError(f"'{url}' is no address like http://127.0.0.1:8000/reward")
+            raise ValueError(f"'{url}' is not an address like http://127.0.0.1:8000/reward")
         return url
 
     @field_validator("mix")
@@ -71,5 +71,5 @@ class Options(BaseModel):
         for name in mix:
             if name.removeprefix(BOXED) not in TYPES:
                 hint = nearest(name, (*TYPES, *(BOXED + grade_type for grade_type in TYPES)))
-                raise ValueError(f"'{name}' is no reward type of rm_math: {hint or ', '.join(TYPES)}")
+                raise ValueError(f"'{name}' is not a reward type of rm_math: {hint or ', '.join(TYPES)}")
         return mix

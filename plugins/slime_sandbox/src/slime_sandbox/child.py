@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from slime_sandbox.box import Sandbox
 
 CHUNK = 1 << 16
-OVER_MEMORY = "asked for more memory than its limit"
+OVER_MEMORY = "exceeded its memory limit"
 START_SECONDS = 60.0
 """How long a jail may take to be ready, on a busy machine."""
 GRACE_SECONDS = 5.0
@@ -275,13 +275,13 @@ def _judge(facts: Mapping[str, Any]) -> tuple[Status, str]:
     """What the jail and the fork server said about a candidate, as a status and in words."""
     code = facts.get("exit")
     if "infra" in facts or (code == UNJAILED and "jailed" not in facts):
-        return "infra", facts.get("infra", "a layer of the jail did not go on")
+        return "infra", facts.get("infra", "a layer of the jail could not be set up")
     if "over" in facts:
         return (
             ("memory", OVER_MEMORY) if facts["over"] == "memory" else ("died", "wrote more than its folder may hold")
         )
     if code is None:
-        return "infra", "the jail ended, and nobody said why"
+        return "infra", "the jail ended without giving a reason"
     if code == OUT_OF_MEMORY:
         return "memory", OVER_MEMORY
     if code < 0:

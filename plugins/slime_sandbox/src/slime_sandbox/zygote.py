@@ -158,7 +158,7 @@ def main(requests: socket.socket, ready: socket.socket, modules: Sequence[str], 
         post(ready, {"error": error.as_dict()})
         return
     except BaseException as error:
-        message = f"the fork server cannot import what was asked for: {type(error).__name__}: {error}"
+        message = f"the fork server cannot import the requested modules: {type(error).__name__}: {error}"
         post(ready, {"error": {"what": message, "code": "SBX00", "where": ", ".join(modules)}})
         return
     post(ready, {"ready": True})

@@ -35,7 +35,7 @@ def check_ids(tokens: Sequence[int], vocab_size: int, where: str) -> None:
         raise EngineError("a request needs at least one token", code="ENG01", where=where, fix="give a prompt")
     ids = np.asarray(tokens)
     if ids.dtype.kind not in "iu" or ids.ndim != 1:
-        raise EngineError("the tokens are no list of ids", code="ENG02", where=where, fix=NO_IDS)
+        raise EngineError("the tokens are not a list of ids", code="ENG02", where=where, fix=NO_IDS)
     check_vocabulary(ids, vocab_size, where)
 
 

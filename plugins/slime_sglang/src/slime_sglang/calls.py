@@ -167,7 +167,7 @@ class HttpCalls:
         self.progress.late += late
         self.progress.strangers += not late
         raise fault(
-            f"the answer is {'of a try that was given up' if late else 'to no request of ours'}: rid {rid!r}"[:300],
+            f"the answer is to {'an earlier attempt' if late else 'an unknown request'}: rid {rid!r}"[:300],
             "ENG88",
             f"request {flight.id}",
             again=True,

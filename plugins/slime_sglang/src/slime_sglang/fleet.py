@@ -286,7 +286,7 @@ class Fleet:
         if self._update is None or self._update.transport == "disk":
             return None
         if self.source is None:
-            raise EngineError("nobody publishes weights for a server that was restarted", code="ENG86")
+            raise EngineError("no trainer can send weights to the restarted server", code="ENG86")
         route = await self._weights.route("all", [lane])
         published = asyncio.ensure_future(self.source(route))
         coming = asyncio.ensure_future(self._coming.wait())

@@ -58,7 +58,7 @@ async def handshake(address: ServerAddress, *, owned: bool, where: str, timeout:
                 f"SGLang server {address.number} at {address.url} answers without a token",
                 code="ENG73",
                 where=where,
-                why="SGLang asks for none where it has more than one tokenizer process",
+                why="SGLang does not require one with more than one tokenizer process",
                 fix="leave sglang.tokenizer_worker_num at 1",
             )
         reply = await door.ask("GET", "/server_info", end=end)
@@ -77,7 +77,7 @@ def _wrong(address: ServerAddress, where: str, reply: Reply) -> EngineError:
     if address.token:
         body = body.replace(address.token, "***")
     return EngineError(
-        f"what answers at {address.url} is no SGLang server",
+        f"what answers at {address.url} is not an SGLang server",
         code="ENG71",
         where=where,
         why=f"{reply.where} -> {reply.status}: {body}",

@@ -224,7 +224,7 @@ def _named(where: str) -> Iterator[None]:
             "or give http:// where it speaks no TLS; nothing turns the check off",
         ) from error
     except aiohttp.InvalidURL as error:
-        raise EngineError("this is no address of a server", code="ENG69", where=where, why=_said(error)) from error
+        raise EngineError("this is not an address of a server", code="ENG69", where=where, why=_said(error)) from error
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
         unknown = isinstance(error, aiohttp.ClientConnectorDNSError)
         raise fault(

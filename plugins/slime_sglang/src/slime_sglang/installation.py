@@ -163,7 +163,7 @@ def environment_of(table: Mapping[str, Any], device: str) -> dict[str, str]:
     env = table.get("env", {})
     if not isinstance(env, Mapping):
         fix = "sglang.env.NAME=value   or   a table [sglang.env]"
-        raise ConfigError("sglang.env is no table", code="CFG02", where="sglang.env", fix=fix)
+        raise ConfigError("sglang.env is not a table", code="CFG02", where="sglang.env", fix=fix)
     for name, value in env.items():
         if isinstance(value, bool) or not isinstance(value, (str, int, float)) or "\0" in str(value) or "=" in name:
             raise ConfigError(
@@ -199,7 +199,7 @@ def _program(named: str, where: str) -> str:
     if path is None:
         reason = "it is a folder" if os.path.isdir(text) else "there is no such program, or it cannot be executed"
         raise ConfigError(
-            f"{where} = {named} is no Python",
+            f"{where} = {named} is not Python",
             code="CFG05",
             where=where,
             why=reason,
@@ -266,7 +266,7 @@ def _with_talk(why: str, talk: bytes, question: str) -> str:
 def _way_out(python: str, why: str) -> str:
     if "No module named 'sglang'" in why:
         return f"{python} -m pip install sglang, or name another:\n{INSTALL.splitlines()[1]}"
-    return f'mend that environment: {python} -c "import sglang.srt.server_args" must work'
+    return f'repair that environment: {python} -c "import sglang.srt.server_args" must work'
 
 
 def _file(folder: Path, python: str, env: Mapping[str, str]) -> Path:

@@ -248,9 +248,9 @@ def _wrong(option: Option, value: Any, written: str, place: str, family: OptionF
     fix = f"{written} = {_example(option)}"
     if option.kind in ("flag", "switch") and isinstance(value, (str, list)):
         flag = f"{family.flags}{option.name.replace('_', '-')}"
-        fix += f"   or {flag} before another flag (a recipe stands before all flags)"
+        fix += f"   or {flag} before another flag (put the recipe before all flags)"
     elif option.kind != "list" and isinstance(value, (list, tuple)):
-        fix += "   (a recipe stands before all flags)"
+        fix += "   (put the recipe before all flags)"
     return Problem(
         code="CFG02",
         what=f"{written} = {show(value, option.name)} has the wrong type",

@@ -35,7 +35,7 @@ class Pieces:
         try:
             tail = [row[1] for row in rows]
         except (TypeError, IndexError, KeyError):
-            raise fault("the log-probs are no list of numbers and ids", "ENG79", where) from None
+            raise fault("the log-probs are not a list of numbers and ids", "ENG79", where) from None
         if ids != tail and ids != tail[len(tail) - len(ids) :]:
             raise fault("the ids of a chunk are not those of its log-probs", "ENG79", where)
         self.rows = rows if whole else self.rows + rows

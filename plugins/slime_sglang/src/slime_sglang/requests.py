@@ -221,7 +221,7 @@ class Requests:
                 f"the server ended request {job.id} after {len(piece.tokens)} tokens, unasked",
                 code="ENG81",
                 where=lane.client.address.url,
-                why="its finish reason is abort, and nobody asked for one",
+                why="its finish reason is abort, but slime did not abort it",
             )
             self._bounded(error, job.failed, f"request {job.id}", lane)
 

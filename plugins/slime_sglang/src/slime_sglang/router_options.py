@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from slime_sglang.installation import Installation
 
 KEY = "rollout.rollout_router"
-AGAIN = "leave it out: slime asks again by itself, and only where nothing can be done twice (--rollout-max-retries N)"
-WATCHED = "leave it out: slime watches servers and tells the router which there are (--rollout-health-check-timeout S)"
+AGAIN = "leave it out: slime retries by itself, where a retry is safe (--rollout-max-retries N)"
+WATCHED = (
+    "leave it out: slime monitors the servers and registers them with the router (--rollout-health-check-timeout S)"
+)
 BUSY = "--server-concurrency N: requests wait in slime, in order"
-MEMBERS = "leave it out: slime tells the router its servers; which there are: --engine-topology FILE"
+MEMBERS = "leave it out: slime registers the servers of --engine-topology FILE with the router"
 HTTP = "leave it out: slime speaks SGLang's /generate"
 AUTH = "leave it out: one token, drawn by slime, opens the router"
 
@@ -48,7 +50,7 @@ OWN: Mapping[str, str] = {
     **dict.fromkeys(("max_concurrent_requests", "queue_size", "queue_timeout_secs"), BUSY),
     "rate_limit_tokens_per_second": BUSY,
     "dp_aware": "leave it out: a server spreads requests over its data-parallel ranks by itself",
-    "enable_igw": "leave it out: each model of a run has a router of its own",
+    "enable_igw": "leave it out: each model of a run has its own router",
     **dict.fromkeys(("backend", "history_backend"), HTTP),
     **dict.fromkeys(("tls_cert_path", "tls_key_path"), PLAIN),
     **dict.fromkeys(("client_cert_path", "client_key_path", "ca_cert_paths"), "http:// addresses: see rollout_router"),
@@ -75,7 +77,7 @@ def table_of(config: Config) -> Mapping[str, Any]:
     table = config.table("sglang").get("router", {})
     if not isinstance(table, Mapping):
         fix = "--sglang-router-NAME VALUE   or   a table [sglang.router]"
-        raise ConfigError("sglang.router is no table", code="CFG02", where="sglang.router", fix=fix)
+        raise ConfigError("sglang.router is not a table", code="CFG02", where="sglang.router", fix=fix)
     return table
 
 

@@ -94,7 +94,7 @@ def _addresses(rollout: RolloutSection) -> Iterator[Problem]:
         if reason := _address_fault(address):
             host = f"http://{address}" if "://" not in address and "/" not in address else "http://HOST:PORT"
             yield conflict(
-                "rollout_external_engine_addrs holds something that is no address of a server",
+                "rollout_external_engine_addrs holds something that is not an address of a server",
                 [EXTERNAL],
                 code="CFG03",
                 why=reason,
@@ -103,7 +103,7 @@ def _addresses(rollout: RolloutSection) -> Iterator[Problem]:
     plain = [address.rstrip("/") for address in addresses]
     for address in dict.fromkeys(one for one in plain if plain.count(one) > 1):
         yield conflict(
-            f"{address} stands twice in rollout_external_engine_addrs", [EXTERNAL], fix="remove one of them"
+            f"{address} appears twice in rollout_external_engine_addrs", [EXTERNAL], fix="remove one of them"
         )
 
 
@@ -116,7 +116,7 @@ def _address_fault(address: str) -> str:
     if parts.username is not None:
         return "it holds a user or a password; the token comes from rollout_engine_token_env"
     if parts.scheme not in ("http", "https") or not parts.hostname or port in (None, 0):
-        return f"'{address}' is no http(s)://HOST:PORT"
+        return f"'{address}' is not of the form http(s)://HOST:PORT"
     if parts.query or parts.fragment or parts.path not in ("", "/"):
         return f"'{address}' holds more than scheme, host and port"
     return ""
@@ -260,7 +260,7 @@ def _options(config: Config) -> Iterator[Problem]:
 def _without_effect(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if _set(config, "rollout_slots"):
-        yield "rollout_slots: no effect with rollout_engine = sglang; server_concurrency bounds what is in flight"
+        yield "rollout_slots: no effect with rollout_engine = sglang; server_concurrency bounds in-flight requests"
     external = rollout.rollout_external_engine_addrs
     direct = rollout.rollout_router == "builtin" or (external and rollout.rollout_router == "auto")
     if direct and config.table("sglang").get("router"):
@@ -292,8 +292,8 @@ def _without_effect(config: Config) -> Iterator[str]:
         )
     elif rollout.pause_generation_mode == "in_place":
         yield (
-            "pause_generation_mode = in_place goes on with the KV cache of older weights: log-probs of what follows "
-            "are of neither version"
+            "pause_generation_mode = in_place continues with the KV cache of older weights: later log-probs match "
+            "neither version"
         )
 
 

@@ -190,7 +190,7 @@ class Server:
 
     async def _wait(self, deadline: float) -> str:
         """``ready``; ``taken``: somebody else listens on the port; ``late``."""
-        self._last = "nobody listens there yet"
+        self._last = "no process listens there yet"
         where = self.where if self.owned else EXTERNAL
         while (remaining := deadline - time.monotonic()) > 0:
             if not self.running:

@@ -222,7 +222,7 @@ def _read(path: Path, config: Config) -> list[tuple[GroupTable, str]]:
         message = f"{path} cannot be read: {error.strerror}"
         raise ConfigError(message, code="CFG05", where=KEY, fix="--engine-topology FILE.toml") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path} is no TOML: {error}", code="CFG06", where=str(path), fix="mend the file") from error
+        raise ConfigError(f"{path} is not TOML: {error}", code="CFG06", where=str(path), fix="fix the file") from error
     origins = Origins({key: f"{path.name}:{line}" for key, line in key_lines(text).items()})
     content = check_model(TopologyFile, data)
     if isinstance(content, list):
@@ -262,7 +262,7 @@ def _problems(groups: Sequence[GroupTable], path: Path, config: Config) -> Itera
                 what=f"the policy of group '{names[at]}' is another model than hf_checkpoint",
                 keys=((*key, "model"),),
                 why=f"{group.model} is not {config.rollout.hf_checkpoint}, which is trained and sent to its servers",
-                fix="leave model out, or give the group a role of its own",
+                fix="leave model out, or give the group its own role",
             )
         if group.role != POLICY and not group.model:
             fix = 'model = "/path/of/the/model"'
@@ -270,7 +270,7 @@ def _problems(groups: Sequence[GroupTable], path: Path, config: Config) -> Itera
             yield Problem(code="CFG02", what=message, keys=(key,), why=f"its role is {group.role}", fix=fix)
         if os.path.isabs(group.model) and not os.path.isdir(group.model):
             message = f"group '{names[at]}': there is no model folder {group.model}"
-            yield Problem(code="CFG05", what=message, keys=((*key, "model"),), fix="mend the path")
+            yield Problem(code="CFG05", what=message, keys=((*key, "model"),), fix="correct the path")
     yield from _roles(groups, config)
 
 
@@ -282,14 +282,14 @@ def _roles(groups: Sequence[GroupTable], config: Config) -> Iterator[Problem]:
         keys = tuple(("group", at, "mode") if group.mode != "regular" else ("group", at) for at, group in members)
         if role != POLICY and len({group.model for _, group in members}) > 1:
             message = f"role {role} has groups of different models"
-            yield Problem(code="CFG04", what=message, keys=keys, fix="give each model a role of its own")
+            yield Problem(code="CFG04", what=message, keys=keys, fix="give each model its own role")
         if modes not in ({"regular"}, {"prefill", "decode"}):
             yield Problem(
                 code="CFG04",
                 what=f"role {role} has groups of mode {', '.join(sorted(modes))}",
                 keys=keys,
-                why="a request of prefill groups goes on in decode groups: one cannot be without the other, or beside "
-                "regular ones",
+                why="requests of prefill groups continue in decode groups: each mode needs the other, and "
+                "neither works beside regular groups",
                 fix="add the other mode, or make all of them regular",
             )
         elif modes != {"regular"} and config.cluster.device == "cpu":

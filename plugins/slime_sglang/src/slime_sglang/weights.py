@@ -173,7 +173,7 @@ class WeightRoutes:
         ranks = await lane.client.checksums()
         rows = layout(list(ranks[0]), self._ways.model, lane.tp, ep=int(lane.fact("ep_size", 1) or 1))
         if (count := _told_ranks(lane, len(ranks))) < lane.tp:
-            self._note(f"of each server's {lane.tp} ranks this SGLang tells checksums of the first alone")
+            self._note(f"this SGLang reports checksums only for the first of each server's {lane.tp} ranks")
             rows = tuple(row for row in rows if row.rank < count)
         return Choice(rows)
 

@@ -143,7 +143,7 @@ def _check_counts(info: Mapping[str, Any], tokens: list[int], expected: Expected
     if count > expected.limit:
         echoed = tokens[: len(prompt)] == prompt
         raise fault(
-            f"{count} tokens came where at most {expected.limit} were asked for",
+            f"{count} tokens came, but at most {expected.limit} were requested",
             "ENG82",
             where,
             why="they begin with the prompt" if echoed else "the server did not keep max_new_tokens",
@@ -177,7 +177,7 @@ def log_probs(rows: Any, tokens: list[int], where: str) -> list[float]:
     try:
         values, ids = [row[0] for row in rows], [row[1] for row in rows]
     except (TypeError, IndexError, KeyError):
-        raise fault("the log-probs are no list of numbers and ids", "ENG79", where) from None
+        raise fault("the log-probs are not a list of numbers and ids", "ENG79", where) from None
     if ids != tokens:
         at = next(i for i, (a, b) in enumerate(zip(ids, tokens)) if a != b)
         raise fault(f"token {at} is {tokens[at]}, and its log-prob is of {ids[at]}", "ENG79", where)
@@ -193,7 +193,7 @@ def log_probs(rows: Any, tokens: list[int], where: str) -> list[float]:
 def _impossible(values: list[Any], where: str) -> EngineError:
     numeric = [isinstance(value, (int, float)) for value in values]
     if not all(ok or value is None for ok, value in zip(numeric, values)):
-        return fault("the log-probs are no list of numbers and ids", "ENG79", where)
+        return fault("the log-probs are not a list of numbers and ids", "ENG79", where)
     fine = (ok and math.isfinite(value) and value <= SLACK for ok, value in zip(numeric, values))
     at = next((i for i, ok in enumerate(fine) if not ok), 0)
     return fault(
@@ -208,7 +208,7 @@ def _check_outputs(tokens: list[int], vocab_size: int, where: str) -> None:
     if not tokens:
         return
     if set(map(type, tokens)) != {int}:
-        raise fault("the new tokens are no list of ids", "ENG79", where)
+        raise fault("the new tokens are not a list of ids", "ENG79", where)
     if min(tokens) < 0 or max(tokens) >= vocab_size:
         at = next(i for i, token in enumerate(tokens) if not 0 <= token < vocab_size)
         raise fault(
@@ -281,7 +281,7 @@ def scores(answer: Any, tokens: Sequence[int], start: int, *, vocab_size: int) -
     rows = info.get("input_token_logprobs")
     if not isinstance(rows, list) or len(rows) != len(tokens) - start + 1:
         count = len(rows) - 1 if isinstance(rows, list) else "no"
-        raise fault(f"{len(tokens) - start} log-probs were asked for and {count} came", "ENG79", "score")
+        raise fault(f"{len(tokens) - start} log-probs were requested and {count} came", "ENG79", "score")
     last = vocab_size - 1
     echoed = [
         0 if token == last and isinstance(row, list) and row[1:2] == [0] else token

@@ -75,7 +75,7 @@ class AskedGroup(About):
 
     samples: list[Wanted] = Field(min_length=1, max_length=1024)
     sampling: Sampling
-    version: int = Field(-1, ge=-1, lt=2**53, description="Weights in training when it was asked for.")
+    version: int = Field(-1, ge=-1, lt=2**53, description="Version of the weights when it was requested.")
 
     @model_validator(mode="after")
     def _distinct(self) -> AskedGroup:

@@ -37,7 +37,7 @@ def plain(value: Any, depth: int = 0) -> Any:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise ValueError("a text that is no Unicode") from None
+            raise ValueError("a text that is not Unicode") from None
     elif isinstance(value, float):
         if not math.isfinite(value):
             raise ValueError("a number that is not finite")

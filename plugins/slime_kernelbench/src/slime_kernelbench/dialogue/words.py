@@ -68,7 +68,7 @@ def load_words(path: str) -> Words:
     unknown = [*(set(overrides) - {*TEXTS, "requests"}), *(set(requests) - set(REQUESTS))]
     if unknown:
         names = ", ".join((*TEXTS, *(f"requests.{name}" for name in REQUESTS)))
-        raise ConfigError(f"'{sorted(unknown)[0]}' is no text of a prompt", code="CFG01", where=where, fix=names)
+        raise ConfigError(f"'{sorted(unknown)[0]}' is not text of a prompt", code="CFG01", where=where, fix=names)
     merged = {**defaults, **overrides, "requests": {**defaults["requests"], **requests}}
     for name, text in [*((name, merged[name]) for name in TEXTS), *merged["requests"].items()]:
         if not isinstance(text, str):
@@ -90,4 +90,4 @@ def _read(path: Path) -> dict[str, Any]:
             fix="set plugin.kernelbench.prompt_template to a TOML file, or leave it out",
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the prompt template is no TOML: {error}", code="CFG06", where=str(path)) from error
+        raise ConfigError(f"the prompt template is not TOML: {error}", code="CFG06", where=str(path)) from error

@@ -122,7 +122,7 @@ class Classes(Standard):
             if name.startswith("__") or name in names.NO_OVERRIDE or name == "forward":
                 self.refuse(node, "monkeypatch", f"a candidate may not define {name}")
             if facts.is_enum and value != only(PLAIN):
-                self.refuse(node, "dynamic_code", f"{name} of an enum is no number and no text")
+                self.refuse(node, "dynamic_code", f"{name} of an enum is neither a number nor text")
             self._no_code(node, facts.name, value)
             body.define(name, value)
             self.table.grow(value, "attribute", facts.name, name)

@@ -64,7 +64,7 @@ def _read(where: str) -> Iterable[KernelProblem]:
         f"there are no problems at {where}",
         code="CFG05",
         where=f"{path.absolute()}",
-        why="it is no file, no folder and no name of a hub data set",
+        why="it is neither a file, a folder nor a name of a hub data set",
         fix=nearest(where, ("shipped",)) or "slime kernelbench problems list --problems shipped",
     )
 

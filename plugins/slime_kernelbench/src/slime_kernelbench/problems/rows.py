@@ -133,10 +133,10 @@ def _parsed(problem: KernelProblem) -> ast.Module:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None)
         raise DataError(
-            f"the source of {problem.id} is no Python: {getattr(error, 'msg', None) or error}",
+            f"the source of {problem.id} is not Python: {getattr(error, 'msg', None) or error}",
             code="DAT24",
             where=problem.where + (f", line {line} of the source" if line else ""),
-            fix="mend the source, or leave the row out",
+            fix="fix the source, or leave the row out",
         ) from error
 
 

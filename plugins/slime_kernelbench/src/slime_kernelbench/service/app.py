@@ -79,7 +79,7 @@ async def _judged(desk: JudgeService, ask: JudgeRequest) -> Verdict:
         message = "the service ended before this was judged"
         raise refused(503, "draining", message, fix="ask another, or later") from None
     except Clash:
-        message = "this key asked for another judgement"
+        message = "this key was used for another judgement"
         raise refused(409, "key", message, where="key", fix="a new key for each") from None
 
 

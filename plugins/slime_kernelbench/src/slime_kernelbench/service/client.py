@@ -56,7 +56,7 @@ class RemoteJudge:
     def __init__(self, url: str, *, token: str, deadline: float = 900.0, tries: int = 4, pause: float = 0.5) -> None:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(
-                f"{url!r} is no address of a judge",
+                f"{url!r} is not an address of a judge",
                 code="CFG02",
                 where="plugin.kernelbench.judge_url",
                 fix="what `slime kernelbench serve` prints, such as http://127.0.0.1:8765",

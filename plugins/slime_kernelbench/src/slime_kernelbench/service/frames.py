@@ -29,5 +29,5 @@ async def receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
         raise ValueError("a message is too long") from error
     message = json.loads(line)
     if not isinstance(message, dict):
-        raise ValueError("a message is no object")
+        raise ValueError("a message is not an object")
     return message

@@ -109,7 +109,7 @@ class JudgeWorker:
                     waiting.set_result(answer["verdict"])
             reason = end_of(await self._process.wait())
         except (ValueError, KeyError) as error:
-            reason = f"sent what is no answer: {error}"
+            reason = f"sent an invalid answer: {error}"
         finally:
             for waiting in self._asked.values():
                 if not waiting.done():

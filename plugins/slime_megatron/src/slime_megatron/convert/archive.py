@@ -177,7 +177,7 @@ def locate(file: Path, begin: int, length: int, what: str) -> tuple[int, Storage
     except (zipfile.BadZipFile, KeyError, ValueError, NotImplementedError) as error:
         if isinstance(error, DataError):
             raise
-        raise _damaged(where, f"it is no tensor as torch.save writes it: {error}") from error
+        raise _damaged(where, f"it is not a tensor as torch.save writes it: {error}") from error
     header = memoryview(bytearray(30))
     read_at(file, begin + entry.header_offset, header, what, "TOK201")
     names, extra = struct.unpack_from("<HH", header, 26)

@@ -81,7 +81,7 @@ def read(reply: Any) -> Reward:
     try:
         content = reply["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):
-        return infra("llm_judge: the reply is no chat completion")
+        return infra("llm_judge: the reply is not a chat completion")
     if not isinstance(content, str | None):
         return infra("llm_judge: the reply has no text")
     text = after_thought(content or "").replace("\r\n", "\n").strip()

@@ -69,16 +69,16 @@ async def _once(url: str, payload: Any, token: str) -> Any:
     try:
         return json.loads(body, parse_constant=_no_constant, object_pairs_hook=_distinct)
     except (ValueError, RecursionError) as error:
-        raise Unanswered(f"an answer that is no JSON: {error}") from error
+        raise Unanswered(f"an answer that is not JSON: {error}") from error
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object in which each name stands once: which of two would be meant, nobody can say."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        raise ValueError("a name stands twice in an object")
+        raise ValueError("a name appears twice in an object")
     return fields
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")

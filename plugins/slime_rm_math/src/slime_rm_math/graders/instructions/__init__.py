@@ -63,7 +63,7 @@ def _instructions(metadata: Mapping[str, Any]) -> list[tuple[str, Mapping[str, A
     if not isinstance(arguments, (list, tuple)) or len(arguments) != len(names):
         raise BadRow("kwargs is not a list with one entry an instruction")
     if not all(one is None or isinstance(one, Mapping) for one in arguments):
-        raise BadRow("an entry of kwargs is no object")
+        raise BadRow("an entry of kwargs is not an object")
     return [
         (str(name), {k: v for k, v in (one or {}).items() if v is not None}) for name, one in zip(names, arguments)
     ]
