@@ -127,7 +127,7 @@ def test_another_plan_begins_anew_and_says_so(tmp_path):
     again, notes = Making(), []
     make(tmp_path / "out", again, plan={"sources": 2}, note=notes.append)
     assert len(again.made) == 4
-    assert "begun anew" in notes[0]
+    assert "it starts again" in notes[0]
 
 
 def test_a_process_that_dies_after_the_rename_leaves_a_whole_folder(tmp_path):

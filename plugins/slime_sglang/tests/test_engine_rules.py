@@ -50,7 +50,7 @@ ONE = ("http://10.0.0.1:30000",)
         pytest.param(
             {},
             {"rollout_external_engine_addrs": (*ONE, "http://10.0.0.1:30000/")},
-            "stands twice",
+            "appears twice",
             "remove one",
             id="one address twice",
         ),
