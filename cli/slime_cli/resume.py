@@ -137,7 +137,7 @@ def already_finished(path: Path, settings: Settings) -> dict[str, Any] | None:
     version = info.get("version", 0)
     if info.get("status") != "finished" or version < total or run_dir.holder() is not None:
         return None
-    say(f"already finished: {version} of {total} steps are done")
+    say(f"already finished: {version} steps are done, {total} requested")
     say("to train further: --num-rollout N (it counts the steps of the last stage)")
     final = run_dir.final if run_dir.final.exists() else None
     return {
