@@ -89,7 +89,7 @@ def failpoint(name: str) -> None:
     if _armed.action in ("kill", "stop"):
         os.kill(os.getpid(), signal.SIGKILL if _armed.action == "kill" else signal.SIGSTOP)
         return
-    raise StorageError(f"failpoint {name}", why="SLIME_FAILPOINT asked for it")
+    raise StorageError(f"failpoint {name}", why="requested by SLIME_FAILPOINT")
 
 
 def arm(text: str) -> None:

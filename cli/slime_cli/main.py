@@ -39,7 +39,7 @@ COMMANDS = {
 EPILOG = """\b
 Start: slime doctor, then slime run --plugin NAME. Every command has --help.
 Exit codes: 0 ok, 1 failed, 2 config or usage, 3 data, 4 plugin, 5 engine, 6 trainer, 7 storage,
-8 sandbox, 9 hung, 75 stopped in order (slime run --resume goes on), 130 interrupted, 143 terminated."""
+8 sandbox, 9 hung, 75 stopped with a checkpoint (slime run --resume), 130 interrupted, 143 terminated."""
 
 
 class LazyGroup(click.Group):

@@ -141,7 +141,7 @@ async def assembled(
         roles: dict[str, Engine] = served.roles if served is not None else {}
         if (teacher := teacher_of(config)) and not absent and "teacher" not in roles:
             roles["teacher"] = await stack.enter_async_context(teacher_engine(config, teacher, folder, thread))
-            report.note(f"the teacher {teacher} is an engine of its own, at temperature 1")
+            report.note(f"the teacher {teacher} runs as a separate engine, at temperature 1")
         ledger = watch.ledger = SqliteLedger(run_dir, config.report.ledger_dir)
         stack.push_async_callback(ledger.close)
         yield RunComponents(

@@ -34,7 +34,7 @@ class DataBuffer:
         if num_samples > len(self._waiting):
             raise RuntimeError(
                 f"get_samples({num_samples}), but {len(self._waiting)} of this step's {self._issued} groups are left; "
-                "ask for args.rollout_batch_size in all, or raise it"
+                "request args.rollout_batch_size in all, or raise it"
             )
         groups, self._waiting = self._waiting[:num_samples], self._waiting[num_samples:]
         return groups

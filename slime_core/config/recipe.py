@@ -211,7 +211,7 @@ def _unset(name: str, path: KeyPath) -> Problem:
 def _bad_name(name: str, path: KeyPath) -> Problem:
     return Problem(
         code="CFG09",
-        what=f"'${{{name}}}' is no reference to an environment variable",
+        what=f"'${{{name}}}' is not a reference to an environment variable",
         keys=(path,),
         fix=f"write ${{NAME}} with letters, digits and _; for the text itself write $${{{name}}}",
     )

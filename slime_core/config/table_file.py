@@ -29,7 +29,7 @@ def read_table(path: Path, key: str) -> dict[str, Any]:
         what = f"{path.name} cannot be read: {error}"
         raise ConfigError(what, code="CFG06", where=where, fix="fix the file") from error
     if size > MAX_BYTES:
-        fix = f"name a file of keys in {key}; rows lie in files of their own"
+        fix = f"name a file of keys in {key}; put rows into other files"
         raise ConfigError(f"{path.name} has more than {MAX_BYTES >> 20} MiB", code="CFG08", where=where, fix=fix)
     if not isinstance(table, dict):
         what = f"{path.name} holds no table of keys"

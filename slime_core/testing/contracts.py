@@ -231,7 +231,7 @@ async def engine_tells_fingerprints_that_follow_the_weights(case: EngineCase) ->
     await case.engine.load(case.update(1))
     route, first = await case.engine.route("all"), await case.engine.fingerprints()
     if route is not None and not route.checks:
-        assert first == {}, "checksums that the route does not ask for are compared with nothing"
+        assert first == {}, "checksums that the route does not request are compared with nothing"
         return
     assert first, "no fingerprints"
     await case.engine.load(case.update(1))

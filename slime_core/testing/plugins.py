@@ -192,7 +192,7 @@ class _Suite:
                 raise Broken(f"row 0 of task '{task.name}' is a {type(first).__name__}", "return slime_core.Prompt")
             if first != again:
                 raise Broken(
-                    f"row 0 of task '{task.name}' differs when asked for twice", "rows are a function of position"
+                    f"row 0 of task '{task.name}' differs when called twice", "rows are a function of position"
                 )
             check_state({self.name: source.state()}, f"the source of task '{task.name}'")
             problems.append(f"{task.name}: {_count(source)}")

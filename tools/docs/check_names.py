@@ -1,4 +1,4 @@
-"""Check of the vocabulary in CONTRIBUTING.md: names of locals and classes, and first lines of docstrings.
+"""Check the vocabulary of CONTRIBUTING.md: names of locals and classes, first lines of docstrings, and messages.
 
 Run over ``slime_core``, ``cli/slime_cli`` and ``plugins/*/src``; prints one line a finding and ends with 1 where there
 are more than the allowances below, which only ever go down.
@@ -34,6 +34,11 @@ MAX_SHARED = 10
 MAX_LOCALS = 0.01
 WIDTH = 119
 MOULD = re.compile(r"\bin[,;]? [^.]*\bout\b")
+DIALECT = re.compile(
+    r"\b(mends?|go(es)? on|went on|asked for|is told|stands? still|an? \w+ of its own)\b"
+    r"|(?<!here )\bis no (?!longer|limit)"
+)
+"""What messages do not say: fix, resume or continue, requested, is called, is blocked, in its own, is not a."""
 
 
 def sources(root: Path) -> Iterator[tuple[str, ast.Module]]:
@@ -86,6 +91,15 @@ def first_lines(file: str, tree: ast.Module) -> Iterator[str]:
             yield f"{file}:{line}: the docstring says what goes in and out: say what the module is for"
 
 
+def messages(file: str, tree: ast.Module) -> Iterator[str]:
+    """Findings on texts other than docstrings."""
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    for node in texts:
+        if id(node) not in docstrings and (phrase := DIALECT.search(node.value)):
+            yield f"{file}:{node.lineno}: '{phrase[0]}' in a message: see Words in CONTRIBUTING.md"
+
+
 def shared_classes(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
     """Files by class name, of the names in several files that are not in `SHARED`."""
     files: defaultdict[str, set[str]] = defaultdict(set)
@@ -103,17 +117,15 @@ def main() -> int:
     unclear, total = [line for findings, _ in checked for line in findings], sum(count for _, count in checked)
     shared = shared_classes(trees)
     mould = [line for file, tree in trees.items() for line in first_lines(file, tree)]
-    report = list(mould)
+    phrases = [line for file, tree in trees.items() for line in messages(file, tree)]
+    report = [*mould, *phrases]
     if len(unclear) > MAX_LOCALS * total or "--all" in sys.argv:
         report += unclear
     if len(shared) >= MAX_SHARED or "--all" in sys.argv:
         report += [f"class {name} stands in {', '.join(sorted(places))}" for name, places in shared.items()]
-    print(
-        "\n".join(
-            [*report, f"{len(unclear)} of {total} names of locals, {len(shared)} class names, {len(mould)} docstrings"]
-        )
-    )
-    return int(bool(mould) or len(unclear) > MAX_LOCALS * total or len(shared) >= MAX_SHARED)
+    counts = f"{len(unclear)} of {total} names of locals, {len(shared)} class names, {len(mould)} docstrings"
+    print("\n".join([*report, f"{counts}, {len(phrases)} messages"]))
+    return int(bool(mould or phrases) or len(unclear) > MAX_LOCALS * total or len(shared) >= MAX_SHARED)
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def test_show_of_a_family_is_its_table():
 
 
 def test_an_unknown_name_says_what_there_is():
-    with pytest.raises(ConfigError, match="'qwen3-5b' is no preset") as error:
+    with pytest.raises(ConfigError, match="'qwen3-5b' is neither a preset") as error:
         slime_models("show", "qwen3-5b")
     assert error.value.code == "CFG05"
     assert "did you mean 'qwen3-" in error.value.fix

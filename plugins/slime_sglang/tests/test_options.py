@@ -99,7 +99,7 @@ def test_words_stand_in_the_order_of_the_table():
         ("forward_hooks", {"a": 1}, "CFG02", ["takes an array"]),
         ("dtype", ["auto"], "CFG02", ["takes one of auto, float32"]),
         ("model_checksum", "a\0b", "CFG02", ["wrong type"]),
-        ("dtype", "bfloat61", "CFG03", ["'bfloat61' is no choice", "did you mean 'bfloat16'?"]),
+        ("dtype", "bfloat61", "CFG03", ["'bfloat61' is not a choice", "did you mean 'bfloat16'?"]),
         ("max_lora_chunk_size", 17, "CFG03", ["one of 16, 32"]),
         ("port", 30000, "CFG04", ["set by slime", "--rollout-external-engine-addrs"]),
         ("model", "/m", "CFG04", ["'model' of SGLang is set by slime", "--hf-checkpoint"]),

@@ -73,7 +73,7 @@ def test_what_a_person_writes_comes_after_and_wins():
         pytest.param(
             ["--sglang-router-polcy", "manual"], "CFG01", "SGLang's router 0.3.2 has no", "policy", id="name"
         ),
-        pytest.param(["--sglang-router-policy", "manul"], "CFG03", "'manul' is no choice", "manual", id="choice"),
+        pytest.param(["--sglang-router-policy", "manul"], "CFG03", "'manul' is not a choice", "manual", id="choice"),
         pytest.param(["--sglang-router-cache-threshold", "x"], "CFG02", "wrong type", "0.5", id="type"),
         pytest.param(["--sglang-router-disable-retries"], "CFG04", "set by slime", "max-retries", id="retries"),
         pytest.param(["--sglang-router-port", "1"], "CFG04", "set by slime", "loopback", id="port"),

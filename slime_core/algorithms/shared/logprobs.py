@@ -333,7 +333,7 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
-            raise RuntimeError("the gradient of a loss that was taken within its forward pass can be asked for once")
+            raise RuntimeError("the gradient of a loss that was taken within its forward pass can be taken only once")
         gradients, ctx.gradients = ctx.gradients, None
         return *gradients.finish(grads[0]), None, None, None, None
 

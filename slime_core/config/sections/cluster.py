@@ -58,7 +58,7 @@ class ClusterSection(Section):
     )
     max_restarts: int = key(
         -1,
-        "How often a run goes on by itself after a process, server or machine of it was lost or hung; "
+        "How often a run resumes by itself after a process, server or machine failed or hung; "
         "-1: 3 on a Ray cluster, 0 elsewhere.",
         LIMIT,
         ge=-1,

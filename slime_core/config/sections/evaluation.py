@@ -34,7 +34,7 @@ class EvalSection(Section):
 
     eval_interval: int = key(0, "Steps between evaluations; 0 is only at the end of a stage.", EVALUATION, ge=0)
     eval_async: bool = key(
-        False, "Training goes on meanwhile: one of several engines keeps the weights of that version.", EVALUATION
+        False, "Train during an evaluation: one of several engines keeps the weights of its version.", EVALUATION
     )
     eval_prompt_data: tuple[str, ...] = key((), "NAME PATH pairs, as in slime.", EVALUATION, path="data")
     eval_config: str = key(
@@ -82,7 +82,7 @@ class EvalSection(Section):
             )
         if self.eval_config:
             yield conflict(
-                "a stage has an eval_config of its own",
+                "a stage sets its own eval_config",
                 ["eval.eval_config"],
                 why="the file is read once, for the whole recipe",
                 fix="name it in [eval], or give the stage eval_tasks",

@@ -17,7 +17,7 @@ class ReportSection(Section):
     export_final: bool = key(True, "Write final/, a Hugging Face folder.", FIGURES)
     save_interval: int = key(20, "Steps between checkpoints; 0 is only at the end and on signals.", FIGURES, ge=0)
     save_keep: int = key(2, "Checkpoints kept, the newest of them; older ones are removed.", FIGURES, ge=1)
-    async_save: bool = key(True, "Write a checkpoint while training goes on; training waits for a copy.", FIGURES)
+    async_save: bool = key(True, "Write checkpoints during training, which waits only for a copy.", FIGURES)
     ledger_keep_steps: int = key(
         0, "Steps whose token payloads are kept behind the oldest checkpoint; 0 is all.", FIGURES, ge=0
     )

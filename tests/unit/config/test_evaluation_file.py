@@ -116,7 +116,7 @@ def test_a_stage_cannot_bring_a_file_of_its_own(folder):
     (folder / "sets.yaml").write_text(YAML)
     recipe = folder.parent / "recipe.toml"
     recipe.write_text('[[stage]]\nname = "one"\neval_config = "evals/sets.yaml"\n')
-    with pytest.raises(ConfigError, match="a stage has an eval_config of its own"):
+    with pytest.raises(ConfigError, match="a stage sets its own eval_config"):
         load_config(recipe)
 
 

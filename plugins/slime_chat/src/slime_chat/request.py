@@ -169,7 +169,7 @@ def _number(fields: Mapping[str, Any], name: str, default: Any, kind: type, low:
         return default
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high  # not of NaN
     if not number or (kind is int and value != int(value)):
-        raise bad(f"{value!r} is no {'number' if kind is float else 'integer'} from {low:g} to {high:g}", name)
+        raise bad(f"{value!r} is not {'a number' if kind is float else 'an integer'} from {low:g} to {high:g}", name)
     return kind(value)
 
 

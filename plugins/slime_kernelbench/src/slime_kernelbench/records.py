@@ -123,7 +123,7 @@ def read_problems(run_dir: Path) -> list[KernelProblem]:
         try:
             problems.append(KernelProblem(**json.loads(line.decode("utf-8", "surrogatepass"))))
         except (ValueError, TypeError) as error:
-            raise DataError("this is no problem", code="DAT19", where=f"{path}:{number}") from error
+            raise DataError("this is not a problem", code="DAT19", where=f"{path}:{number}") from error
     return problems
 
 
@@ -190,7 +190,7 @@ def _lines(path: Path, *, whole: bool = False) -> Iterator[dict[str, Any]]:
                 row = json.loads(line.decode("utf-8", "surrogatepass"))
                 schema = row["schema"]
             except (ValueError, KeyError, TypeError) as error:
-                raise DataError("this is no turn of a dialogue", code="DAT19", where=f"{path}:{number}") from error
+                raise DataError("this is not a turn of a dialogue", code="DAT19", where=f"{path}:{number}") from error
             if schema != SCHEMA:
                 fix = "read it with the slime-kernelbench that wrote it"
                 message = f"the turns have schema {schema}, this one reads {SCHEMA}"

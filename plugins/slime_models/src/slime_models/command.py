@@ -78,7 +78,7 @@ def _find(name: str) -> tuple[str, Any]:
         return str(Path(name)), read_config(Path(name))
     names = [*presets(), *BRIDGES]
     raise ConfigError(
-        f"'{name}' is no preset, no family and no folder with a config.json",
+        f"'{name}' is neither a preset, a family nor a folder with a config.json",
         code="CFG05",
         where=f"slime models show {name}",
         why=f"presets: {', '.join(presets())}; families: {', '.join(BRIDGES)}",

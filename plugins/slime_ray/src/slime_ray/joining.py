@@ -289,7 +289,7 @@ def _no_room(bundles: Sequence[Resources], why: str, free: Mapping[str, Resource
         code="CFG18",
         where="cluster.actor_num_nodes, cluster.actor_num_gpus_per_node, rollout.rollout_num_gpus",
         why=f"{why}; {table(bundles, free)}",
-        fix="ask for less, --colocate, add machines, or wait longer: --ray-placement-timeout SECONDS",
+        fix="request less, --colocate, add machines, or wait longer: --ray-placement-timeout SECONDS",
     )
 
 

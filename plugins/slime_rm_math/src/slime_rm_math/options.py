@@ -47,7 +47,9 @@ class Options(BaseModel):
     judge_token_env: str = Field("", description="Environment variable that holds the judge's bearer token.")
     judge_seconds: float = Field(50.0, gt=0, description="Seconds for the judge's reply, all tries together.")
     judge_retries: int = Field(2, ge=0, le=20, description="Further tries after one that failed.")
-    judge_instruction: str = Field("", description="What the judge is told, in place of the default; {mark} as there.")
+    judge_instruction: str = Field(
+        "", description="The judge's instructions, in place of the default; {mark} as there."
+    )
 
     @field_validator("rm_url", "judge_url")
     @classmethod

@@ -138,7 +138,7 @@ def _read_token(path: Path) -> str:
 def _sound(token: str, where: str) -> str:
     if len(token) < SHORTEST or not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(
-            f"the token is no word of at least {SHORTEST} printable characters",
+            f"the token is not a word of at least {SHORTEST} printable characters",
             code="CFG02",
             where=where,
             fix="python -c 'import secrets; print(secrets.token_urlsafe(32))'",

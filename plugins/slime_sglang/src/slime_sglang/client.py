@@ -337,7 +337,7 @@ class Client(HttpCalls):
             answer = loads(data)
         except ValueError as error:
             raise fault(
-                "an event of the stream is no whole JSON",
+                "an event of the stream is not complete JSON",
                 "ENG77",
                 f"request {flight.id}",
                 again=True,

@@ -328,7 +328,7 @@ def decoded(reply: Reply) -> Any:
     except ValueError as error:
         if body.lstrip()[:1] in (b"{", b"["):
             raise fault(
-                "the answer is no whole JSON",
+                "the answer is not complete JSON",
                 "ENG77",
                 reply.where,
                 again=True,

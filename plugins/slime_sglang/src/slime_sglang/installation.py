@@ -167,7 +167,7 @@ def environment_of(table: Mapping[str, Any], device: str) -> dict[str, str]:
     for name, value in env.items():
         if isinstance(value, bool) or not isinstance(value, (str, int, float)) or "\0" in str(value) or "=" in name:
             raise ConfigError(
-                f"sglang.env.{name} is no value for an environment variable",
+                f"sglang.env.{name} is not a value for an environment variable",
                 code="CFG02",
                 where=f"sglang.env.{name}",
                 fix=f'write it as text: {name} = "1"',

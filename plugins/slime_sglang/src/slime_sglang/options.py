@@ -264,7 +264,7 @@ def _no_choice(option: Option, text: str, written: str, place: str, family: Opti
     shown = "a value" if is_secret(option.name, text) else f"'{text}'"
     return Problem(
         code="CFG03",
-        what=f"{written}: {shown} is no choice of {family.genitive} {option.flag}",
+        what=f"{written}: {shown} is not a choice of {family.genitive} {option.flag}",
         where=place,
         why=f"it takes {describe(option)}",
         fix=nearest(text, option.choices) or f"{written} = {_example(option)}",

@@ -213,7 +213,7 @@ class Store:
     def _write(self, run: str, rollout: Incoming, complete: dict[int, None]) -> tuple[str, str]:
         stored = self._known(run, rollout.group, rollout.attempt)
         if stored is None:
-            return "refused", "nobody asked for this group"
+            return "refused", "this group was not requested"
         serial = stored.serial
         if stored.state == DROPPED:
             return "refused", "the group was dropped"

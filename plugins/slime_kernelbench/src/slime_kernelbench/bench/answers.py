@@ -82,7 +82,7 @@ def _answer(row: Mapping[str, Any], where: str, problems: Mapping[str, KernelPro
     texts = {key: row[key] for key in ("answer", "source") if key in row}
     if not isinstance(id_, str) or not texts:
         raise DataError(
-            "the row is no answer",
+            "the row is not an answer",
             code="DAT18",
             where=where,
             why=f"its keys are {', '.join(map(repr, row)) or 'none'}",

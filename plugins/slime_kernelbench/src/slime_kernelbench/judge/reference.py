@@ -56,7 +56,7 @@ def main(channel: CandidateChannel) -> None:
 def examination(source: str, seed: int, weights_seed: int, styles: list[str]) -> Tree:
     """All cases of every style that can be had; raises `Unusable` where none can."""
     answer: dict[str, Tree] = {}
-    reason = "no style was asked for"
+    reason = "no style was given"
     for number, style in enumerate(styles):
         try:
             answer[style] = _styled(source, style, seed + 1000 * number, weights_seed)

@@ -133,5 +133,5 @@ def _check_ids(problems: Sequence[KernelProblem]) -> None:
             code="DAT22",
             where=clashes[0][0].where,
             why=shown,
-            fix="name the file of one level, or give rows ids of their own in `id`",
+            fix="name the file of one level, or give each row an `id`",
         )

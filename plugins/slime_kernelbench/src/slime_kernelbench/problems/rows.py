@@ -98,7 +98,7 @@ def checked(problem: KernelProblem) -> KernelProblem:
     """
     if not isinstance(problem.id, str) or not ID.fullmatch(problem.id):
         raise DataError(
-            f"{problem.id!r:.80} is no id of a problem",
+            f"{problem.id!r:.80} is not an id of a problem",
             code="DAT34",
             where=problem.where,
             why="ids become names of files and keys of metrics",

@@ -210,7 +210,7 @@ def find(path: Path) -> Path:
             fix="its save did not end: take the checkpoint before it",
         )
     raise DataError(
-        f"{path} is no torch_dist checkpoint" if names else f"there is no folder {path}, or it is empty",
+        f"{path} is not a torch_dist checkpoint" if names else f"there is no folder {path}, or it is empty",
         code="TOK201",
         where=str(path),
         why=f"it has no {METADATA}, and no {TRACKER} that names a folder with one",
@@ -329,7 +329,7 @@ def _damaged(where: Path, why: str, fix: str = "copy or save the checkpoint agai
 
 def _other(folder: Path, why: str) -> DataError:
     return DataError(
-        f"{folder.name} is no checkpoint in the {BACKEND} format",
+        f"{folder.name} is not a checkpoint in the {BACKEND} format",
         code="TOK202",
         where=str(folder),
         why=why,
