@@ -46,7 +46,7 @@ BAD = [  # case, file's bytes or lines, flags, code, where it is (at the end), w
     ("integer", [b'{"input": 3}'], (), "DAT24", ":1: input", "the prompt is int"),
     ("null", [b'{"input": null}'], (), "DAT24", ":1: input", "the prompt is null"),
     ("empty", [GOOD, b'{"input": ""}'], (), "DAT24", ":2", "the prompt is empty"),
-    ("no messages", [b'{"input": [1]}'], (), "DAT24", ":1: input", "items that are not messages"),
+    ("not messages", [b'{"input": [1]}'], (), "DAT24", ":1: input", "items that are not messages"),
     ("no role", [b'{"input": [{"content": "x"}]}'], (), "DAT25", "input[0]", "has no role"),
     ("no content", [b'{"input": [{"role": "user"}]}'], (), "DAT25", "input[0]", "has no content"),
     ("role", [b'{"input": [{"role": "bot", "content": "x"}]}'], (), "DAT25", "input[0]", "unknown role 'bot'"),

@@ -226,7 +226,7 @@ def test_a_context_without_an_engine_has_no_server():
 
 @pytest.mark.parametrize("url", ["ftp://x/y", "generate", "http:///x"])
 def test_the_client_refuses_what_is_no_http_address(url):
-    with pytest.raises(ValueError, match="no http address"):
+    with pytest.raises(ValueError, match="not an http address"):
         asyncio.run(post(url, {}))
 
 

@@ -151,8 +151,8 @@ def test_a_rank_without_the_wheel_or_with_another_of_that_version_is_refused(run
 @pytest.mark.parametrize(
     ("env", "told"),
     [
-        pytest.param({"RAY_AUTH_MODE": "disabled"}, "the cluster asks for another token", id="none"),
-        pytest.param({"RAY_AUTH_TOKEN": "f" * 64}, "the cluster asks for another token", id="another"),
+        pytest.param({"RAY_AUTH_MODE": "disabled"}, "the cluster requires a different token", id="none"),
+        pytest.param({"RAY_AUTH_TOKEN": "f" * 64}, "the cluster requires a different token", id="another"),
         pytest.param({"RAY_AUTH_TOKEN": "", "HOME": "/nowhere"}, "no authentication token", id="not there"),
     ],
 )

@@ -256,7 +256,7 @@ def test_options_of_sglang_without_sglang_are_said():
             "update_weight_disk_dir: no effect",
         ),
         ({"pause_generation_mode": "abort"}, {}, "pause_generation_mode = abort: no effect with max_staleness = 0"),
-        ({"pause_generation_mode": "in_place", "max_staleness": 1}, {}, "are of neither version"),
+        ({"pause_generation_mode": "in_place", "max_staleness": 1}, {}, "match neither version"),
         ({"rollout_top_p": 0.9}, {}, "rollout_top_p = 0.9: SGLang's log-probs are of the whole softmax"),
         ({"rollout_top_p": 0.9, "rollout_top_k": 5}, {}, "rollout_top_p = 0.9 and rollout_top_k = 5"),
         ({"rollout_temperature": 0.7}, {}, "rollout_temperature = 0.7: SGLang's log-probs are at this temperature"),

@@ -177,7 +177,7 @@ def test_the_policys_model_may_be_named_again(config):
             "CFG04",
             "servers.toml:1",
             "decode, prefill, regular",
-            id="beside regular ones",
+            id="beside regular groups",
         ),
     ],
 )

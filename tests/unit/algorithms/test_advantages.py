@@ -331,9 +331,9 @@ def test_pass_at_k_has_no_credit_below_a_trajectory():
         ({"by_token": [1.0]}, "TRN102", "sample main/0-1 has 1 entries of token_rewards and 3 response tokens"),
         ({"by_turn": [1.0]}, "TRN102", "sample main/0-1 has 1 entries of turn_rewards and 2 turns"),
         ({"by_turn": [1, 2], "by_token": [1, 2, 3]}, "TRN102", "token_rewards and turn_rewards"),
-        ({"by_turn": [1.0, float("nan")]}, "TRN95", "no list of finite numbers"),
-        ({"by_turn": ["good", 1.0]}, "TRN95", "no list of finite numbers"),
-        ({"by_turn": [[1.0, 2.0]]}, "TRN95", "no list of finite numbers"),
+        ({"by_turn": [1.0, float("nan")]}, "TRN95", "not a list of finite numbers"),
+        ({"by_turn": ["good", 1.0]}, "TRN95", "not a list of finite numbers"),
+        ({"by_turn": [[1.0, 2.0]]}, "TRN95", "not a list of finite numbers"),
     ],
     ids=["tokens", "turns", "both", "nan", "text", "nested"],
 )

@@ -177,7 +177,7 @@ def test_equal_rows_without_ids_are_different_rows(write, source):
 
 @pytest.mark.parametrize(
     ("value", "what"),
-    [(3, "int"), (None, "null"), ({}, "dict"), ([], "an empty list"), (["a"], "no messages"), (True, "bool")],
+    [(3, "int"), (None, "null"), ({}, "dict"), ([], "an empty list"), (["a"], "not messages"), (True, "bool")],
     ids=str,
 )
 def test_a_prompt_of_another_type_shows_what_is_expected(write, source, refused, value, what):
