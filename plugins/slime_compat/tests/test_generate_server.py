@@ -112,7 +112,7 @@ def test_no_new_tokens_means_the_log_probs_of_the_prompt(ask, tokenizer):
         ({"text": "1+1=", "sampling_params": {"json_schema": "{}"}}, 400, "json_schema"),
         ({"text": "1+1=", "sampling_params": {"max_new_tokens": "many"}}, 400, "sampling_params"),
         ({"text": "1+1=", "stream": True}, 400, "stream"),
-        ([1], 400, "no JSON object"),
+        ([1], 400, "not a JSON object"),
     ],
 )
 def test_what_cannot_be_served_is_refused_and_not_tried_again(ask, payload, status, told):

@@ -143,8 +143,8 @@ def test_the_policys_model_may_be_named_again(config):
         pytest.param('[[group]]\nmode = "decoder"\n', "CFG03", "servers.toml:2", "out of range", id="unknown mode"),
         pytest.param('[[group]]\nrole = "My Role"\n', "CFG03", "servers.toml:2", "out of range", id="role's name"),
         pytest.param("[[group]]\nenv = { A = 1 }\n", "CFG02", "servers.toml:2", "wrong type", id="variable"),
-        pytest.param("[[group]\n", "CFG06", "servers.toml", "no TOML", id="no TOML"),
-        pytest.param(b"\xff\xfe[[group]]", "CFG06", "servers.toml", "no TOML", id="no UTF-8"),
+        pytest.param("[[group]\n", "CFG06", "servers.toml", "is not TOML", id="no TOML"),
+        pytest.param(b"\xff\xfe[[group]]", "CFG06", "servers.toml", "is not TOML", id="no UTF-8"),
         pytest.param("# nothing\n", "CFG04", "servers.toml", "no group serves the policy", id="empty"),
         pytest.param("[[group]]\n[[group]]\n", "CFG07", "servers.toml:2", "are named 'policy'", id="names"),
         pytest.param(

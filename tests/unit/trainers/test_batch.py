@@ -69,7 +69,7 @@ def spoil(**changes):
     [
         (spoil(reward=math.nan), "TRN95", "reward nan"),
         (spoil(reward=math.inf), "TRN95", "reward inf"),
-        (spoil(reward=None), "TRN00", "no number"),
+        (spoil(reward=None), "TRN00", "not a number"),
         (spoil(reward={"a": 1.0}), "TRN00", "reward_key"),
         (spoil(rollout_log_probs=[-1.0, math.nan, 0.0]), "TRN95", "response token 1"),
         (spoil(rollout_log_probs=[-1.0]), "TRN102", "1 entries of rollout_log_probs and 3"),
