@@ -127,7 +127,7 @@ class Progress:
         """
         start = time.monotonic()
         evaluating = await self.evaluations.finish_earlier(self.version)
-        self.report.settle()
+        self.report.flush()
         self.report.log(await self._conservation())
         state = {
             "stage": self.stage,
@@ -146,7 +146,7 @@ class Progress:
         )
         await self.checkpoints.begin(self.version, metadata, self.components.trainer, self.components.ledger)
         if not self.config.report.async_save:
-            await self.checkpoints.settle()
+            await self.checkpoints.wait()
         self._saved = self.version
         self._checkpoint_seconds = time.monotonic() - start
 
@@ -158,7 +158,7 @@ class Progress:
         """
         if self.synced == self.version != self._saved:
             await self.save()
-        await self.checkpoints.settle()
+        await self.checkpoints.wait()
         raise Preempted(
             f"stopped at version {self.version} ({self.stop.reason})",
             where=str(self.report.run_dir.path),
@@ -176,14 +176,14 @@ class Progress:
         Raises:
             StorageError: a checkpoint could not be written; STO00 with the ledger's counts, where they do not add up.
         """
-        await self.checkpoints.settle()
+        await self.checkpoints.wait()
         if self.config.report.export_final and not self.config.rollout.debug_rollout_only:
             folder = self.report.run_dir.final.with_name(".final")
             await self.components.trainer.export(folder)
             self.report.run_dir.publish_final(folder)
             failpoint("loop.exported")
         self.report.note(await self._conservation())
-        self.report.settle()
+        self.report.flush()
 
     async def _conservation(self) -> str:
         """Check that issued = trained + dropped + pending, and return the counts as a line."""

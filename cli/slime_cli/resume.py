@@ -40,18 +40,18 @@ _REFERENCE = re.compile(r"(?<!\$)\$\{")
 
 
 @dataclass(slots=True, kw_only=True)
-class Going:
+class ResumedRun:
     """A run that another process resumes."""
 
     run_dir: RunDir
-    found: LoadedCheckpoint | None
+    checkpoint: LoadedCheckpoint | None
     exact: bool  # steps that were recorded must give the recorded weights
     changes: list[ConfigChange]
 
     @property
     def version(self) -> int:
         """Where it resumes."""
-        return self.found.version if self.found else 0
+        return self.checkpoint.version if self.checkpoint else 0
 
 
 def choose(word: str, at: Path | None, words: Sequence[str], session: CliSession) -> tuple[Settings, Path | None]:
@@ -149,7 +149,7 @@ def already_finished(path: Path, settings: Settings) -> dict[str, Any] | None:
     }
 
 
-def reopen(path: Path, settings: Settings, config: Config, forced: Collection[str]) -> Going:
+def reopen(path: Path, settings: Settings, config: Config, forced: Collection[str]) -> ResumedRun:
     """Lock the run, find its checkpoint, and refuse changes that would make it another experiment.
 
     Raises:
@@ -186,7 +186,7 @@ def reopen(path: Path, settings: Settings, config: Config, forced: Collection[st
     except BaseException:
         run_dir.close()
         raise
-    return Going(run_dir=run_dir, found=checkpoint, exact=exact, changes=changes)
+    return ResumedRun(run_dir=run_dir, checkpoint=checkpoint, exact=exact, changes=changes)
 
 
 def say_no_checkpoint(run_dir: RunDir) -> None:
@@ -384,4 +384,4 @@ def _refuse_redacted(data: Any, path: Path) -> None:
         )
 
 
-__all__ = ["AUTO", "CommandLine", "Going", "already_finished", "choose", "kind_of", "references", "reopen"]
+__all__ = ["AUTO", "CommandLine", "ResumedRun", "already_finished", "choose", "kind_of", "references", "reopen"]

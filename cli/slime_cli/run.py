@@ -26,7 +26,7 @@ from slime_cli.words import PASSING
 from slime_core.report.text import say
 
 if TYPE_CHECKING:
-    from slime_cli.resume import Going
+    from slime_cli.resume import ResumedRun
     from slime_cli.settings import Settings
     from slime_core.preemption import StopSignal
     from slime_core.report import Report, RunDir
@@ -223,15 +223,15 @@ class Run:
         if (answer := already_finished(path, self.settings)) is not None:
             return answer
         try:
-            going = reopen(path, self.settings, self.config, forced)
+            resumed = reopen(path, self.settings, self.config, forced)
         except Terminated:
             message = "interrupted before resuming (SIGTERM)"
             raise Preempted(message, why="nothing is lost", fix=f"slime run --resume {path}") from None
-        with going.run_dir:
-            check_step(self.settings, self.verify_step, done=going.version)
-            return self.train(going.run_dir, going)
+        with resumed.run_dir:
+            check_step(self.settings, self.verify_step, done=resumed.version)
+            return self.train(resumed.run_dir, resumed)
 
-    def train(self, run_dir: RunDir, going: Going | None) -> dict[str, Any]:
+    def train(self, run_dir: RunDir, resumed: ResumedRun | None) -> dict[str, Any]:
         """The loop, between the first and the last line of talk."""
         from slime_cli.preflight import check_machine
         from slime_core import loop
@@ -246,7 +246,7 @@ class Run:
         with (
             self.signals.requesting(stop, lambda status: end(run_dir, status, {})),
             watched(run_dir.path, self.config.cluster.hang_timeout),
-            reporting(self.settings, run_dir, self.config, self.session, going, clock) as (report, first_rewards),
+            reporting(self.settings, run_dir, self.config, self.session, resumed, clock) as (report, first_rewards),
         ):
             check_machine(self.config, report.note)
             started = time.monotonic()
@@ -255,16 +255,16 @@ class Run:
                 self.settings.plugins,
                 report,
                 verify_step=self.verify_step,
-                checkpoint=going.found if going else None,
+                checkpoint=resumed.checkpoint if resumed else None,
                 stop=stop,
-                exact=going.exact if going else True,
+                exact=resumed.exact if resumed else True,
             )
             try:
                 with exit_refused(), loop_kept(self.settings.plugins):
                     version = asyncio.run(self.signals.drive(_timed(work, clock)))
             except Preempted as error:
                 self.session.interrupted = stop.reason == "SIGINT"
-                raise _way_on(error, stop, run_dir) from None
+                raise _with_resume_command(error, stop, run_dir) from None
             except SystemExit as error:
                 raise ended_by_code(error) from error
             seconds = time.monotonic() - started
@@ -287,7 +287,7 @@ async def _timed(work: Any, clock: StopAfter | None) -> int:
     return version
 
 
-def _way_on(error: Exception, stop: StopSignal, run_dir: RunDir) -> Exception:
+def _with_resume_command(error: Exception, stop: StopSignal, run_dir: RunDir) -> Exception:
     """The error with the command that resumes; the loop knows no command line."""
     from slime_core.checkpoint.manifest import names_in
     from slime_core.errors import Preempted
@@ -305,7 +305,7 @@ def reporting(
     run_dir: RunDir,
     config: Any,
     session: CliSession,
-    going: Going | None = None,
+    resumed: ResumedRun | None = None,
     clock: StopAfter | None = None,
 ) -> Iterator[tuple[Report, StepRange]]:
     """A started report, which is finished however the block ends; ``run.json`` says how it ended."""
@@ -321,17 +321,17 @@ def reporting(
         sinks.append(WandbSink(config.report.wandb_project, config.report.wandb_group))
     sinks += settings.plugins.sinks(Context(config=config, run_dir=run_dir.path))
     report = Report(run_dir, config, sinks, make_live(sys.stderr), secrets=settings.loaded.secrets)
-    version, kind = going.version if going else 0, kind_of(config, settings.plugins)
+    version, kind = resumed.version if resumed else 0, kind_of(config, settings.plugins)
     begin(run_dir, version, about(settings, config, session), kind=kind)
     try:
         report.start()
         report.on_hang = session.on_hang
         if session.past is not None:
-            session.past.tell(report, going.version if going else 0)
+            session.past.tell(report, resumed.version if resumed else 0)
         with warnings_noted(report):
             yield report, summary
     except BaseException as error:
-        reached = summary.last.version if summary.last else going.version if going else 0
+        reached = summary.last.version if summary.last else resumed.version if resumed else 0
         code = getattr(error, "exit_code", 1)
         facts = {"error": getattr(error, "code", type(error).__name__), "exit_code": code, "version": reached}
         with contextlib.suppress(OSError):  # a full disk: the error itself says so

@@ -66,9 +66,9 @@ class LoadedCheckpoint:
         return path if path.is_file() else None
 
 
-def head(version: int, about: CheckpointMetadata, **more: Any) -> str:
+def head(version: int, metadata: CheckpointMetadata, **more: Any) -> str:
     """All of a manifest but its files, as JSON."""
-    fields = {"config": about.config, "plugins": about.plugins, "machine": about.machine, "epoch": about.epoch}
+    fields = {name: getattr(metadata, name) for name in ("config", "plugins", "machine", "epoch")}
     return json.dumps({"schema": SCHEMA, "version": version, **fields, **more}, allow_nan=False)
 
 

@@ -34,11 +34,11 @@ class _PendingCheckpoint:
     """A snapshot of the loop's state when the checkpoint began; the loop changes its own meanwhile."""
 
     def __init__(
-        self, version: int, about: CheckpointMetadata, counts: dict[str, int], random: dict[str, Any]
+        self, version: int, metadata: CheckpointMetadata, counts: dict[str, int], random: dict[str, Any]
     ) -> None:
         self.version = version
-        self.state = (json.dumps(about.state, indent=1, allow_nan=False) + "\n").encode()
-        self.head = manifest.head(version, about, ledger=counts, random=random)
+        self.state = (json.dumps(metadata.state, indent=1, allow_nan=False) + "\n").encode()
+        self.head = manifest.head(version, metadata, ledger=counts, random=random)
 
 
 class Checkpoints:
@@ -46,10 +46,10 @@ class Checkpoints:
 
     Example:
         checkpoints = Checkpoints(run_dir.checkpoints, keep=2, note=report.note)
-        found = checkpoints.latest()
-        await checkpoints.begin(12, about, trainer, ledger)        # training continues
+        checkpoint = checkpoints.latest()
+        await checkpoints.begin(12, metadata, trainer, ledger)     # training continues
         checkpoints.raise_failed()                                 # at every step boundary
-        await checkpoints.settle()
+        await checkpoints.wait()
     """
 
     def __init__(self, folder: Path, *, keep: int, note: Callable[[str], None]) -> None:
@@ -59,7 +59,7 @@ class Checkpoints:
         self._verified: set[int] = set()  # versions whose hashes this process has read back
         self.seconds = 0.0  # the longest way of one, from begun to published
 
-    async def begin(self, version: int, about: CheckpointMetadata, trainer: Trainer, ledger: Ledger) -> None:
+    async def begin(self, version: int, metadata: CheckpointMetadata, trainer: Trainer, ledger: Ledger) -> None:
         """Copy the trainer's state, and write and publish the rest in the background.
 
         Waits for one in progress. A version that exists and verifies is left unchanged.
@@ -67,14 +67,14 @@ class Checkpoints:
         Raises:
             StorageError: this one cannot be begun, or the one before it failed.
         """
-        await self.settle()
+        await self.wait()
         began = time.monotonic()
         if await asyncio.to_thread(self._is_there, version):
             return
         aside = await asyncio.to_thread(self._make_aside, version)
         self._aside = aside
         try:
-            pending = _PendingCheckpoint(version, about, dict(await ledger.counts()), generators())
+            pending = _PendingCheckpoint(version, metadata, dict(await ledger.counts()), generators())
             await trainer.save(aside / manifest.TRAINER)
         except Exception:
             await asyncio.to_thread(self._drop_aside)
@@ -82,7 +82,7 @@ class Checkpoints:
         failpoint("checkpoint.begin")
         self._task = asyncio.create_task(self._finish(aside, pending, trainer, ledger, began))
 
-    async def settle(self) -> None:
+    async def wait(self) -> None:
         """Wait until the one under way is published.
 
         Raises:
@@ -96,7 +96,7 @@ class Checkpoints:
         """Raise what went wrong in the background, once; nothing happens while the checkpoint is being written.
 
         Raises:
-            StorageError: as :meth:`settle`.
+            StorageError: as :meth:`wait`.
         """
         task = self._task
         if task is not None and task.done():

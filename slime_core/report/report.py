@@ -195,7 +195,7 @@ class Report:
                 fix="after a move: slime run --resume NEW_PATH\nafter a removal: start the run again",
             )
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """See that the run directory is there, and has every figure.
 
         Raises:

@@ -116,11 +116,10 @@ class Collector(GroupSource):
             self._retire(version + 1)
         return groups
 
-    async def drain(self) -> bool:
+    async def drain(self) -> None:
         """Wait until nothing is being issued or generated (in lockstep, before new weights)."""
         while self._filling.locked() or not self._selection.is_quiet():
             await self._tasks.wait()
-        return True
 
     def admit(self, version: int) -> None:
         """Let new prompts start: the last step's groups are trained and ``version`` is being served."""

@@ -211,9 +211,8 @@ class DumpedGroups(GroupSource):
             self._note(f"step {version}: stage {self._stage} trains on groups of stage {header.stage} ({path.name})")
         return groups
 
-    async def drain(self) -> bool:
+    async def drain(self) -> None:
         """Nothing is ever in flight."""
-        return True
 
     def admit(self, version: int) -> None:
         """Say that the taken groups are trained."""

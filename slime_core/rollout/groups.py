@@ -45,7 +45,7 @@ class GroupSource(AbstractAsyncContextManager["GroupSource"], Protocol):
     async def take(self, count: int, recorded: Sequence[int] = ()) -> list[Group]:
         """The next step's groups; waits for them."""
 
-    async def drain(self) -> bool:
+    async def drain(self) -> None:
         """Wait until nothing is in flight under the old weights."""
 
     def admit(self, version: int) -> None:

@@ -48,7 +48,7 @@ def test_steps_right_after_the_copy_began_do_not_reach_the_checkpoint(tmp_path, 
             await one.score(batch, frozenset({"reference"}))  # swaps the policy's weights while the copy runs
             for _ in range(3):
                 await one.step(batch)
-        await checkpoints.settle()
+        await checkpoints.wait()
         for version in range(1, 5):
             await one.restore(tmp_path / "checkpoints" / f"step-{version}" / "trainer")
             assert await one.fingerprint() == prints[version - 1]

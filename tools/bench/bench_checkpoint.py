@@ -131,7 +131,7 @@ async def measure(trainer: FsdpTrainer, config: Config, batch: Batch, folder: Pa
         await checkpoints.begin(version, about, trainer, ledger)
         call = time.perf_counter() - start
         published: list[float] = []
-        waiting = asyncio.create_task(checkpoints.settle())
+        waiting = asyncio.create_task(checkpoints.wait())
         waiting.add_done_callback(lambda _, start=start, to=published: to.append(time.perf_counter() - start))  # type: ignore[misc]
         steps = [await seconds(trainer.step(batch))]
         while not waiting.done():
@@ -146,7 +146,7 @@ async def measure(trainer: FsdpTrainer, config: Config, batch: Batch, folder: Pa
         version += 1
         start = time.perf_counter()
         await checkpoints.begin(version, about, trainer, ledger)
-        await checkpoints.settle()
+        await checkpoints.wait()
         found.blocking.append(time.perf_counter() - start)
     found.prints = [await seconds(trainer.fingerprint()) for _ in range(3)]
     return found

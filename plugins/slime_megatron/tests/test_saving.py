@@ -419,7 +419,7 @@ def killed_while_saving(rank, root):
     async def save_twice():
         ranks.step()
         await checkpoints.begin(1, metadata, trainer, NoGroups())
-        await checkpoints.settle()
+        await checkpoints.wait()
         (root / "first.txt").write_text(await trainer.fingerprint())
         ranks.step()
         failpoints.arm("checkpoint.begin=kill")

@@ -42,7 +42,7 @@ class Saves:
         for version in versions:
             self.trainer.weights = {name: np.full(4, float(version)) for name in self.trainer.weights}
             await self.checkpoints.begin(version, self.about(**changes), self.trainer, self.ledger)
-            await self.checkpoints.settle()
+            await self.checkpoints.wait()
 
     def names(self):
         return sorted(path.name for path in self.folder.iterdir())

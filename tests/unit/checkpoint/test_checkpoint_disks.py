@@ -87,7 +87,7 @@ def test_latest_does_not_move_before_everything_is_durable(saves):
         saves.checkpoints.raise_failed()
         assert saves.reopened().latest().version == 4
         trainer.let.set()
-        await saves.checkpoints.settle()
+        await saves.checkpoints.wait()
         assert saves.reopened().latest().version == 8
 
     asyncio.run(run())
@@ -104,7 +104,7 @@ def test_a_second_checkpoint_waits_for_the_first(saves):
         trainer.let.set()
         await second
         assert "step-4" in saves.names()
-        await saves.checkpoints.settle()
+        await saves.checkpoints.wait()
 
     asyncio.run(run())
     assert saves.names() == ["step-4", "step-5"]
@@ -152,7 +152,7 @@ def test_a_disk_that_is_full_ends_the_save(mount, saves):
 
 async def big(saves):
     await saves.checkpoints.begin(7, saves.about(), saves.trainer, saves.ledger)
-    await saves.checkpoints.settle()
+    await saves.checkpoints.wait()
 
 
 def test_a_read_only_file_system_is_said(mount, saves):
@@ -199,7 +199,7 @@ def test_a_background_write_that_fails_is_raised_at_the_next_step_boundary(saves
         with pytest.raises(StorageError, match="STO109"):
             saves.checkpoints.raise_failed()
         saves.checkpoints.raise_failed()
-        await saves.checkpoints.settle()
+        await saves.checkpoints.wait()
 
     asyncio.run(run())
     assert saves.reopened().latest().version == 4

@@ -52,7 +52,7 @@ def test_state_that_changes_after_the_call_is_not_in_the_checkpoint(saves):
         await saves.checkpoints.begin(4, saves.about(state=state), saves.trainer, saves.ledger)
         state["plugins"]["one"].append(2)
         saves.trainer.weights["embed"] += 100
-        await saves.checkpoints.settle()
+        await saves.checkpoints.wait()
 
     asyncio.run(run())
     found = saves.reopened().latest()

@@ -26,7 +26,7 @@ async def publish(folder, version, keep=1, trainer=None):
     trainer.weights = {"embed": np.full(4, float(version)), "head": np.full(2, -float(version))}
     checkpoints = Checkpoints(folder, keep=keep, note=print)
     await checkpoints.begin(version, about(version), trainer, MemoryLedger())
-    await checkpoints.settle()
+    await checkpoints.wait()
 
 
 def load(folder, ended, old=4, new=8):
