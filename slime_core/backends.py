@@ -94,7 +94,7 @@ class EngineStart:
     run_dir: Path
     epoch: int
     note: Callable[[str], None]
-    sites: Any = None  # clusters.host.ServerSites, where servers live; None is this machine
+    placements: Any = None  # clusters.host.ServerPlacements, where servers live; None is this machine
     fixed: bool = False
 
 

@@ -1,4 +1,4 @@
-"""Machines on which an engine's servers run: a cluster implements `ProcessHost` and `ServerSites`.
+"""Machines on which an engine's servers run: a cluster implements `ProcessHost` and `ServerPlacements`.
 
     Launch, token --start--> StartedProcess --its end, or stop--> nothing left
 
@@ -81,10 +81,10 @@ class ProcessHost(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
+class ServerPlacement:
     """Where one server lives.
 
-    Example: Site(address="10.0.0.5", host=host, env={"CUDA_VISIBLE_DEVICES": "2,3"})
+    Example: ServerPlacement(address="10.0.0.5", host=host, env={"CUDA_VISIBLE_DEVICES": "2,3"})
     """
 
     address: str = LOOPBACK  # it listens there
@@ -92,7 +92,7 @@ class Site:
     env: Mapping[str, str] = field(default_factory=dict)  # beside what its command says
 
 
-class ServerSites(Protocol):
+class ServerPlacements(Protocol):
     """Where all servers of a run live."""
 
     async def on_server(self, function: str, *args: Any) -> Any:
@@ -107,15 +107,15 @@ class ServerSites(Protocol):
         """How many there are for servers and ranks, to refuse more; None where that was settled, or on a CPU."""
         ...
 
-    def server(self, number: int) -> Site:
+    def server(self, number: int) -> ServerPlacement:
         """Of a server, by its number."""
         ...
 
-    def beside(self, role: str) -> Site:
+    def beside(self, role: str) -> ServerPlacement:
         """Of a process that stands before the servers of a model, such as a router."""
         ...
 
-    def meeting(self, urls: Sequence[str]) -> str:
+    def trainer_address(self, urls: Sequence[str]) -> str:
         """Address at which the trainer's rank 0 listens for servers of these addresses."""
         ...
 

@@ -39,7 +39,7 @@ from slime_core.trainers.roles import open_model
 from slime_core.types import WeightUpdate
 
 if TYPE_CHECKING:
-    from slime_core.clusters.host import ServerSites
+    from slime_core.clusters.host import ServerPlacements
     from slime_core.config.schema import Config
     from slime_core.engines.local import LocalEngine
     from slime_core.plugins import Plugins
@@ -52,15 +52,15 @@ if TYPE_CHECKING:
 class Places:
     """Where a cluster has room for a run's parts, those of this machine by default.
 
-    Example: Places(ranks=4, engines=2, start_rank=start, start_engine=start, meeting="10.0.0.5", sites=sites)
+    Example: Places(ranks=4, engines=2, start_rank=start, start_engine=start, rendezvous="10.0.0.5")
     """
 
     ranks: int = 0  # processes; 0: the trainer lives in this one
     engines: int = 0  # processes of embedded engines; 0: one lives in this process
     start_rank: Start = start_here
     start_engine: Start | None = None  # None: on this machine, with weights in shared memory
-    meeting: str = ""  # address of rank 0, where ranks are on several machines
-    sites: ServerSites | None = None  # of servers
+    rendezvous: str = ""  # address of rank 0, where ranks are on several machines
+    placements: ServerPlacements | None = None  # of servers
     watched: Sequence[Watched] = ()  # what may hang beside ranks, engines and servers
 
 
@@ -90,7 +90,7 @@ async def assembled(
                 run_dir=run_dir,
                 epoch=epoch,
                 start=places.start_rank,
-                address=places.meeting,
+                address=places.rendezvous,
             )
         ] * bool(places.ranks)
         sender = None
@@ -166,7 +166,7 @@ async def _servers(
 ) -> AsyncIterator[ServedEngines]:
     """Servers; those that share the trainer's GPUs have given their memory back."""
     run_dir, rollout = report.run_dir, config.rollout
-    if places.sites is not None and not places.ranks and rollout.update_weight_transport == "auto":
+    if places.placements is not None and not places.ranks and rollout.update_weight_transport == "auto":
         rollout = rollout.model_copy(update={"update_weight_transport": "disk"})  # the driver sends, without a GPU
         config = config.model_copy(update={"rollout": rollout})
     begin = EngineStart(
@@ -175,7 +175,7 @@ async def _servers(
         run_dir=run_dir.path,
         epoch=run_dir.epoch,
         note=report.note,
-        sites=places.sites,
+        placements=places.placements,
     )
     async with start(begin) as served:
         if offloads_engine(config, served.engine):

@@ -46,10 +46,10 @@ def open_rendezvous(host: str, world: int) -> str:
 
     Example: open_rendezvous("10.0.0.5", 16) == "tcp://10.0.0.5:38211"
     """
-    door = socket.create_server((host, 0), backlog=max(world, 128))
-    port = int(door.getsockname()[1])
+    server = socket.create_server((host, 0), backlog=max(world, 128))
+    port, fd = int(server.getsockname()[1]), server.detach()
     stores: Any = dist
-    store = stores.TCPStore(host, port, world, is_master=True, wait_for_workers=False, master_listen_fd=door.detach())
+    store = stores.TCPStore(host, port, world, is_master=True, wait_for_workers=False, master_listen_fd=fd)
     address = f"{TCP}{host}:{port}"
     _OPENED[address] = store
     return address

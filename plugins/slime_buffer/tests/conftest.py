@@ -1,4 +1,4 @@
-"""A rollout buffer service inside the test's process: its desk, its guarded routes, and clients that reach both."""
+"""A rollout buffer service inside the test's process: its guarded routes, and clients that reach both."""
 
 from contextlib import asynccontextmanager
 
@@ -8,7 +8,7 @@ import pytest
 from slime_buffer.client import BufferClient
 from slime_buffer.service import models
 from slime_buffer.service.app import make_app
-from slime_buffer.service.desk import BufferService
+from slime_buffer.service.buffer_service import BufferService
 from slime_buffer.service.tables import BufferLimits
 
 TOKEN = "a-token-of-the-tests"
@@ -34,8 +34,8 @@ class Strict(httpx.AsyncBaseTransport):
 class World:
     """What a test's body gets: ``client`` and ``http`` reach the routes, ``clock["now"]`` is the leases' time."""
 
-    def __init__(self, desk, app, clock):
-        self.desk, self.app, self.clock, self.token = desk, app, clock, TOKEN
+    def __init__(self, service, app, clock):
+        self.service, self.app, self.clock, self.token = service, app, clock, TOKEN
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         self.client = BufferClient("http://buffer.example", TOKEN, transport=Strict(transport))
         self.http = httpx.AsyncClient(transport=transport, base_url="http://buffer.example")
@@ -105,17 +105,17 @@ def serving(tmp_path):
     @asynccontextmanager
     async def serving(*, limits=None, max_body=1 << 20, max_tokens=4096, check=True):
         clock = {"now": 0.0}
-        desk = BufferService(tmp_path, limits or BufferLimits(), lambda: clock["now"])
-        world = World(desk, make_app(desk, token=TOKEN, max_body=max_body, max_tokens=max_tokens), clock)
+        service = BufferService(tmp_path, limits or BufferLimits(), lambda: clock["now"])
+        world = World(service, make_app(service, token=TOKEN, max_body=max_body, max_tokens=max_tokens), clock)
         try:
-            await desk.start()
+            await service.start()
             yield world
             if check:
-                stats = await desk.stats()
+                stats = await service.stats()
                 assert stats.conserved, stats
         finally:
             await world.client.aclose()
             await world.http.aclose()
-            await desk.close()
+            await service.close()
 
     return serving

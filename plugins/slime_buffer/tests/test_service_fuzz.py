@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from slime_buffer.service import models
 from slime_buffer.service.app import make_app
-from slime_buffer.service.desk import BufferService
+from slime_buffer.service.buffer_service import BufferService
 from slime_buffer.service.tables import BufferLimits
 
 pytestmark = pytest.mark.unit
@@ -192,9 +192,9 @@ class Harness:
         self.run(self._open(folder))
 
     async def _open(self, folder):
-        self.desk = BufferService(folder, BufferLimits(unread=20, open=40, runs=8))
-        self.app = make_app(self.desk, token=TOKEN, max_body=1 << 18, max_tokens=512)
-        await self.desk.start()
+        self.service = BufferService(folder, BufferLimits(unread=20, open=40, runs=8))
+        self.app = make_app(self.service, token=TOKEN, max_body=1 << 18, max_tokens=512)
+        await self.service.start()
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://buffer.example")
         self.auth = {"authorization": f"Bearer {TOKEN}"}
@@ -207,7 +207,7 @@ class Harness:
 
     async def _close(self):
         await self.http.aclose()
-        await self.desk.close()
+        await self.service.close()
 
     async def check(self, request):
         method, path, headers, content = request
@@ -241,7 +241,7 @@ def _fuzz(harness, examples):
         harness.run(harness.check(request))
 
     fuzz()
-    stats = harness.run(harness.desk.stats())
+    stats = harness.run(harness.service.stats())
     assert stats.conserved
     return stats
 

@@ -228,7 +228,7 @@ def test_the_engine_is_asked_with_the_samples_seed_and_the_runs_parameters():
             samples=[],
             sampling=models.Sampling(max_new_tokens=4, top_k=3),
             version=0,
-            engine=models.EngineDoor(url="http://127.0.0.1:1", token="secret"),
+            engine=models.EngineEndpoint(url="http://127.0.0.1:1", token="secret"),
         )
         async with httpx.AsyncClient(transport=httpx.MockTransport(engine)) as http:
             task = Task(work, "a-0", 2**63 + 5, http)

@@ -185,7 +185,7 @@ def test_a_sequence_that_training_could_not_use_is_refused(serving, change, told
             reply = await world.http.post("/v1/samples", json={"run": "run", "trajectories": [row]})
             assert reply.status_code == 422
             assert told in refusal(reply).why
-            assert (await world.desk.stats()).queues["staged_rollouts"] == 0
+            assert (await world.service.stats()).queues["staged_rollouts"] == 0
 
     asyncio.run(body())
 
@@ -223,7 +223,7 @@ def test_a_full_disk_is_a_503_with_its_code_and_changes_nothing(serving):
     async def body():
         async with serving() as world:
             await world.ask("a")
-            db = world.desk._tables.db
+            db = world.service._tables.db
             (pages,) = db.execute("PRAGMA page_count").fetchone()
             db.execute(f"PRAGMA max_page_count = {pages}")
             reply = await world.http.post(
@@ -251,7 +251,7 @@ def _big(name):
 def test_what_breaks_inside_is_logged_and_told_without_a_stack(serving, caplog):
     async def body():
         async with serving(check=False) as world:
-            await world.desk.close()
+            await world.service.close()
             reply = await world.http.get("/v1/groups")
             assert (reply.status_code, refusal(reply).code) == (500, "SLM00")
             assert "Traceback" not in reply.text

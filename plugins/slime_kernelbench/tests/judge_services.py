@@ -15,10 +15,10 @@ from click.testing import CliRunner
 
 from slime_kernelbench.commands import kernelbench
 from slime_kernelbench.problems import shipped
-from slime_kernelbench.service.app import Gate, make_app
+from slime_kernelbench.service.app import ServiceState, make_app
 from slime_kernelbench.service.client import RemoteJudge
-from slime_kernelbench.service.desk import JudgeService
 from slime_kernelbench.service.devices import Device
+from slime_kernelbench.service.judge_service import JudgeService
 from slime_kernelbench.service.pool import Pool, PoolLimits
 from slime_kernelbench.service.process import JudgeWorker
 from slime_service.serving import HttpServer
@@ -42,13 +42,13 @@ def canaries(folder):
 
 @asynccontextmanager
 async def service(folder, *, places=ONE, **limits):
-    """URL, pool and gate of a service in this process, with worker processes of their own."""
+    """URL, pool and state of a service in this process, with worker processes of their own."""
     command = (sys.executable, str(STAND_IN), str(folder))
     start = partial(JudgeWorker.start, options={}, command=command)
     async with Pool(places, start=start, limits=PoolLimits(**QUICK, **limits)) as pool:
-        gate = Gate()
-        async with serving(make_app(JudgeService(pool), token=TOKEN, gate=gate)) as url:
-            yield url, pool, gate
+        state = ServiceState()
+        async with serving(make_app(JudgeService(pool), token=TOKEN, state=state)) as url:
+            yield url, pool, state
     assert not [place.pid for place in pool.places if place.pid and Path(f"/proc/{place.pid}").exists()]
 
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from judge_services import RELU, TOKEN, body, judged, post, remote, service, serving
 
-from slime_kernelbench.service.app import Gate, make_app
+from slime_kernelbench.service.app import ServiceState, make_app
 from slime_kernelbench.service.client import RemoteJudge
 from slime_kernelbench.service.devices import Device
 
@@ -129,7 +129,7 @@ def test_what_is_no_http_is_refused_without_a_line_in_the_log(folder, caplog):
 @pytest.mark.parametrize("raw", [b"", b"POST /v1/judge HTTP/1.1\r\nHost: x\r\n"], ids=["nothing", "half a head"])
 def test_a_head_that_does_not_come_ends_its_connection(folder, raw):
     async def scenario():
-        async with serving(make_app(None, token=TOKEN, gate=Gate()), head_seconds=0.05) as url:
+        async with serving(make_app(None, token=TOKEN, state=ServiceState()), head_seconds=0.05) as url:
             assert await sent(url, raw) == b""
 
     asyncio.run(scenario())

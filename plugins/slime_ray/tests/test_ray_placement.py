@@ -1,10 +1,10 @@
-"""What is asked of a Ray cluster: bundles and seats of small layouts, worked out by hand."""
+"""What is asked of a Ray cluster: bundles and placements of small layouts, worked out by hand."""
 
 import pytest
 
 from slime_core.config.load import load_config
 from slime_core.errors import ConfigError
-from slime_ray.placement import RayPlan, Seat, lacking, oversize, plan, table
+from slime_ray.placement import ProcessPlacement, RayPlan, lacking, oversize, plan, table
 from slime_sglang.topology import topology
 
 pytestmark = pytest.mark.unit
@@ -18,8 +18,8 @@ def placed(*flags, device="cuda", threads=2):
 def test_colocated_engines_sit_on_the_gpus_of_the_ranks():
     found = placed("--actor-num-nodes", 2, "--actor-num-gpus-per-node", 4, "--rollout-num-gpus-per-engine", 2)
     assert found.bundles == ({"GPU": 4, "CPU": 4}, {"GPU": 4, "CPU": 4})
-    assert found.ranks == tuple(Seat(bundle=b, gpus=(g,)) for b in range(2) for g in range(4))
-    assert found.engines == tuple(Seat(bundle=b, gpus=g) for b in range(2) for g in ((0, 1), (2, 3)))
+    assert found.ranks == tuple(ProcessPlacement(bundle=b, gpus=(g,)) for b in range(2) for g in range(4))
+    assert found.engines == tuple(ProcessPlacement(bundle=b, gpus=g) for b in range(2) for g in ((0, 1), (2, 3)))
 
 
 def test_disaggregated_engines_have_a_bundle_each():
@@ -28,18 +28,18 @@ def test_disaggregated_engines_have_a_bundle_each():
     )
     assert found == RayPlan(
         bundles=({"GPU": 2, "CPU": 2}, {"GPU": 2, "CPU": 1}, {"GPU": 2, "CPU": 1}),
-        ranks=(Seat(bundle=0, gpus=(0,)), Seat(bundle=0, gpus=(1,))),
-        engines=(Seat(bundle=1, gpus=(0, 1)), Seat(bundle=2, gpus=(0, 1))),
+        ranks=(ProcessPlacement(bundle=0, gpus=(0,)), ProcessPlacement(bundle=0, gpus=(1,))),
+        engines=(ProcessPlacement(bundle=1, gpus=(0, 1)), ProcessPlacement(bundle=2, gpus=(0, 1))),
     )
 
 
 def test_on_a_cpu_bundles_are_threads_and_engines_share_the_ranks_or_have_their_own():
     shared = placed("--actor-num-gpus-per-node", 2, "--rollout-num-engines", 3, device="cpu")
     assert shared.bundles == ({"CPU": 4},)
-    assert shared.engines == (Seat(bundle=0),) * 3
+    assert shared.engines == (ProcessPlacement(bundle=0),) * 3
     apart = placed("--no-colocate", "--rollout-num-engines", 2, device="cpu")
     assert apart.bundles == ({"CPU": 2}, {"CPU": 2}, {"CPU": 2})
-    assert apart.engines == (Seat(bundle=1), Seat(bundle=2))
+    assert apart.engines == (ProcessPlacement(bundle=1), ProcessPlacement(bundle=2))
 
 
 def served(*flags, **more):
@@ -66,7 +66,7 @@ def test_servers_sit_where_embedded_engines_would():
 def test_servers_that_share_no_gpu_with_a_rank_have_a_bundle_of_their_own():
     found = served("--actor-num-gpus-per-node", 2, "--rollout-num-gpus", 6, "--rollout-num-gpus-per-engine", 2)
     assert found.bundles == ({"GPU": 2, "CPU": 2}, {"GPU": 2, "CPU": 1}, {"GPU": 2, "CPU": 1})
-    assert found.engines == tuple(Seat(bundle=b, gpus=(0, 1)) for b in range(3))
+    assert found.engines == tuple(ProcessPlacement(bundle=b, gpus=(0, 1)) for b in range(3))
     alone = served("--debug-rollout-only", "--rollout-num-gpus", 4, "--rollout-num-gpus-per-engine", 2)
     assert alone.bundles == ({"GPU": 2, "CPU": 1}, {"GPU": 2, "CPU": 1})
 
@@ -94,15 +94,19 @@ def test_groups_of_a_file_are_placed_server_by_server_whatever_they_are_for(tmp_
     flags = ("--engine-topology", tmp_path / "groups.toml", "--rollout-router", "sglang")
     shared = served(*flags, "--actor-num-gpus-per-node", 4)
     assert shared.bundles == ({"GPU": 4, "CPU": 4}, {"GPU": 1, "CPU": 1})
-    seats = (Seat(bundle=0, gpus=(0, 1)), Seat(bundle=0, gpus=(2,)), Seat(bundle=0, gpus=(3,)))
-    assert shared.engines == (*seats, Seat(bundle=1, gpus=(0,)))
+    placements = (
+        ProcessPlacement(bundle=0, gpus=(0, 1)),
+        ProcessPlacement(bundle=0, gpus=(2,)),
+        ProcessPlacement(bundle=0, gpus=(3,)),
+    )
+    assert shared.engines == (*placements, ProcessPlacement(bundle=1, gpus=(0,)))
     apart = served(*flags, "--no-colocate")
     assert [bundle["GPU"] for bundle in apart.bundles] == [1, 2, 1, 1, 1]
-    assert [seat.bundle for seat in apart.engines] == [1, 2, 3, 4]
+    assert [placement.bundle for placement in apart.engines] == [1, 2, 3, 4]
 
 
 def test_the_ranks_on_a_servers_gpus_are_told_by_the_same_numbers():
-    """Handles of memory (tensor) go from rank n to the server whose seat has GPU n of the training machines."""
+    """Handles of memory (tensor) go from rank n to the server whose placement has GPU n of the training machines."""
     words = ("--actor-num-nodes", 2, "--actor-num-gpus-per-node", 4, "--rollout-num-gpus-per-engine", 2)
     flags = ["--hf-checkpoint", ".", "--cluster", "ray", "--device", "cuda", "--rollout-engine", "sglang", *words]
     config = load_config(None, list(map(str, flags)))
@@ -110,7 +114,7 @@ def test_the_ranks_on_a_servers_gpus_are_told_by_the_same_numbers():
     beside = topology(config).beside(8)
     assert beside == {0: (0, 1), 1: (2, 3), 2: (4, 5), 3: (6, 7)}
     for number, near in beside.items():
-        at = [(seat.bundle, *seat.gpus) for seat in (ranks[rank] for rank in near)]
+        at = [(placement.bundle, *placement.gpus) for placement in (ranks[rank] for rank in near)]
         assert at == [(servers[number].bundle, gpu) for gpu in servers[number].gpus]
 
 
@@ -129,7 +133,7 @@ def test_a_server_that_would_lie_on_two_machines_is_refused(each, size, total):
 
 def test_a_run_without_a_trainer_or_without_rollouts_asks_for_less():
     assert placed("--debug-rollout-only", device="cpu") == RayPlan(
-        bundles=({"CPU": 2},), ranks=(), engines=(Seat(bundle=0),)
+        bundles=({"CPU": 2},), ranks=(), engines=(ProcessPlacement(bundle=0),)
     )
     only = placed("--debug-train-only", "--load-debug-rollout-data", ".", device="cpu")
     assert (only.bundles, len(only.ranks), only.engines) == (({"CPU": 2},), 1, ())

@@ -26,7 +26,7 @@ from slime_core.errors import ConfigError, EngineError
 from slime_ray import device, servers as ray_servers
 from slime_ray.joining import entered, hosts
 from slime_ray.placement import plan
-from slime_ray.servers import RaySites
+from slime_ray.servers import RayPlacements
 from slime_sglang import held_ports as ports
 from slime_sglang.gateway import Process
 from slime_sglang.health import Watch
@@ -63,12 +63,12 @@ APART = ("--no-colocate", "--rollout-num-engines", 1)
 
 
 @asynccontextmanager
-async def site(nodes, *flags, device="cpu"):
+async def placements(nodes, *flags, device="cpu"):
     config = config_of(nodes, *flags, device=device)
     placed = plan(config)
     with entered(nodes.address):
         async with hosts(config, placed) as found:
-            yield RaySites(config, placed, found), placed, found
+            yield RayPlacements(config, placed, found), placed, found
 
 
 def served(tmp_path, place, *behave, python=sys.executable):
@@ -90,15 +90,18 @@ async def until(true):
 
 def test_a_server_lives_in_its_seat_listens_there_alone_and_comes_back_when_it_is_killed(nodes, tmp_path):
     async def check():
-        async with site(nodes, *APART) as (where, placed, found):
+        async with placements(nodes, *APART) as (where, placed, found):
             place, machine = where.server(0), found.machines[placed.engines[0].bundle]
-            assert {one.address for one in found.machines} == {machine.address, where.meeting(["http://10.0.0.1:1"])}
+            assert {one.address for one in found.machines} == {
+                machine.address,
+                where.trainer_address(["http://10.0.0.1:1"]),
+            }
             server = served(tmp_path, place, "children")
             await server.start()
             await server.ready(LONG)
             url, token, session = server.address.url, server.address.token, server.pid
             assert url.startswith(f"http://{machine.address}:")
-            assert where.meeting([url]) == found.machines[placed.ranks[0].bundle].address
+            assert where.trainer_address([url]) == found.machines[placed.ranks[0].bundle].address
             assert listening(int(url.rpartition(":")[2])) == [machine.address]
             await until(lambda: "is up" in seen(server.log))
             for pid in [*ports.members(session), *nodes.pids()]:
@@ -135,7 +138,7 @@ def test_a_host_that_is_lost_takes_its_server_with_it_and_ends_the_run_to_go_on_
     """However many restarts a server has left: its machine may be gone, and is not asked for again."""
 
     async def check():
-        async with site(nodes, *APART) as (where, placed, found):
+        async with placements(nodes, *APART) as (where, placed, found):
             machine = found.machines[placed.engines[0].bundle]
             server = served(tmp_path, where.server(0), "children")
             await server.start()
@@ -162,7 +165,7 @@ def test_a_host_that_stands_still_is_not_waited_for_for_ever(nodes, tmp_path, mo
     monkeypatch.setattr(ray_servers, "ENDING", 1.0)
 
     async def check():
-        async with site(nodes, *APART) as (where, placed, found):
+        async with placements(nodes, *APART) as (where, placed, found):
             machine = found.machines[placed.engines[0].bundle]
             server = served(tmp_path, where.server(0))
             await server.start()
@@ -184,7 +187,7 @@ def test_sglangs_router_lives_beside_the_first_server_and_a_groups_servers_where
 
     async def check():
         flags = ("--debug-rollout-only", "--engine-topology", tmp_path / "groups.toml")
-        async with site(nodes, *flags, "--cpu-threads", "1") as (where, placed, found):
+        async with placements(nodes, *flags, "--cpu-threads", "1") as (where, placed, found):
             assert len(found.machines) == len(placed.engines) == 3
             machines = [where.server(number).host.machine for number in range(3)]
             assert machines == found.machines
@@ -198,14 +201,14 @@ def test_sglangs_router_lives_beside_the_first_server_and_a_groups_servers_where
             pid = router.pid
             await router.stop()
             assert ports.members(pid) == []
-            assert where.meeting([router.address.url]) == "127.0.0.1", "no rank listens"
+            assert where.trainer_address([router.address.url]) == "127.0.0.1", "no rank listens"
 
     asyncio.run(check())
 
 
 def test_a_program_that_is_not_there_is_an_error_that_names_the_machine(nodes, tmp_path):
     async def check():
-        async with site(nodes, *APART, "sglang.python=/no/such/python") as (where, placed, found):
+        async with placements(nodes, *APART, "sglang.python=/no/such/python") as (where, placed, found):
             name = found.machines[placed.engines[0].bundle].name
             server = served(tmp_path, where.server(0), python="/no/such/python")
             with pytest.raises(EngineError) as caught:
@@ -228,7 +231,7 @@ def test_a_server_sees_the_gpus_of_its_seat_alone(nodes, tmp_path, flags, monkey
     monkeypatch.setenv(NCCL_MEMORY, "0")
 
     async def check():
-        async with site(nodes, *flags, device="cuda") as (where, placed, found):
+        async with placements(nodes, *flags, device="cuda") as (where, placed, found):
             server = served(tmp_path, where.server(0), "children")
             await server.start()
             await server.ready(LONG)
@@ -254,7 +257,7 @@ def test_a_machine_that_is_lost_is_told_as_its_hosts_are(nodes, tmp_path):
     """The last test: its node does not come back."""
 
     async def check():
-        async with site(nodes, "--no-colocate", "--rollout-num-gpus", 1, device="cuda") as (where, _, found):
+        async with placements(nodes, "--no-colocate", "--rollout-num-gpus", 1, device="cuda") as (where, _, found):
             server = served(tmp_path, where.server(0), "children")
             await server.start()
             await server.ready(LONG)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_sglang import tries
+from slime_sglang import retries
 from slime_sglang.ports import server_launch
 from slime_sglang.server import Server
 
@@ -41,9 +41,9 @@ def shared_memory(monkeypatch):
 
 @pytest.fixture
 def short_pauses(monkeypatch):
-    """Tests of the client do not wait for the pauses between tries."""
-    begin = tries.Tries.__init__
-    monkeypatch.setattr(tries, "FIRST_PAUSE", 0.005)
+    """Tests of the client do not wait for the pauses between retries."""
+    begin = retries.Retries.__init__
+    monkeypatch.setattr(retries, "FIRST_PAUSE", 0.005)
     monkeypatch.setattr(
-        tries.Tries, "__init__", lambda self, *args, **words: begin(self, *args, **{"pause": 0.005, **words})
+        retries.Retries, "__init__", lambda self, *args, **words: begin(self, *args, **{"pause": 0.005, **words})
     )

@@ -12,7 +12,7 @@ import pytest
 from client_case import ask, both, error_of, held, request, right
 from fake_sglang import TOKEN
 
-from slime_sglang import calls, http, seats, tries
+from slime_sglang import calls, concurrency, http, retries
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("short_pauses")]
 
@@ -138,7 +138,7 @@ def test_at_most_concurrency_requests_are_at_the_server_and_waiting_costs_no_dea
     clock = Clock()
     monkeypatch.setattr(calls, "time", clock)
     monkeypatch.setattr(http, "time", clock)
-    monkeypatch.setattr(tries, "time", clock)
+    monkeypatch.setattr(retries, "time", clock)
 
     async def main():
         async with held(concurrency=2, timeout=60.0) as (client, _, server):
@@ -179,15 +179,15 @@ def test_a_request_without_a_seat_is_aborted_at_once_and_leaves_no_seat_behind()
 
 def test_a_seat_given_to_a_caller_that_is_cancelled_at_that_moment_is_not_lost():
     async def main():
-        line = seats.Seats(1)
-        assert await line.take(seats.Flight("a"))
-        waiting = asyncio.create_task(line.take(seats.Flight("b")))
+        line = concurrency.ConcurrencyLimit(1)
+        assert await line.acquire(concurrency.InFlightRequest("a"))
+        waiting = asyncio.create_task(line.acquire(concurrency.InFlightRequest("b")))
         await asyncio.sleep(0)
-        line.give()  # it is b's now, who does not know yet
+        line.release()  # it is b's now, who does not know yet
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         async with asyncio.timeout(40):
-            assert await line.take(seats.Flight("c"))
+            assert await line.acquire(concurrency.InFlightRequest("c"))
 
     asyncio.run(main())
 
@@ -228,7 +228,7 @@ def test_closing_the_client_ends_a_pause_between_two_tries():
         async with both(timeout=100.0) as (client, proxy, _):
             proxy.always(faults.status(503, headers=["Retry-After: 50"]))
             task = asyncio.create_task(ask(client))
-            while not proxy.paths or any(flight.rid for flight in client._flights):
+            while not proxy.paths or any(entry.rid for entry in client._in_flight):
                 await asyncio.sleep(0)
             await client.close()
             async with asyncio.timeout(40):

@@ -212,14 +212,14 @@ def test_a_server_that_the_router_lost_is_fenced_and_the_router_is_not(tmp_path)
             await on.engine.load(update(tmp_path, 1))
             error = fault("SGLang's router lost server 1", "ENG75", "")
             error.server = (1, 1)
-            gate = on.engine.router._gate
-            await on.engine.fleet.fault(gate, error)
+            gateway_lane = on.engine.router._gateway_lane
+            await on.engine.fleet.fault(gateway_lane, error)
             assert [lane.number for lane in on.engine.router.lanes] == [0]
             done = await asyncio.gather(*(on.engine.generate(request(f"a-{n}")) for n in range(4)))
             assert all(len(one.tokens) == 6 for one in done)
             await on.engine.fleet.watch.settled()
             assert [lane.key for lane in on.engine.router.lanes] == [(0, 1), (1, 2)]
-            await on.engine.fleet.fault(gate, error)  # late, of the generation before
+            await on.engine.fleet.fault(gateway_lane, error)  # late, of the generation before
             assert len(on.engine.router.lanes) == 2
             seen = len(on.fakes[1].bodies)
             await asyncio.gather(*(on.engine.generate(request(f"b-{n}")) for n in range(4)))

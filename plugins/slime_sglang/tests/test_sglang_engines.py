@@ -12,7 +12,7 @@ from slime_core.config.load import load_config
 from slime_core.errors import PluginError
 from slime_core.types import Completion, GenerateRequest, SamplingParams
 from slime_sglang import start as sglang
-from slime_sglang.lineup import ModelServers, attached
+from slime_sglang.model_servers import ModelServers, attached
 from slime_sglang.router import chained
 from slime_sglang.server import Server
 

@@ -9,7 +9,7 @@ from slime_core.config.load import load_config
 from slime_core.errors import ConfigError, EngineError
 from slime_sglang.external import NEW
 from slime_sglang.installation import Installation
-from slime_sglang.lineup import check_transport
+from slime_sglang.model_servers import check_transport
 from slime_sglang.router import Lane
 from slime_sglang.start import unused
 from slime_sglang.topology import ServerGroup, ServerPlace, Topology

@@ -9,8 +9,8 @@ from client_case import answer, code_of, expected, request
 from fake_sglang import FakeServer
 
 from slime_sglang import bodies, wire
+from slime_sglang.chunks import ChunkedAnswer
 from slime_sglang.http import ServerFault
-from slime_sglang.pieces import Pieces
 
 pytestmark = pytest.mark.unit
 
@@ -71,7 +71,7 @@ def _chunks(incremental, sizes=(3, 6, 8)):
 @pytest.mark.parametrize("incremental", [False, True])
 def test_chunks_become_the_answer_so_far_whether_they_repeat_it_or_not(incremental):
     asked, told = _chunks(incremental)
-    pieces = Pieces()
+    pieces = ChunkedAnswer()
     for made, chunk in zip((3, 6, 8), told):
         final = made == 8
         done = wire.completion(pieces.add(copy.deepcopy(chunk), "here"), expected(asked), final=final)
@@ -83,7 +83,7 @@ def test_chunks_become_the_answer_so_far_whether_they_repeat_it_or_not(increment
 @pytest.mark.parametrize("incremental", [False, True])
 def test_the_last_chunk_of_an_abort_has_all_log_probs_and_the_last_id(incremental):
     asked, told = _chunks(incremental)
-    pieces = Pieces()
+    pieces = ChunkedAnswer()
     pieces.add(told[0], "here")
     last = answer(asked, 5, "abort")
     last["output_ids"] = last["output_ids"][-1:]
@@ -102,7 +102,7 @@ def test_the_last_chunk_of_an_abort_has_all_log_probs_and_the_last_id(incrementa
 @pytest.mark.parametrize("incremental", [False, True])
 def test_a_chunk_whose_lists_do_not_fit_is_rejected(spoil, incremental):
     _, told = _chunks(incremental)
-    pieces = Pieces()
+    pieces = ChunkedAnswer()
     pieces.add(told[0], "here")
     spoil(told[1])
     assert code_of(lambda: pieces.add(told[1], "here"), ServerFault)[0] == "ENG79"

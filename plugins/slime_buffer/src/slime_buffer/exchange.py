@@ -44,7 +44,7 @@ class Exchange:
         self.run = run
         self._recorded_groups = recorded_groups
         self._client = BufferClient(url, token, deadline=patience)
-        self._engine: models.EngineDoor | None = None
+        self._engine: models.EngineEndpoint | None = None
         self._queue: list[models.AskedGroup] = []
         self._waiting: dict[Key, asyncio.Future[models.Ended]] = {}
         self._parked: dict[Key, models.Ended] = {}  # made for an earlier process of this run
@@ -53,7 +53,9 @@ class Exchange:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._begun = False
 
-    async def make(self, group: models.AskedGroup, engine: models.EngineDoor | None, seconds: float) -> models.Ended:
+    async def make(
+        self, group: models.AskedGroup, engine: models.EngineEndpoint | None, seconds: float
+    ) -> models.Ended:
         """Ask for a group and wait; where the time is over it is dropped at the buffer, with reason ``timeout``.
 
         Raises:

@@ -36,7 +36,7 @@ class BufferRollout:
 
     def __init__(self) -> None:
         self._token = secrets.token_urlsafe(32)
-        self._door: GenerateEndpoint | None = None
+        self._endpoint: GenerateEndpoint | None = None
         self._exchange: tuple[asyncio.AbstractEventLoop, str, Exchange] | None = None
 
     async def generate(self, group: Group, ctx: Context) -> Group:
@@ -50,8 +50,8 @@ class BufferRollout:
         if self._exchange is not None:
             exchange, self._exchange = self._exchange[2], None
             await exchange.close()
-        if self._door is not None:
-            self._door.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
 
     def _of(self, ctx: Context) -> Exchange:
         from slime_buffer.exchange import Exchange, run_name
@@ -68,13 +68,13 @@ class BufferRollout:
             )
         return self._exchange[2]
 
-    def _engine(self, ctx: Context) -> models.EngineDoor | None:
+    def _engine(self, ctx: Context) -> models.EngineEndpoint | None:
         from slime_buffer.service import models
 
-        if self._door is None:
-            self._door = server(KEY, {}, self._token)
-        port = self._door.port(ctx)
-        return None if port is None else models.EngineDoor(url=f"http://127.0.0.1:{port}", token=self._token)
+        if self._endpoint is None:
+            self._endpoint = server(KEY, {}, self._token)
+        port = self._endpoint.port(ctx)
+        return None if port is None else models.EngineEndpoint(url=f"http://127.0.0.1:{port}", token=self._token)
 
 
 def token_of(config: Config) -> str:

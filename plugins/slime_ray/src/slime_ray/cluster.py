@@ -16,7 +16,7 @@ from slime_core.plugins.backends import engine_of
 from slime_ray.head import head_kept
 from slime_ray.joining import Hosts, head, hosts, joined
 from slime_ray.placement import RayPlan, plan
-from slime_ray.servers import RaySites
+from slime_ray.servers import RayPlacements
 from slime_ray.travelling import check_travelling
 
 if TYPE_CHECKING:
@@ -45,14 +45,14 @@ def ray_cluster(config: Config, plugins: Plugins, report: Report) -> AbstractAsy
             report.note(text)
         if not engine_of(config).embedded and placed.engines and not ray_hosts.alone:
             report.note("servers listen on their machines' addresses: tokens and rollouts travel in clear text there")
-        several = len({seat.bundle for seat in placed.ranks}) > 1
+        several = len({placement.bundle for placement in placed.ranks}) > 1
         return Places(
             ranks=len(placed.ranks),
             engines=len(placed.engines),
             start_rank=lambda number, child: ray_hosts.start(placed.ranks[number], child),
             start_engine=lambda number, child: ray_hosts.start(placed.engines[number], child),
-            meeting=ray_hosts.machines[0].address if several else "",
-            sites=RaySites(config, placed, ray_hosts),
+            rendezvous=ray_hosts.machines[0].address if several else "",
+            placements=RayPlacements(config, placed, ray_hosts),
             watched=[ray_hosts],
         )
 
@@ -64,8 +64,8 @@ def _told(name: str, placed: RayPlan, ray_hosts: Hosts) -> list[str]:
     names = [machine.name for machine in ray_hosts.machines]
     where = [f"{name}: {len(placed.ranks)} trainer rank(s), {len(placed.engines)} engine(s)"]
     for number, machine in enumerate(names):
-        ranks = [str(i) for i, seat in enumerate(placed.ranks) if seat.bundle == number]
-        engines = [str(i) for i, seat in enumerate(placed.engines) if seat.bundle == number]
+        ranks = [str(i) for i, placement in enumerate(placed.ranks) if placement.bundle == number]
+        engines = [str(i) for i, placement in enumerate(placed.engines) if placement.bundle == number]
         parts = [f"rank {', '.join(ranks)}"] * bool(ranks) + [f"engine {', '.join(engines)}"] * bool(engines)
         where.append(f"on {machine}: {'; '.join(parts) or 'nothing'}")
     return where

@@ -31,7 +31,7 @@ from slime_ray import LOCAL, address_of
 from slime_ray.channel import Host, RayChannel
 from slime_ray.domains import selectors
 from slime_ray.head import answers
-from slime_ray.placement import RayPlan, Resources, Seat, lacking, oversize, table
+from slime_ray.placement import ProcessPlacement, RayPlan, Resources, lacking, oversize, table
 from slime_ray.token import address_of_auto, let_in, take_up
 from slime_ray.travelling import not_set_up, travelling
 
@@ -75,7 +75,7 @@ class Machine:
 
 
 class Hosts:
-    """Hosts of a plan's bundles; ``start`` of a seat is a `channel.Start`. ``driver``: this machine's address."""
+    """Hosts of a plan's bundles; ``start`` for a placement is a `channel.Start`. ``driver``: our address."""
 
     def __init__(self, machines: Sequence[Machine], driver: str) -> None:
         self.machines = machines
@@ -85,24 +85,24 @@ class Hosts:
         """The address of a server on a machine: the loopback if all machines are this one."""
         return LOOPBACK if self.alone else machine.address
 
-    def visible(self, seat: Seat) -> dict[str, str]:
-        """The variable by which a process sees the GPUs of its seat alone; empty where it has none."""
-        names = [self.machines[seat.bundle].gpus[number] for number in seat.gpus]
+    def visible(self, placement: ProcessPlacement) -> dict[str, str]:
+        """The variable by which a process sees only the GPUs of its placement; empty where it has none."""
+        names = [self.machines[placement.bundle].gpus[number] for number in placement.gpus]
         return {"CUDA_VISIBLE_DEVICES": ",".join(names)} if names else {}
 
     def members(self) -> list[Member]:
         """See `hangs.Watched`."""
         return [Member(name=f"host {number}", channel=machine) for number, machine in enumerate(self.machines)]
 
-    async def start(self, seat: Seat, child: Child) -> Channel:
-        """Start a child in its seat, with the GPUs of that seat alone, where it has any.
+    async def start(self, placement: ProcessPlacement, child: Child) -> Channel:
+        """Start a child where its placement says; it sees only the GPUs of that placement.
 
         Raises:
             ConnectionError: the host is gone.
             OSError: it cannot be started there.
         """
-        machine = self.machines[seat.bundle]
-        env = {**_carried(), **child.env, **self.visible(seat)}
+        machine = self.machines[placement.bundle]
+        env = {**_carried(), **child.env, **self.visible(placement)}
         placed = replace(child, env=env, folder=child.folder or str(Path.cwd()))
         return await RayChannel.start(machine.host, machine.name, placed)
 
@@ -222,7 +222,7 @@ async def hosts(config: Config, plan: RayPlan) -> AsyncIterator[Hosts]:
     if not plan.bundles:
         yield Hosts([], driver)
         return
-    ranks = len({seat.bundle for seat in plan.ranks})
+    ranks = len({placement.bundle for placement in plan.ranks})
     group = await reserve(plan.bundles, config.cluster.ray_placement_timeout, ranks=ranks)
     actors: list[Any] = []
     try:

@@ -26,10 +26,10 @@ Resources = Mapping[str, float]
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Seat:
+class ProcessPlacement:
     """Where a rank or an engine lives.
 
-    Example: Seat(bundle=0, gpus=(2, 3))
+    Example: ProcessPlacement(bundle=0, gpus=(2, 3))
     """
 
     bundle: int
@@ -38,11 +38,11 @@ class Seat:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RayPlan:
-    """Bundles, and the seats of ranks and engines in them; engines, or servers, by their numbers."""
+    """Bundles, and the placements of ranks and engines in them; engines, or servers, by their numbers."""
 
     bundles: tuple[dict[str, float], ...]
-    ranks: tuple[Seat, ...]
-    engines: tuple[Seat, ...]
+    ranks: tuple[ProcessPlacement, ...]
+    engines: tuple[ProcessPlacement, ...]
 
 
 def plan(config: Config) -> RayPlan:
@@ -56,29 +56,33 @@ def plan(config: Config) -> RayPlan:
     gpu = cluster.device == "cuda"
     per_node = cluster.actor_num_gpus_per_node
     bundles: list[dict[str, float]] = []
-    ranks: list[Seat] = []
+    ranks: list[ProcessPlacement] = []
     if not rollout.debug_rollout_only:
         for machine in range(cluster.actor_num_nodes):
             bundles.append({"GPU": per_node, "CPU": per_node} if gpu else {"CPU": per_node * cluster.cpu_threads})
-            ranks += [Seat(bundle=machine, gpus=(i,) if gpu else ()) for i in range(per_node)]
+            ranks += [ProcessPlacement(bundle=machine, gpus=(i,) if gpu else ()) for i in range(per_node)]
     gpus_of = engine_of(config).gpus
     if rollout.debug_train_only or (gpus_of is not None and rollout.rollout_external_engine_addrs):
         return RayPlan(bundles=tuple(bundles), ranks=tuple(ranks), engines=())
     if gpus_of is not None:
         trained, servers = len(bundles), enumerate(gpus_of(config))
-        seats = [_seat(n, gpus, trained, per_node, cluster.cpu_threads, bundles, config) for n, gpus in servers]
-        return RayPlan(bundles=tuple(bundles), ranks=tuple(ranks), engines=tuple(seats))
+        placements = [
+            _placement(n, gpus, trained, per_node, cluster.cpu_threads, bundles, config) for n, gpus in servers
+        ]
+        return RayPlan(bundles=tuple(bundles), ranks=tuple(ranks), engines=tuple(placements))
     count = engines(config)
     size = rollout.rollout_num_gpus_per_engine if gpu else 1
     if cluster.colocate and ranks:
-        seats = _shared(count, size, per_node, len(ranks), gpu=gpu)
+        placements = _shared(count, size, per_node, len(ranks), gpu=gpu)
     else:
-        seats = [Seat(bundle=len(bundles) + i, gpus=tuple(range(size)) if gpu else ()) for i in range(count)]
+        placements = [
+            ProcessPlacement(bundle=len(bundles) + i, gpus=tuple(range(size)) if gpu else ()) for i in range(count)
+        ]
         bundles += [{"GPU": size, "CPU": 1} if gpu else {"CPU": cluster.cpu_threads} for _ in range(count)]
-    return RayPlan(bundles=tuple(bundles), ranks=tuple(ranks), engines=tuple(seats))
+    return RayPlan(bundles=tuple(bundles), ranks=tuple(ranks), engines=tuple(placements))
 
 
-def _seat(
+def _placement(
     number: int,
     server: Sequence[int],
     trained: int,
@@ -86,18 +90,18 @@ def _seat(
     threads: int,
     bundles: list[dict[str, float]],
     config: Config,
-) -> Seat:
+) -> ProcessPlacement:
     """Of a server: among the ranks of the first ``trained`` bundles, or in a bundle that is added for it."""
     shares, world = config.cluster.colocate and trained > 0, trained * gpus
     if not server:
         if shares:
-            return Seat(bundle=number % trained)
+            return ProcessPlacement(bundle=number % trained)
         bundles.append({"CPU": threads})
-        return Seat(bundle=len(bundles) - 1)
+        return ProcessPlacement(bundle=len(bundles) - 1)
     first, last = server[0], server[-1]
     if not shares or first >= world:
         bundles.append({"GPU": len(server), "CPU": 1})
-        return Seat(bundle=len(bundles) - 1, gpus=tuple(range(len(server))))
+        return ProcessPlacement(bundle=len(bundles) - 1, gpus=tuple(range(len(server))))
     if first // gpus != last // gpus:
         raise ConfigError(
             f"server {number} of {len(server)} GPUs would lie on two machines",
@@ -109,7 +113,7 @@ def _seat(
             f"machine has {gpus}, and a server cannot span machines",
             fix=f"servers whose sizes fill each {gpus} GPUs   or --no-colocate, which gives servers their own GPUs",
         )
-    return Seat(bundle=first // gpus, gpus=tuple(gpu % gpus for gpu in server))
+    return ProcessPlacement(bundle=first // gpus, gpus=tuple(gpu % gpus for gpu in server))
 
 
 def engines(config: Config) -> int:
@@ -124,10 +128,10 @@ def engines(config: Config) -> int:
     return max(1, gpus // rollout.rollout_num_gpus_per_engine)
 
 
-def _shared(count: int, size: int, gpus: int, world: int, *, gpu: bool) -> list[Seat]:
+def _shared(count: int, size: int, gpus: int, world: int, *, gpu: bool) -> list[ProcessPlacement]:
     """Seats of engines among the ranks: on GPUs side by side from the first on, on a CPU one machine after another."""
     if not gpu:
-        return [Seat(bundle=i % (world // gpus)) for i in range(count)]
+        return [ProcessPlacement(bundle=i % (world // gpus)) for i in range(count)]
     if count * size > world or gpus % size:
         raise ConfigError(
             f"{count} engines of {size} GPUs do not fit the {world} GPUs that they share with the trainer",
@@ -137,7 +141,7 @@ def _shared(count: int, size: int, gpus: int, world: int, *, gpu: bool) -> list[
             fix=f"--rollout-num-gpus-per-engine {gpus}   or --no-colocate, which gives engines their own GPUs",
         )
     return [
-        Seat(bundle=first // gpus, gpus=tuple(range(first % gpus, first % gpus + size)))
+        ProcessPlacement(bundle=first // gpus, gpus=tuple(range(first % gpus, first % gpus + size)))
         for first in range(0, count * size, size)
     ]
 

@@ -22,7 +22,7 @@ from slime_core.clusters.host import (
     LOOPBACK,
     NCCL_MEMORY,
     Listener,
-    Site,
+    ServerPlacement,
     StartedProcess,
     elsewhere,
 )
@@ -32,7 +32,7 @@ from slime_ray.channel import gone
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_ray.joining import Hosts, Machine
-    from slime_ray.placement import RayPlan, Seat
+    from slime_ray.placement import ProcessPlacement, RayPlan
 
 ENDING = 70.0
 """Seconds, beside its grace, in which a host must have ended all of a process."""
@@ -94,22 +94,22 @@ class RayHost:
             raise ConnectionResetError(self.lost) from error
 
 
-class RaySites:
-    """Implements `host.ServerSites`: a server in its seat, a router beside the first server of its model."""
+class RayPlacements:
+    """Implements `host.ServerPlacements`: each server where the plan has it, a router beside its model's first."""
 
     def __init__(self, config: Config, placed: RayPlan, hosts: Hosts) -> None:
         self._config, self._placed, self._hosts = config, placed, hosts
 
     async def on_server(self, function: str, *args: Any) -> Any:
-        """See `host.ServerSites`; a program's files have the same path on all machines."""
+        """See `host.ServerPlacements`; a program's files have the same path on all machines."""
         return await self._call(self._placed.engines[0], function, *args)
 
     async def on_trainer(self, function: str, *args: Any) -> Any:
-        """See `host.ServerSites`; the driver's machine may be another."""
+        """See `host.ServerPlacements`; the driver's machine may be another."""
         return await self._call((self._placed.ranks or self._placed.engines)[0], function, *args)
 
-    async def _call(self, seat: Seat, function: str, *args: Any) -> Any:
-        machine = self._hosts.machines[seat.bundle]
+    async def _call(self, placement: ProcessPlacement, function: str, *args: Any) -> Any:
+        machine = self._hosts.machines[placement.bundle]
         try:
             return await machine.host.call.remote(function, *args)
         except RayTaskError as failed:
@@ -122,26 +122,26 @@ class RaySites:
             raise EngineError(message, code="ENG84", lost=True) from error
 
     def gpus(self) -> int | None:
-        """See `host.ServerSites`: the placement was for as many as there are."""
+        """See `host.ServerPlacements`: the placement was for as many as there are."""
         return None
 
-    def server(self, number: int) -> Site:
-        """See `host.ServerSites`: the GPUs of its bundle, and NCCL's settings, which must equal those of the ranks."""
+    def server(self, number: int) -> ServerPlacement:
+        """See `host.ServerPlacements`: its GPUs, and NCCL's settings, which must equal those of the ranks."""
         variables = {name: os.environ[name] for name in (NCCL_MEMORY,) if name in os.environ}
-        return self._site(
+        return self._placement_of(
             number, f"server {number}", {**variables, **self._hosts.visible(self._placed.engines[number])}
         )
 
-    def beside(self, role: str) -> Site:
-        """See `host.ServerSites`; before servers that others run it lives here."""
-        return self._site(0, f"router {role}", {}) if self._placed.engines else Site()
+    def beside(self, role: str) -> ServerPlacement:
+        """See `host.ServerPlacements`; before servers that others run it lives here."""
+        return self._placement_of(0, f"router {role}", {}) if self._placed.engines else ServerPlacement()
 
-    def _site(self, number: int, name: str, env: dict[str, str]) -> Site:
+    def _placement_of(self, number: int, name: str, env: dict[str, str]) -> ServerPlacement:
         machine = self._hosts.machines[self._placed.engines[number].bundle]
-        return Site(address=self._hosts.reached(machine), host=RayHost(machine, name), env=env)
+        return ServerPlacement(address=self._hosts.reached(machine), host=RayHost(machine, name), env=env)
 
-    def meeting(self, urls: Sequence[str]) -> str:
-        """See `host.ServerSites`."""
+    def trainer_address(self, urls: Sequence[str]) -> str:
+        """See `host.ServerPlacements`."""
         if not self._placed.ranks:
             return LOOPBACK
         machine = self._hosts.machines[self._placed.ranks[0].bundle]

@@ -1,4 +1,4 @@
-"""Calls of one SGLang server: tries, and when asking again is safe; seats; who is in flight under which rid.
+"""Calls of one SGLang server: retries, when a repeat is safe, the concurrency limit, and requests in flight by rid.
 
 A try's rid begins with a number of fixed width, so that none is a prefix of another: SGLang aborts by prefix. It is
 asked again only when the try before is over for certain: nothing was sent, the server refused to begin, or its rid was
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime_core.errors import EngineError
 from slime_sglang import wire
+from slime_sglang.concurrency import ConcurrencyLimit, InFlightRequest
 from slime_sglang.http import (
     Reply,
     ServerFault,
@@ -27,8 +28,7 @@ from slime_sglang.http import (
     fault,
     stranger,
 )
-from slime_sglang.seats import Flight, Seats
-from slime_sglang.tries import Tries
+from slime_sglang.retries import Retries
 
 if TYPE_CHECKING:
     from slime_sglang.address import ServerAddress
@@ -64,8 +64,8 @@ class HttpCalls:
         self.progress = ServerProgress(last_token=time.monotonic())
         self._timeout, self._retries = timeout, retries
         self._http = Transport(address.url, token=address.token, ca=address.ca)
-        self._seats = Seats(concurrency)
-        self._flights: set[Flight] = set()
+        self._limit = ConcurrencyLimit(concurrency)
+        self._in_flight: set[InFlightRequest] = set()
         self._name, self._count = secrets.token_hex(4), 0
         self._errands: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -87,8 +87,8 @@ class HttpCalls:
     async def close(self) -> None:
         """End what is in flight with ENG84 and close the connections."""
         self._closed = True
-        for flight in self._flights:
-            flight.end()
+        for entry in self._in_flight:
+            entry.end()
         await self._http.close()
         for errand in self._errands:
             errand.cancel()
@@ -96,36 +96,36 @@ class HttpCalls:
 
     # -- requests that generate
 
-    async def _tried(self, one_try: Callable[[float], Awaitable[T]], flight: Flight) -> T | None:
-        """Try, and again where that is safe; None where its caller wanted it ended between two tries."""
-        tries = Tries(self._retries, time.monotonic() + self._timeout, flight.stop)
+    async def _tried(self, one_try: Callable[[float], Awaitable[T]], entry: InFlightRequest) -> T | None:
+        """Try, and again where that is safe; None where its caller wanted it ended between two retries."""
+        retries = Retries(self._retries, time.monotonic() + self._timeout, entry.stop)
         while True:
             try:
-                return await one_try(tries.end)
+                return await one_try(retries.end)
             except ServerFault as error:
-                await self._after(error, flight, tries)
+                await self._after(error, entry, retries)
             except EngineError as error:
-                raise self._refused(error, flight) from None
+                raise self._refused(error, entry) from None
             except asyncio.CancelledError:
-                self._drop(flight)
+                self._drop(entry)
                 raise
-            if flight.stop.is_set():
+            if entry.stop.is_set():
                 self._require_open()
                 return None
 
-    async def _after(self, error: ServerFault, flight: Flight, tries: Tries) -> None:
+    async def _after(self, error: ServerFault, entry: InFlightRequest, retries: Retries) -> None:
         """Wait for the next try once this one is over for certain, or raise."""
         self.progress.rejected += error.code in REJECTED
         self._require_open()
         if not error.again:
             if error.running:
-                self._drop(flight)
-            flight.rid = ""
+                self._drop(entry)
+            entry.rid = ""
             raise error
-        rid, flight.rid = flight.rid, ""
+        rid, entry.rid = entry.rid, ""
         if error.running and not await self._over(rid):
             raise error
-        await tries.again(error)
+        await retries.again(error)
         self.progress.retries += 1
 
     async def _over(self, rid: str) -> bool:
@@ -136,9 +136,9 @@ class HttpCalls:
             return error.code == "ENG69"
         return True
 
-    def _drop(self, flight: Flight) -> None:
+    def _drop(self, entry: InFlightRequest) -> None:
         """Have the server end what nobody waits for any more."""
-        rid, flight.rid = flight.rid, ""
+        rid, entry.rid = entry.rid, ""
         if not rid or self._closed:
             return
 
@@ -149,19 +149,19 @@ class HttpCalls:
         self._errands.add(task)
         task.add_done_callback(self._errands.discard)
 
-    def _refused(self, error: EngineError, flight: Flight) -> EngineError:
-        flight.rid = ""
-        return wire.refusal(error.what, f"request {flight.id}") if error.code == "ENG78" else error
+    def _refused(self, error: EngineError, entry: InFlightRequest) -> EngineError:
+        entry.rid = ""
+        return wire.refusal(error.what, f"request {entry.id}") if error.code == "ENG78" else error
 
-    def _rid(self, flight: Flight) -> str:
+    def _rid(self, entry: InFlightRequest) -> str:
         self._count += 1
-        flight.rid = f"{self._name}-{self._count:010d}-{flight.id}"
-        return flight.rid
+        entry.rid = f"{self._name}-{self._count:010d}-{entry.id}"
+        return entry.rid
 
-    def _own(self, answer: Any, flight: Flight) -> None:
+    def _own(self, answer: Any, entry: InFlightRequest) -> None:
         """Raises ServerFault ENG88 where the answer is of another try, or of nobody's request."""
-        rid = wire.meta(answer, f"request {flight.id}").get("id")
-        if rid == flight.rid:
+        rid = wire.meta(answer, f"request {entry.id}").get("id")
+        if rid == entry.rid:
             return
         late = isinstance(rid, str) and rid.startswith(f"{self._name}-")
         self.progress.late += late
@@ -169,7 +169,7 @@ class HttpCalls:
         raise fault(
             f"the answer is to {'an earlier attempt' if late else 'an unknown request'}: rid {rid!r}"[:300],
             "ENG88",
-            f"request {flight.id}",
+            f"request {entry.id}",
             again=True,
             running=True,
         )
@@ -179,55 +179,55 @@ class HttpCalls:
         self.progress.last_token = time.monotonic()
 
     @contextmanager
-    def _flying(self, flight: Flight) -> Iterator[None]:
+    def _tracked(self, entry: InFlightRequest) -> Iterator[None]:
         self._require_open()
-        self._flights.add(flight)
+        self._in_flight.add(entry)
         try:
             yield
         finally:
-            self._flights.discard(flight)
+            self._in_flight.discard(entry)
 
-    async def _seated(self, flight: Flight) -> bool:
+    async def _admitted(self, entry: InFlightRequest) -> bool:
         begin = time.monotonic()
         self.progress.waiting += 1
         try:
-            seated = await self._seats.take(flight)
+            admitted = await self._limit.acquire(entry)
         finally:
             self.progress.waiting -= 1
             self.progress.waited += time.monotonic() - begin
-        if seated:
+        if admitted:
             self.progress.in_flight += 1
         else:
             self._require_open()
-        return seated
+        return admitted
 
     def _leave(self) -> None:
         self.progress.in_flight -= 1
-        self._seats.give()
+        self._limit.release()
 
-    def _end(self, ids: Container[str] | None = None) -> list[Flight]:
+    def _end(self, ids: Container[str] | None = None) -> list[InFlightRequest]:
         """Mark generating requests (None: all) as asked to end; those of them that the server has."""
-        chosen = [flight for flight in self._flights if not flight.scores and (ids is None or flight.id in ids)]
-        for flight in chosen:
-            flight.asked = True
-            flight.end()
-        return [flight for flight in chosen if flight.rid]
+        chosen = [entry for entry in self._in_flight if not entry.scores and (ids is None or entry.id in ids)]
+        for entry in chosen:
+            entry.aborted = True
+            entry.end()
+        return [entry for entry in chosen if entry.rid]
 
     async def _abort(self, rid: str, timeout: float) -> None:
         await self.post("/abort_request", {"rid": rid, "abort_all": False}, timeout=timeout, retry=True)
 
     async def _called(self, method: str, path: str, body: bytes | None, timeout: float, retry: bool) -> dict[str, Any]:
         self._require_open()
-        tries = Tries(self._retries, time.monotonic() + timeout)
+        retries = Retries(self._retries, time.monotonic() + timeout)
         while True:
             try:
-                reply = await self._http.ask(method, path, body, end=tries.end, reuse=retry)
+                reply = await self._http.ask(method, path, body, end=retries.end, reuse=retry)
                 return _object(checked(reply))
             except ServerFault as error:
                 self._require_open()
                 if error.running and not retry:
                     raise
-                await tries.again(error)
+                await retries.again(error)
                 self.progress.retries += 1
 
     def _require_open(self) -> None:

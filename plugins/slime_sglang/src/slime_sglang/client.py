@@ -1,10 +1,10 @@
 """One SGLang server over HTTP: token ids and log-probs, checked before sending and when they return.
 
-    request -> bodies.check -> a seat of `concurrency` -> [POST /generate as a new rid] -> wire.completion
+    request -> bodies.check -> a permit of `concurrency` -> [POST /generate as a new rid] -> wire.completion
                                                             ^--- abort the old rid --- a fault after which it is safe
 
 A token's version is checked against what the caller says may be; what is wrong with a server leaves as ServerFault,
-what is wrong with the request as another EngineError. See `calls` for tries and `http` for what a try may meet.
+what is wrong with the request as another EngineError. See `calls` for retries and `http` for what a try may meet.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ import numpy as np
 from slime_core.engines.admission import too_long
 from slime_core.errors import EngineError
 from slime_core.types import Completion
-from slime_sglang import bodies, stops, wire
+from slime_sglang import bodies, stop_strings, wire
 from slime_sglang.calls import HttpCalls, ServerProgress
+from slime_sglang.chunks import ChunkedAnswer
+from slime_sglang.concurrency import InFlightRequest
 from slime_sglang.http import (
     Reply,
     ServerFault,
@@ -32,9 +34,7 @@ from slime_sglang.http import (
     loads,
     message,
 )
-from slime_sglang.pieces import Pieces
-from slime_sglang.seats import Flight
-from slime_sglang.tries import Tries
+from slime_sglang.retries import Retries
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -93,7 +93,7 @@ class Client(HttpCalls):
         self, request: GenerateRequest, *, dp_rank: int | None = None, low: int, high: Callable[[], int]
     ) -> Completion:
         """Continue ``request.tokens``; versions of its tokens must lie in ``[low, high()]``. A caller that is
-        cancelled ends the request on the server. ``timeout`` counts from the moment when it has a seat.
+        cancelled ends the request on the server. ``timeout`` counts from the moment when it is admitted.
 
         Raises:
             EngineError: the request is at fault (ENG01-ENG03, ENG72, ENG78 the server refuses it), or ENG73 the token,
@@ -105,20 +105,20 @@ class Client(HttpCalls):
         limit = self._check(request)
         if not limit:
             return self._nothing(request, "length")
-        flight = Flight(request.id)
+        entry = InFlightRequest(request.id)
 
         async def one_try(end: float) -> Completion:
-            body = self._body(flight, request, limit, dp_rank, stream=False)
+            body = self._body(entry, request, limit, dp_rank, stream=False)
             answer = await self._asked(body, request, end=end, cap=_cap(limit))
-            self._own(answer, flight)
+            self._own(answer, entry)
             done = wire.completion(answer, self._expected(request, limit, low, high))
-            return self._came(self._cut(done, request), flight, 0)
+            return self._came(self._cut(done, request), entry, 0)
 
-        with self._flying(flight):
-            if not await self._seated(flight):
+        with self._tracked(entry):
+            if not await self._admitted(entry):
                 return self._nothing(request, "abort")
             try:
-                return await self._tried(one_try, flight) or self._nothing(request, "abort")
+                return await self._tried(one_try, entry) or self._nothing(request, "abort")
             finally:
                 self._leave()
 
@@ -134,13 +134,13 @@ class Client(HttpCalls):
         if not limit:
             yield self._nothing(request, "length")
             return
-        flight = Flight(request.id)
-        with self._flying(flight):
-            if not await self._seated(flight):
+        entry = InFlightRequest(request.id)
+        with self._tracked(entry):
+            if not await self._admitted(entry):
                 yield self._nothing(request, "abort")
                 return
             try:
-                async with aclosing(self._streamed(flight, request, limit, dp_rank, low, high)) as pieces:
+                async with aclosing(self._streamed(entry, request, limit, dp_rank, low, high)) as pieces:
                     async for piece in pieces:
                         yield piece
             finally:
@@ -159,22 +159,22 @@ class Client(HttpCalls):
             raise too_long(f"{len(tokens)} tokens do not fit the context of {self._context_len}", "score")
         if start == len(tokens):
             return np.empty(0, dtype=np.float32)
-        flight = Flight("score", scores=True)
+        entry = InFlightRequest("score", scores=True)
 
         async def one_try(end: float) -> NDArray[Any]:
-            body = bodies.score_body(tokens, start, rid=self._rid(flight), features=self.features)
+            body = bodies.score_body(tokens, start, rid=self._rid(entry), features=self.features)
             answer = await self._asked(dumps(body), None, end=end, cap=_cap(len(tokens) - start))
-            self._own(answer, flight)
+            self._own(answer, entry)
             scores = wire.scores(answer, tokens, start, vocab_size=self._vocab_size)
             self._seen(0)
             self.progress.replies += 1
-            flight.rid = ""
+            entry.rid = ""
             return scores
 
-        with self._flying(flight):
-            await self._seated(flight)
+        with self._tracked(entry):
+            await self._admitted(entry)
             try:
-                scores = await self._tried(one_try, flight)
+                scores = await self._tried(one_try, entry)
                 assert scores is not None  # nobody aborts a score
                 return scores
             finally:
@@ -189,7 +189,7 @@ class Client(HttpCalls):
             EngineError, ServerFault: as `post`.
         """
         request_ids = set(ids)
-        rids = [flight.rid for flight in self._end(request_ids)]
+        rids = [entry.rid for entry in self._end(request_ids)]
         for first in range(0, len(rids), ABORTS_AT_ONCE):
             await asyncio.gather(*(self._abort(rid, CONTROL_SECONDS) for rid in rids[first : first + ABORTS_AT_ONCE]))
 
@@ -256,7 +256,7 @@ class Client(HttpCalls):
 
     def _check(self, request: GenerateRequest) -> int:
         limit = bodies.check(request, vocab_size=self._vocab_size, context_len=self._context_len)
-        if self._tokenizer_of is None and stops.needs_text(request, tokenizer=self._texts):
+        if self._tokenizer_of is None and stop_strings.needs_text(request, tokenizer=self._texts):
             raise EngineError(
                 "stop strings are to be looked for in text that the server does not see, and there is no tokenizer",
                 code="ENG03",
@@ -267,55 +267,55 @@ class Client(HttpCalls):
 
     async def _streamed(
         self,
-        flight: Flight,
+        entry: InFlightRequest,
         request: GenerateRequest,
         limit: int,
         dp_rank: int | None,
         low: int,
         high: Callable[[], int],
     ) -> AsyncGenerator[Completion, None]:
-        tries = Tries(self._retries, time.monotonic() + self._timeout, flight.stop)
+        retries = Retries(self._retries, time.monotonic() + self._timeout, entry.stop)
         where, count = f"request {request.id}", 0
         while True:
-            body, pieces = self._body(flight, request, limit, dp_rank, stream=True), Pieces()
+            body, pieces = self._body(entry, request, limit, dp_rank, stream=True), ChunkedAnswer()
             try:
                 headers = self._headers(request)
-                sent = self._http.events("/generate", body, end=tries.end, cap=_cap(limit), headers=headers)
+                sent = self._http.events("/generate", body, end=retries.end, cap=_cap(limit), headers=headers)
                 async with aclosing(sent) as events:
                     async for data in events:
                         if data == b"[DONE]":
                             break
-                        answer = pieces.add(self._event(data, flight), where)
+                        answer = pieces.add(self._event(data, entry), where)
                         final = answer["meta_info"].get("finish_reason") is not None
                         done = wire.completion(answer, self._expected(request, limit, low, high), final=final)
                         done = self._cut(done, request)
                         if final:
-                            yield self._came(done, flight, count)
+                            yield self._came(done, entry, count)
                             return
                         self._seen(len(done.tokens) - count)
                         count = len(done.tokens)
                         yield done
                         if done.finish == "stop":  # and the server goes on
-                            self._drop(flight)
+                            self._drop(entry)
                             return
                 raise fault("the stream ended before its answer did", "ENG77", where, again=True, running=True)
             except ServerFault as error:
                 error.again = error.again and not count
-                await self._after(error, flight, tries)
+                await self._after(error, entry, retries)
             except EngineError as error:
-                raise self._refused(error, flight) from None
+                raise self._refused(error, entry) from None
             except (asyncio.CancelledError, GeneratorExit):
-                self._drop(flight)
+                self._drop(entry)
                 raise
-            if flight.stop.is_set():
+            if entry.stop.is_set():
                 self._require_open()
                 yield self._nothing(request, "abort")
                 return
 
     def _body(
-        self, flight: Flight, request: GenerateRequest, limit: int, dp_rank: int | None, *, stream: bool
+        self, entry: InFlightRequest, request: GenerateRequest, limit: int, dp_rank: int | None, *, stream: bool
     ) -> bytes:
-        rid = self._rid(flight)
+        rid = self._rid(entry)
         features = self.features
         return dumps(bodies.body(request, rid=rid, limit=limit, stream=stream, features=features, dp_rank=dp_rank))
 
@@ -332,29 +332,29 @@ class Client(HttpCalls):
             spans=wire.SPANS in self.features,
         )
 
-    def _event(self, data: bytes, flight: Flight) -> Any:
+    def _event(self, data: bytes, entry: InFlightRequest) -> Any:
         try:
             answer = loads(data)
         except ValueError as error:
             raise fault(
                 "an event of the stream is not complete JSON",
                 "ENG77",
-                f"request {flight.id}",
+                f"request {entry.id}",
                 again=True,
                 running=True,
                 why=str(error),
             ) from None
         if isinstance(answer, dict) and "error" in answer:
             raise EngineError(f"the server refuses the request: {message(data)}", code="ENG78")
-        self._own(answer, flight)
+        self._own(answer, entry)
         return answer
 
-    def _came(self, done: Completion, flight: Flight, count: int) -> Completion:
-        if done.finish == "abort" and not done.tokens and not flight.asked:
+    def _came(self, done: Completion, entry: InFlightRequest, count: int) -> Completion:
+        if done.finish == "abort" and not done.tokens and not entry.aborted:
             raise fault(
-                "the server ended the request without a token, unasked", "ENG81", f"request {flight.id}", again=True
+                "the server ended the request without a token, unasked", "ENG81", f"request {entry.id}", again=True
             )
-        flight.rid = ""
+        entry.rid = ""
         self._seen(len(done.tokens) - count)
         self.progress.replies += 1
         return done
@@ -370,7 +370,7 @@ class Client(HttpCalls):
             epoch=self._epoch,
         )
 
-    # -- seats, texts, calls
+    # -- admission, texts, calls
 
     @property
     def _texts(self) -> bool:
@@ -378,7 +378,7 @@ class Client(HttpCalls):
 
     def _cut(self, done: Completion, request: GenerateRequest) -> Completion:
         decode = None if self._tokenizer_of is None else self._text
-        return stops.cut(done, request, decode, tokenizer=self._texts, eos=self._eos)
+        return stop_strings.cut(done, request, decode, tokenizer=self._texts, eos=self._eos)
 
     def _text(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         if self._tokenizer is None:

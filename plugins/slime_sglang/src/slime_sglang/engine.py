@@ -18,8 +18,8 @@ from slime_core.protocols import PauseMode
 from slime_core.types import GenerateRequest, SamplingParams
 from slime_sglang.fleet import Fleet, FleetSettings, ServerMode
 from slime_sglang.gateway_router import GatewayRouter
-from slime_sglang.lending import LentServer
 from slime_sglang.requests import Requests
+from slime_sglang.reserved_server import ReservedServer
 from slime_sglang.router import Lane, Middleware, Router, chained
 from slime_sglang.weights import WeightRoutes
 
@@ -202,10 +202,10 @@ class SglangEngine:
     @property
     def can_reserve(self) -> bool:
         """Whether :meth:`reserve` would find a server."""
-        return self.fleet.lending.lends
+        return self.fleet.reserved.can_reserve
 
     @asynccontextmanager
-    async def reserve(self) -> AsyncIterator[LentServer]:
+    async def reserve(self) -> AsyncIterator[ReservedServer]:
         """The least loaded server, for a while: it gets no other requests, and takes no update.
 
         What it runs ends on it. Afterwards it serves with the others, at once or from the next update on.
@@ -214,7 +214,7 @@ class SglangEngine:
             EngineError: no other would serve, or SGLang's router spreads the requests.
         """
         self._require_weights("reserve")
-        async with self.fleet.lent(self._middleware) as server:
+        async with self.fleet.reserve(self._middleware) as server:
             yield server
 
     # -- weights

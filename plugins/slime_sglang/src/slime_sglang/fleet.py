@@ -1,6 +1,6 @@
 """The servers of one engine: which of them take requests, what weights they have, what becomes of one that fails.
 
-load -> every open server but a lent one, at once -> those that fail: fenced, restarted by the `health.Watch`
+load -> every open server but a reserved one, at once -> those that fail: fenced, restarted by the `health.Watch`
 bring_up: restarted -> weights of the others (the trainer publishes once more, or the folder) -> compared -> open
 """
 
@@ -20,7 +20,7 @@ from slime_sglang.bodies import NO_TOKENIZER
 from slime_sglang.client import Client
 from slime_sglang.gateway_client import GatewayClient
 from slime_sglang.http import BROKEN
-from slime_sglang.lending import Lending, LentServer
+from slime_sglang.reserved_server import ReservedServer, ReservedServers
 from slime_sglang.router import Lane, Middleware, Router
 from slime_sglang.vocabulary import check_vocabulary
 from slime_sglang.weights import WeightRoutes, told
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 ServerMode = Literal["abort", "retract", "in_place"]
 ALIVE = 30.0  # seconds in which a server says that it lives, all tries together
-Quiet = Callable[[], AbstractAsyncContextManager[bool]]
+PausedEngine = Callable[[], AbstractAsyncContextManager[bool]]
 """Nothing runs on servers inside; the value says whether their prefix cache can be dropped."""
 
 Source = Callable[["WeightRoute"], Awaitable["WeightUpdate"]]
@@ -103,7 +103,7 @@ class Fleet:
         self.updating = asyncio.Lock()  # servers take weights, or come back
         self.filling = asyncio.Event()  # the memory of weights is not given back
         self.filling.set()
-        self.lending = Lending(router)
+        self.reserved = ReservedServers(router)
         self._coming = asyncio.Event()  # a load that will fill whoever has no weights
         self._servers = {server.address.number: server for server in servers}
         self._weights, self._tokenizer = weights, tokenizer
@@ -144,33 +144,33 @@ class Fleet:
         self.require_open()
         if not self.router.lanes:
             await self._some_server()
-        lanes = [*self.router.lanes, *self.lending.promised()]
+        lanes = [*self.router.lanes, *self.reserved.promised()]
         return await self._weights.route(check, sorted(lanes, key=lambda lane: lane.number))
 
-    async def load(self, update: WeightUpdate, quiet: Quiet) -> None:
+    async def load(self, update: WeightUpdate, paused: PausedEngine) -> None:
         """See `SglangEngine.load`."""
-        failures = await self._load(update, quiet)
+        failures = await self._load(update, paused)
         if self.version != update.version and update.transport == "disk" and self.watch is not None:
             await self.watch.settled()  # servers that come back read the folder
         elif self.version != update.version and update.transport == "tensor" and self.watch is not None:
             await self._some_server()
-            failures = await self._load(update, quiet)
+            failures = await self._load(update, paused)
         if self.version != update.version:
             error = self.over or next(iter(failures), None)
             raise error or EngineError(f"no server is left to take version {update.version}", code="ENG86")
 
-    async def _load(self, update: WeightUpdate, quiet: Quiet) -> list[EngineError]:
+    async def _load(self, update: WeightUpdate, paused: PausedEngine) -> list[EngineError]:
         """Take an update on the servers that are open; the engine has its version where one of them has."""
         async with self.updating:
             self.newest = update.version
             try:
-                async with quiet() as flush:
-                    lanes = [*self.router.lanes, *self.lending.due(folder=update.transport == "disk")]
+                async with paused() as flush:
+                    lanes = [*self.router.lanes, *self.reserved.due(folder=update.transport == "disk")]
                     failures = await self.each(lanes, lambda lane: self._take(lane, update, flush=flush))
                     self._update = update
                     if len(failures) < len(lanes):
                         self.version = update.version
-                    await self.lending.caught_up(update.version)
+                    await self.reserved.caught_up(update.version)
             finally:
                 self._coming.clear()
         return failures
@@ -194,10 +194,10 @@ class Fleet:
         lane.version = update.version
 
     @asynccontextmanager
-    async def lent(self, middleware: Sequence[Middleware]) -> AsyncIterator[LentServer]:
-        """A server for a while, which keeps its weights; see `lending`."""
-        settings, lane = self.settings, self.lending.choose()
-        server = LentServer(
+    async def reserve(self, middleware: Sequence[Middleware]) -> AsyncIterator[ReservedServer]:
+        """A server for a while, which keeps its weights; see `reserved_server`."""
+        settings, lane = self.settings, self.reserved.choose()
+        server = ReservedServer(
             lane,
             tokenizer=self._tokenizer,
             fault=self.fault,
@@ -206,12 +206,12 @@ class Fleet:
             epoch=settings.epoch,
             middleware=middleware,
         )
-        self.lending.add(server)
+        self.reserved.add(server)
         try:
             yield server
         finally:
             async with self.updating:
-                await self.lending.back(server, self.newest)
+                await self.reserved.release(server, self.newest)
 
     async def fingerprints(self) -> dict[str, str]:
         """Checksum of every tensor by `types.Held.key`; where servers differ, words that name the server."""
@@ -243,7 +243,7 @@ class Fleet:
     def fence(self, number: int, error: EngineError) -> None:
         """See `health.WatchedEngine`: its requests go to other servers with what they have."""
         lane = self.router.fence(number, error, dying=self._servers[number].owned)
-        lane = self.lending.fence(number, error) or lane
+        lane = self.reserved.fence(number, error) or lane
         if lane is not None:
             task = asyncio.get_running_loop().create_task(lane.client.close())
             self._closing.add(task)
@@ -311,7 +311,7 @@ class Fleet:
         """See `health.WatchedEngine`."""
         self.over = self.over or error
         self.router.lost(error)
-        self.lending.lost(error)
+        self.reserved.lost(error)
 
     async def _meet(self, number: int) -> Lane:
         """A lane to a server that is ready; raises TOK40 where its token ids are not the model's."""

@@ -89,25 +89,25 @@ class Process(Server):
             EngineError: ENG71 another service answers, ENG73 it asks for no token or refuses ours.
         """
         end = time.monotonic() + timeout
-        open_door, door = Transport(self.address.url), Transport(self.address.url, token=self.address.token)
+        anonymous, authorized = Transport(self.address.url), Transport(self.address.url, token=self.address.token)
         try:
-            reply = await open_door.ask("GET", "/liveness", end=end)
+            reply = await anonymous.ask("GET", "/liveness", end=end)
             if reply.status != 200:
                 return f"/liveness answered {reply.status}"
-            reply = await door.ask("GET", "/workers", end=end)
+            reply = await authorized.ask("GET", "/workers", end=end)
             if reply.status in (401, 403):
                 raise EngineError("SGLang's router refuses the token", code="ENG73", where=where)
             if reply.status != 200 or not isinstance(decoded(reply), dict):
                 raise EngineError(
                     f"{reply.where} answered {reply.status}: no SGLang router", code="ENG71", where=where
                 )
-            if (await open_door.ask("GET", "/workers", end=end)).status == 200:
+            if (await anonymous.ask("GET", "/workers", end=end)).status == 200:
                 raise EngineError("SGLang's router answers without a token", code="ENG73", where=where)
         except ServerFault as error:
             return f"{error.what}: {error.why}" if error.why else error.what
         finally:
-            await open_door.close()
-            await door.close()
+            await anonymous.close()
+            await authorized.close()
         return ""
 
 

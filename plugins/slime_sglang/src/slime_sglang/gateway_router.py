@@ -45,13 +45,13 @@ class GatewayRouter(Router):
         self._changing = 0  # servers that are being taken away
         self._tasks: set[asyncio.Task[Any]] = set()
         self._born = 0
-        self._gate: Lane | None = None
+        self._gateway_lane: Lane | None = None
         gateway.keeper = self
 
     @property
     def shared(self) -> int:
         """See `Router`."""
-        return self._gate.in_flight if self._gate is not None else 0
+        return self._gateway_lane.in_flight if self._gateway_lane is not None else 0
 
     # -- servers
 
@@ -79,7 +79,7 @@ class GatewayRouter(Router):
     async def _take_away(self, number: int, error: EngineError | None) -> None:
         try:
             await self._gateway.remove(number)
-            if error is not None and self._gate is not None:
+            if error is not None and self._gateway_lane is not None:
                 self.down(_same(error))
                 await self.clear()
                 self.up(self._gateway.address)
@@ -95,7 +95,7 @@ class GatewayRouter(Router):
         if server is not None:
             culprit_lane = self._lanes.get(server[0])
             return culprit_lane if culprit_lane is not None and culprit_lane.key == server else None
-        if error.code in BROKEN and lane is self._gate:
+        if error.code in BROKEN and lane is self._gateway_lane:
             self._gateway.report(_same(error))
             self.down(_same(error))
         return None
@@ -104,10 +104,10 @@ class GatewayRouter(Router):
 
     def down(self, error: ServerFault) -> None:
         """See `gateway.GatewayUser`."""
-        gate, self._gate = self._gate, None
-        if gate is not None:
-            gate.fenced = error
-            self._run(gate.client.close())
+        gateway_lane, self._gateway_lane = self._gateway_lane, None
+        if gateway_lane is not None:
+            gateway_lane.fenced = error
+            self._run(gateway_lane.client.close())
 
     async def clear(self) -> None:
         """See `gateway.GatewayUser`."""
@@ -118,7 +118,7 @@ class GatewayRouter(Router):
         """See `gateway.GatewayUser`."""
         self._born += 1
         client = self._connect(address, peers=self._peers, servers=self._keys)
-        self._gate = Lane(client=client, number=NUMBER, room=self._room, generation=self._born)
+        self._gateway_lane = Lane(client=client, number=NUMBER, room=self._room, generation=self._born)
         self._seat()
 
     def ended(self, error: EngineError) -> None:
@@ -130,8 +130,8 @@ class GatewayRouter(Router):
 
     async def close(self) -> None:
         """See `Router`."""
-        if self._gate is not None:
-            await self._gate.client.close()
+        if self._gateway_lane is not None:
+            await self._gateway_lane.client.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _run(self, work: Any) -> None:
@@ -142,11 +142,11 @@ class GatewayRouter(Router):
     # -- places
 
     def _open(self, place: Place) -> bool:
-        return not self._held and place.lane is self._gate
+        return not self._held and place.lane is self._gateway_lane
 
     def _place(self, request: GenerateRequest, avoid: Collection[LaneKey]) -> Place | None:
-        gate = self._gate
-        if self._held or self._changing or gate is None:
+        gateway_lane = self._gateway_lane
+        if self._held or self._changing or gateway_lane is None:
             return None
         kinds = [
             KINDS.get(str(lane.fact("disaggregation_mode") or "null"), "regular") for lane in self._lanes.values()
@@ -154,12 +154,12 @@ class GatewayRouter(Router):
         making = sum(kind != "prefill" for kind in kinds)  # servers that decode
         if not making or ("decode" in kinds) != ("prefill" in kinds):
             return None
-        gate.room = self._room * making
-        gate.version = min(lane.version for lane in self._lanes.values())
-        if gate.full:
+        gateway_lane.room = self._room * making
+        gateway_lane.version = min(lane.version for lane in self._lanes.values())
+        if gateway_lane.full:
             return None
-        gate.in_flight += 1
-        return Place(gate, None)
+        gateway_lane.in_flight += 1
+        return Place(gateway_lane, None)
 
 
 def _same(error: EngineError) -> ServerFault:

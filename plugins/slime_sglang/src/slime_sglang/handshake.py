@@ -36,24 +36,24 @@ async def handshake(address: ServerAddress, *, owned: bool, where: str, timeout:
             none, ENG93 its certificate is not trusted.
     """
     end = time.monotonic() + timeout
-    open_door = Transport(address.url, ca=address.ca)
-    door = Transport(address.url, token=address.token, ca=address.ca)
+    anonymous = Transport(address.url, ca=address.ca)
+    authorized = Transport(address.url, token=address.token, ca=address.ca)
     try:
-        reply = await open_door.ask("GET", "/health", end=end, cap=CAP)
+        reply = await anonymous.ask("GET", "/health", end=end, cap=CAP)
         if reply.status in REFUSED:
             raise _refused(address, where, reply)
         if reply.status >= 500:
             return Greeting(f"/health answered {reply.status}")
         if reply.status != 200:
             raise _wrong(address, where, reply)
-        reply = await door.ask("GET", "/model_info", end=end, cap=CAP)
+        reply = await authorized.ask("GET", "/model_info", end=end, cap=CAP)
         if reply.status in REFUSED:
             raise _refused(address, where, reply)
         if reply.status >= 500:
             return Greeting(f"/model_info answered {reply.status}")
         if reply.status != 200 or "model_path" not in _object(reply.body):
             raise _wrong(address, where, reply)
-        if owned and (await open_door.ask("GET", "/model_info", end=end, cap=CAP)).status == 200:
+        if owned and (await anonymous.ask("GET", "/model_info", end=end, cap=CAP)).status == 200:
             raise EngineError(
                 f"SGLang server {address.number} at {address.url} answers without a token",
                 code="ENG73",
@@ -61,15 +61,15 @@ async def handshake(address: ServerAddress, *, owned: bool, where: str, timeout:
                 why="SGLang does not require one with more than one tokenizer process",
                 fix="leave sglang.tokenizer_worker_num at 1",
             )
-        reply = await door.ask("GET", "/server_info", end=end)
+        reply = await authorized.ask("GET", "/server_info", end=end)
         if reply.status != 200:
             return Greeting(f"/server_info answered {reply.status}")
         return Greeting(facts=_object(reply.body))
     except ServerFault as error:
         return Greeting(f"{error.what}: {error.why}" if error.why else error.what)
     finally:
-        await open_door.close()
-        await door.close()
+        await anonymous.close()
+        await authorized.close()
 
 
 def _wrong(address: ServerAddress, where: str, reply: Reply) -> EngineError:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime_core.clusters.channel import end_of
 from slime_core.clusters.hangs import state_of
-from slime_core.clusters.host import LOOPBACK, Listener, Site, StartedProcess, elsewhere, function_of
+from slime_core.clusters.host import LOOPBACK, Listener, ServerPlacement, StartedProcess, elsewhere, function_of
 from slime_sglang import held_ports
 
 if TYPE_CHECKING:
@@ -286,41 +286,41 @@ def _used() -> set[str]:
     return paths
 
 
-class LocalSites:
+class LocalPlacements:
     """All of them on this machine.
 
-    Example: LocalSites(config).server(0).address == "127.0.0.1"
+    Example: LocalPlacements(config).server(0).address == "127.0.0.1"
     """
 
     def __init__(self, config: Config) -> None:
         self._config = config
 
     async def on_server(self, function: str, *args: Any) -> Any:
-        """See `ServerSites`."""
+        """See `ServerPlacements`."""
         return await asyncio.to_thread(function_of(function), *args)
 
     async def on_trainer(self, function: str, *args: Any) -> Any:
-        """See `ServerSites`."""
+        """See `ServerPlacements`."""
         return await asyncio.to_thread(function_of(function), *args)
 
     def gpus(self) -> int | None:
-        """See `ServerSites`: those that this process sees."""
+        """See `ServerPlacements`: those that this process sees."""
         if self._config.cluster.device != "cuda":
             return None
         import torch
 
         return torch.cuda.device_count()
 
-    def server(self, number: int) -> Site:
-        """See `ServerSites`; a server's command has its GPUs."""
-        return Site()
+    def server(self, number: int) -> ServerPlacement:
+        """See `ServerPlacements`; a server's command has its GPUs."""
+        return ServerPlacement()
 
-    def beside(self, role: str) -> Site:
-        """See `ServerSites`."""
-        return Site()
+    def beside(self, role: str) -> ServerPlacement:
+        """See `ServerPlacements`."""
+        return ServerPlacement()
 
-    def meeting(self, urls: Sequence[str]) -> str:
-        """See `ServerSites`: the loopback, or the address of ours that servers elsewhere are reached from."""
+    def trainer_address(self, urls: Sequence[str]) -> str:
+        """See `ServerPlacements`: the loopback, or the address of ours that servers elsewhere are reached from."""
         away = elsewhere(urls)
         return own_address(*away) if away else LOOPBACK
 

@@ -25,9 +25,9 @@ from slime_core.weights.folder import ModelFolder
 from slime_sglang import external, start_gateway as gateways
 from slime_sglang.engine import FleetSettings, SglangEngine
 from slime_sglang.health import Watch
-from slime_sglang.host import LocalSites
+from slime_sglang.host import LocalPlacements
 from slime_sglang.layout import check_comparable
-from slime_sglang.lineup import ModelServers, attached, launched
+from slime_sglang.model_servers import ModelServers, attached, launched
 from slime_sglang.router import Middleware
 from slime_sglang.server import Server
 from slime_sglang.server_health import WatchLimits
@@ -55,15 +55,15 @@ async def sglang_engines(start: EngineStart) -> AsyncIterator[ServedEngines]:
         check_comparable(config, folder)
     agree(config, os.environ)
     async with AsyncExitStack() as stack:
-        sites = start.sites or LocalSites(config)
+        placements = start.placements or LocalPlacements(config)
         if config.rollout.rollout_external_engine_addrs:
             engines_served = attached(config)
         else:
-            engines_served = await launched(config, sites, start.run_dir, start.epoch, fixed=start.fixed)
+            engines_served = await launched(config, placements, start.run_dir, start.epoch, fixed=start.fixed)
         servers = [server for part in engines_served for server in part.servers]
         stack.push_async_callback(_stop, servers)
         await _start(servers, config.rollout.rollout_start_timeout)
-        meeting = sites.meeting([server.address.url for server in servers])
+        trainer_address = placements.trainer_address([server.address.url for server in servers])
         served: dict[str, SglangEngine] = {}
         for part in engines_served:
             serves = folder if part.role == POLICY else await asyncio.to_thread(ModelFolder.open, part.model)
@@ -75,10 +75,10 @@ async def sglang_engines(start: EngineStart) -> AsyncIterator[ServedEngines]:
                 role=part.role,
                 run_dir=start.run_dir,
                 note=note,
-                site=sites.beside(part.role),
+                placement=placements.beside(part.role),
             )
             gateway = await stack.enter_async_context(router) if router is not None else None
-            engine = await _engine(start, serves, part, version, gateway=gateway, host=meeting)
+            engine = await _engine(start, serves, part, version, gateway=gateway, host=trainer_address)
             stack.push_async_callback(engine.close)
             needed = gateways.pairs(gateways.kinds(part.servers))
             bounds = replace(limits(config), told=gateway is not None)

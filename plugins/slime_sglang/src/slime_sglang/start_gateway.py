@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime_core.clusters.host import Site
+from slime_core.clusters.host import ServerPlacement
 from slime_core.errors import EngineError
 from slime_sglang import ports
 from slime_sglang.gateway import KINDS, LOG, Gateway
@@ -62,7 +62,7 @@ async def gateway(
     role: str,
     run_dir: Path,
     note: Note,
-    site: Site | None = None,
+    placement: ServerPlacement | None = None,
 ) -> Gateway | None:
     """SGLang's router for these servers, not started; None where slime spreads their requests.
 
@@ -73,7 +73,7 @@ async def gateway(
         role: of the model.
         run_dir: its log goes to ``log/gateway.log`` there.
         note: told which router it is.
-        site: where it lives; None is this machine.
+        placement: where it lives; None is this machine.
 
     Raises:
         ConfigError: CFG04 it is needed and not installed; its options.
@@ -90,14 +90,14 @@ async def gateway(
     policy = ports.option(words, "--policy", "cache_aware")
     of = "" if role == POLICY else f" of {role}"
     note(f"requests{of} go through SGLang's router {installation.router}, policy {policy}; log: {log}")
-    rollout, site = config.rollout, site or Site()
+    rollout, placement = config.rollout, placement or ServerPlacement()
     return Gateway(
         ports.router_launch(
             python=installation.python,
             arguments=words,
             env=installation.env,
             log=log,
-            address=site.address,
+            address=placement.address,
             threads=config.cluster.cpu_threads,
         ),
         token=servers[0].address.token if paired else "",  # SGLang's router shows its own token to such servers
@@ -105,7 +105,7 @@ async def gateway(
         timeout=rollout.rollout_health_check_timeout,
         start_timeout=rollout.rollout_start_timeout,
         max_restarts=rollout.rollout_max_restarts,
-        host=site.host,
+        host=placement.host,
         note=note,
     )
 

@@ -6,7 +6,7 @@ Pure. What SGLang (0.5.12, 0.5.23) cannot be told, or tells otherwise than the e
 - ``output_token_logprobs`` are of softmax(logits / temperature), before top-k and top-p. So ``plain_log_probs`` are
   empty where the temperature is neither 0 nor 1, and ``log_probs`` do not know what top-k and top-p left out.
 - Greedy draws have log-prob 0, and SGLang's number is the plain one.
-- Its stop strings see new tokens alone, and ``ignore_eos`` turns stop token ids off: see `stops`.
+- Its stop strings see new tokens alone, and ``ignore_eos`` turns stop token ids off: see `stop_strings`.
 """
 
 from __future__ import annotations

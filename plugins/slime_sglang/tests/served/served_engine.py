@@ -23,7 +23,7 @@ from slime_sglang.engine import SglangEngine
 from slime_sglang.external import features
 from slime_sglang.hashing import expected
 from slime_sglang.health import Watch
-from slime_sglang.lineup import ModelServers
+from slime_sglang.model_servers import ModelServers
 from slime_sglang.server import Server
 from slime_sglang.server_health import WatchLimits
 from slime_sglang.topology import POLICY

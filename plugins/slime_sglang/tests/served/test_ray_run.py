@@ -23,7 +23,7 @@ from slime_core.config.load import load_config
 from slime_core.testing.contracts import ENGINE_CHECKS, EngineCheck
 from slime_ray.joining import entered, hosts
 from slime_ray.placement import plan
-from slime_ray.servers import RaySites
+from slime_ray.servers import RayPlacements
 from slime_sglang import held_ports as ports
 from slime_sglang.health import WatchLimits
 from slime_sglang.host import Launch
@@ -44,7 +44,7 @@ def hosted(loop: Loop, launch: Callable[..., Launch], served_model: Path) -> Ite
         placed, stack = plan(config), AsyncExitStack()
         with entered(nodes.address):
             found = loop.run(stack.enter_async_context(hosts(config, placed)))
-            host = RaySites(config, placed, found).server(0).host
+            host = RayPlacements(config, placed, found).server(0).host
             server = Server.launch(launch(), host=host)
 
             async def up() -> None:

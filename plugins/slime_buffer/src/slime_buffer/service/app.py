@@ -15,7 +15,7 @@ from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 
 from slime_buffer.service import models
-from slime_buffer.service.desk import BufferService
+from slime_buffer.service.buffer_service import BufferService
 from slime_buffer.service.tables import QueueFull
 from slime_core.errors import SlimeError
 from slime_service.guard import Guard, Refused, invalid, of_slime_error, refused
@@ -62,19 +62,19 @@ class StrictRoute(APIRoute):
         return strict
 
 
-def make_app(desk: BufferService, *, token: str, max_body: int, max_tokens: int, max_requests: int = 256) -> Guard:
-    """The guarded application; it starts and closes the desk.
+def make_app(service: BufferService, *, token: str, max_body: int, max_tokens: int, max_requests: int = 256) -> Guard:
+    """The guarded application; it starts and closes the service.
 
     ``max_body`` in bytes, ``max_tokens`` of one sequence or prompt.
     """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        await desk.start()
+        await service.start()
         try:
             yield
         finally:
-            await desk.close()
+            await service.close()
 
     app = FastAPI(
         title="slime rollout buffer",
@@ -87,62 +87,62 @@ def make_app(desk: BufferService, *, token: str, max_body: int, max_tokens: int,
     )
     app.router.route_class = StrictRoute
     _handle_errors(app)
-    _trainer_routes(app, desk, max_tokens)
-    _generator_routes(app, desk, max_tokens)
-    _other_routes(app, desk)
+    _trainer_routes(app, service, max_tokens)
+    _generator_routes(app, service, max_tokens)
+    _other_routes(app, service)
     larger = "send fewer rows a request, or serve with a larger --max-body-mib"
     return Guard(app, token=token, max_body=max_body, max_requests=max_requests, larger=larger)
 
 
-def _trainer_routes(app: FastAPI, desk: BufferService, max_tokens: int) -> None:
+def _trainer_routes(app: FastAPI, service: BufferService, max_tokens: int) -> None:
     @app.post("/v1/rollouts", response_model=models.Asked, tags=["trainer"])
     async def start_rollout(ask: models.Ask) -> Response:
         """Start a rollout: groups for generators. Known ids change nothing; what has ended is handed out again."""
         _limit((group.tokens for group in ask.groups), max_tokens)
-        return _answer(await desk.ask(ask))
+        return _answer(await service.ask(ask))
 
     @app.post("/v1/batches/claim", response_model=models.Claimed, tags=["trainer"])
     async def claim_batch(claim: models.ClaimBatch) -> Response:
         """Read groups that have ended. They come again, to anybody, when the lease ends without an ack."""
-        return _answer(await desk.claim_batch(claim))
+        return _answer(await service.claim_batch(claim))
 
     @app.post("/v1/batches/{claim}/ack", response_model=models.Settled, tags=["trainer"])
     async def acknowledge(claim: ClaimId, settle: models.Settle) -> Response:
         """The reader has made these groups durable on its side."""
-        return _answer(await desk.settle(claim, settle, acknowledge=True))
+        return _answer(await service.settle(claim, settle, acknowledge=True))
 
     @app.post("/v1/batches/{claim}/release", response_model=models.Settled, tags=["trainer"])
     async def give_back(claim: ClaimId, settle: models.Settle) -> Response:
         """The reader does not want these groups now."""
-        return _answer(await desk.settle(claim, settle, acknowledge=False))
+        return _answer(await service.settle(claim, settle, acknowledge=False))
 
     @app.post("/v1/groups/drop", response_model=models.Asked, tags=["trainer"])
     async def drop(drop: models.DropGroups) -> Response:
         """Give up groups, with a reason."""
-        return _answer(await desk.drop(drop))
+        return _answer(await service.drop(drop))
 
 
-def _generator_routes(app: FastAPI, desk: BufferService, max_tokens: int) -> None:
+def _generator_routes(app: FastAPI, service: BufferService, max_tokens: int) -> None:
     @app.post("/v1/work/claim", response_model=models.Works, tags=["generator"])
     async def claim_work(claim: models.ClaimWork) -> Response:
         """Take open groups. They are open again when the lease ends."""
-        return _answer(await desk.claim_work(claim))
+        return _answer(await service.claim_work(claim))
 
     @app.post("/v1/work/extend", response_model=models.Held, tags=["generator"])
     async def extend(lease: models.Lease) -> Response:
         """Heartbeat: the leases get this length from now."""
-        return _answer(await desk.extend(lease))
+        return _answer(await service.extend(lease))
 
     @app.post("/v1/work/release", response_model=models.Held, tags=["generator"])
     async def release(lease: models.Lease) -> Response:
         """Release a lease; written samples stay."""
-        return _answer(await desk.release(lease))
+        return _answer(await service.release(lease))
 
     @app.post("/v1/samples", response_model=models.Written, tags=["generator"])
     async def write(write: models.Write) -> Response:
         """Write rollouts, each as one or several sequences. The first that is written under an id stays."""
         _limit((sequence.tokens for t in write.trajectories for sequence in t.sequences), max_tokens)
-        return _answer(await desk.write(write))
+        return _answer(await service.write(write))
 
     @app.post("/v1/groups/push", response_model=models.Asked, tags=["generator"])
     async def push(push: models.Push) -> Response:
@@ -150,19 +150,19 @@ def _generator_routes(app: FastAPI, desk: BufferService, max_tokens: int) -> Non
         rollouts = [rollout for group in push.groups for rollout in group.rollouts]
         _limit((sequence.tokens for rollout in rollouts for sequence in rollout.sequences), max_tokens)
         _limit((group.tokens for group in push.groups), max_tokens)
-        return _answer(await desk.push(push))
+        return _answer(await service.push(push))
 
 
-def _other_routes(app: FastAPI, desk: BufferService) -> None:
+def _other_routes(app: FastAPI, service: BufferService) -> None:
     @app.get("/v1/groups", response_model=models.Rows, tags=["look"])
     async def peek(query: Annotated[models.PeekQuery, Query()]) -> Response:
         """List groups; nothing is taken."""
-        return _answer(await desk.peek(query))
+        return _answer(await service.peek(query))
 
     @app.get("/v1/stats", response_model=models.Stats, tags=["look"])
     async def stats() -> Response:
         """Counts, queues and rates."""
-        return _answer(await desk.stats())
+        return _answer(await service.stats())
 
     @app.get("/health", response_model=models.Health, tags=["look"])
     async def health() -> Response:

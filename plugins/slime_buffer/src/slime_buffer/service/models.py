@@ -44,7 +44,7 @@ class Sampling(Wire):
     ignore_eos: bool = False
 
 
-class EngineDoor(Wire):
+class EngineEndpoint(Wire):
     """Where tokens can be had: a `/generate` of SGLang's shape."""
 
     url: Annotated[str, StringConstraints(pattern=r"^https?://[!-~]{1,300}$")]
@@ -58,7 +58,7 @@ class Wanted(Wire):
     seed: int = Field(0, ge=0, lt=2**64)
 
 
-class About(Wire):
+class GroupDescription(Wire):
     """What a group is of."""
 
     id: Name = Field(examples=["grpo/17"])
@@ -70,7 +70,7 @@ class About(Wire):
     metadata: Table = Field(default={})
 
 
-class AskedGroup(About):
+class AskedGroup(GroupDescription):
     """A group that the trainer wants."""
 
     samples: list[Wanted] = Field(min_length=1, max_length=1024)
@@ -88,7 +88,7 @@ class Ask(Wire):
     """Start a rollout. Repeating it changes nothing; a group that was read or dropped is handed out again."""
 
     run: RunName = Field(examples=["demo-0"])
-    engine: EngineDoor | None = None
+    engine: EngineEndpoint | None = None
     groups: list[AskedGroup] = Field(max_length=1024)
 
 
@@ -119,7 +119,7 @@ class ClaimWork(Wire):
     wait_seconds: Wait = 0.0
 
 
-class Work(About):
+class Work(GroupDescription):
     """An open group, leased. ``samples`` are those not written yet."""
 
     lease: Name
@@ -127,7 +127,7 @@ class Work(About):
     samples: list[Wanted]
     sampling: Sampling
     version: int
-    engine: EngineDoor | None = None
+    engine: EngineEndpoint | None = None
 
 
 class Works(Wire):
@@ -231,7 +231,7 @@ class Written(Wire):
     finished: list[Name]
 
 
-class PushedGroup(About):
+class PushedGroup(GroupDescription):
     """A whole group that no run requested."""
 
     rollouts: list[Rollout] = Field(min_length=1, max_length=1024)
@@ -262,7 +262,7 @@ class ClaimBatch(Wire):
     restart: bool = Field(False, description="Give back what this reader still holds, first.")
 
 
-class Ended(About):
+class Ended(GroupDescription):
     """A group that has ended: finished, with what became of each rollout, or dropped."""
 
     state: Literal["finished", "dropped"]

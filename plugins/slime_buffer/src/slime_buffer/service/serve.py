@@ -47,12 +47,12 @@ async def _serve(
     settings: BufferSettings, token: str, listening: socket.socket, started: Callable[[str], None]
 ) -> None:
     from slime_buffer.service.app import make_app
-    from slime_buffer.service.desk import BufferService
+    from slime_buffer.service.buffer_service import BufferService
     from slime_service.serving import HttpServer
 
-    desk = BufferService(settings.folder, settings.limits)
+    service = BufferService(settings.folder, settings.limits)
     try:
-        app = make_app(desk, token=token, max_body=settings.max_body, max_tokens=settings.max_tokens)
+        app = make_app(service, token=token, max_body=settings.max_body, max_tokens=settings.max_tokens)
         server = HttpServer(
             app,
             listening,
@@ -66,11 +66,11 @@ async def _serve(
 
         def stop() -> None:
             server.should_exit = True
-            desk.stop_waiting()
+            service.stop_waiting()
 
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop)
         await server.serve(sockets=[listening])
     finally:
-        await desk.close()
+        await service.close()

@@ -1,7 +1,7 @@
 """Groups on disk and their transitions: requested, pushed, written, finished, dropped.
 
 Every method is durable when it returns. Where the ledger has to be told of a group's state, ``told`` is 0 until it
-was: `Desk` then does so again after a crash.
+was: `BufferService` then does so again after a crash.
 """
 
 from __future__ import annotations

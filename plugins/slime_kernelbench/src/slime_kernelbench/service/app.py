@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from slime_kernelbench.codec import verdict_to_json
-from slime_kernelbench.service.desk import Clash, JudgeService
+from slime_kernelbench.service.judge_service import Clash, JudgeService
 from slime_kernelbench.service.models import JudgeRequest
 from slime_kernelbench.service.pool import PoolFull, Stopped
 from slime_kernelbench.types import Verdict
@@ -28,31 +28,31 @@ from slime_service.guard import Guard, Refused, invalid, refused
 MAX_BODY = 8 << 20  # bytes
 
 
-class Gate:
+class ServiceState:
     """Whether new work is taken."""
 
     def __init__(self) -> None:
         self.draining = False
 
 
-def make_app(desk: JudgeService, *, token: str, gate: Gate) -> Guard:
-    """The application; who runs it starts and ends the desk's pool."""
+def make_app(service: JudgeService, *, token: str, state: ServiceState) -> Guard:
+    """The application; who runs it starts and ends the service's pool."""
 
     async def judge(request: Request) -> Response:
-        if gate.draining:
+        if state.draining:
             raise refused(503, "draining", "the service ends; it takes no more work", fix="ask another, or later")
         try:
             ask = JudgeRequest.model_validate_json(await request.body())
         except ValidationError as error:
             errors = error.errors(include_url=False, include_input=False)
             raise invalid(errors, fix="send key, source and problem {id, name, source, level}; nothing else") from None
-        verdict = await _while_connected(request, _judged(desk, ask))
+        verdict = await _while_connected(request, _judged(service, ask))
         return JSONResponse({"verdict": verdict_to_json(verdict)})
 
     async def health(request: Request) -> Response:
-        alive = any(place.state in ("ready", "busy") for place in desk.pool.places)
-        status = "draining" if gate.draining else "ok" if alive else "no_device"
-        return JSONResponse({"status": status, **desk.pool.state()})
+        alive = any(place.state in ("ready", "busy") for place in service.pool.places)
+        status = "draining" if state.draining else "ok" if alive else "no_device"
+        return JSONResponse({"status": status, **service.pool.state()})
 
     routes = [Route("/v1/judge", judge, methods=["POST"]), Route("/health", health)]
     handlers = dict.fromkeys((Refused, HTTPException, Exception), _refusal)
@@ -68,11 +68,11 @@ def _refusal(request: Request, error: Exception) -> Response:
     return Response(error.body, error.status, error.headers, "application/json")
 
 
-async def _judged(desk: JudgeService, ask: JudgeRequest) -> Verdict:
+async def _judged(service: JudgeService, ask: JudgeRequest) -> Verdict:
     try:
-        return await desk.judge(ask)
+        return await service.judge(ask)
     except PoolFull:
-        reason = f"{desk.pool.limits.waiting} candidates wait"
+        reason = f"{service.pool.limits.waiting} candidates wait"
         fix = "send the same again after Retry-After seconds"
         raise refused(429, "full", "the queue is full", why=reason, fix=fix) from None
     except Stopped:

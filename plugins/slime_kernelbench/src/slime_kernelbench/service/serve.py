@@ -59,17 +59,17 @@ def serve(settings: JudgeSettings, started: Callable[[str, Path | None], None]) 
 async def _serve(
     settings: JudgeSettings, token: str, secret: Secret, listening: socket.socket, started: Callable[[str], None]
 ) -> None:
-    from slime_kernelbench.service.app import Gate, make_app
-    from slime_kernelbench.service.desk import JudgeService
+    from slime_kernelbench.service.app import ServiceState, make_app
+    from slime_kernelbench.service.judge_service import JudgeService
     from slime_service.serving import HttpServer
 
-    gate, stop = Gate(), asyncio.Event()
+    state, stop = ServiceState(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     places = devices(settings.gpus, settings.workers)
     async with Pool(places, start=partial(_start, settings, secret), limits=settings.limits) as pool:
-        app = make_app(JudgeService(pool), token=token, gate=gate)
+        app = make_app(JudgeService(pool), token=token, state=state)
         server = HttpServer(
             app,
             listening,
@@ -82,7 +82,7 @@ async def _serve(
         serving = asyncio.create_task(server.serve(sockets=[listening]))
         try:
             await stop.wait()
-            gate.draining = True
+            state.draining = True
             await _drain(pool, settings.grace)
         finally:
             await pool.close()

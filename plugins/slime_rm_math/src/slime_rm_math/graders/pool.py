@@ -43,7 +43,7 @@ class NoWorkers(Exception):
 
 
 @dataclass(slots=True)
-class GraderSeat:
+class GraderSlot:
     """Where a worker sits: a number, its end of a socket, its process, and how many answers it has given."""
 
     number: int
@@ -68,7 +68,7 @@ class GraderPool:
     def __init__(self, *, workers: int, seconds: float, memory_mb: int) -> None:
         self.seconds = seconds
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="slime-grader")
-        self._seats: queue.LifoQueue[GraderSeat] = queue.LifoQueue()
+        self._slots: queue.LifoQueue[GraderSlot] = queue.LifoQueue()
         self._order = threading.Lock()
         parent_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with child_end:
@@ -89,11 +89,11 @@ class GraderPool:
                 start_new_session=True,
             )
         self._control = parent_end
-        seats = [GraderSeat(number) for number in range(workers)]
-        for seat in seats:
-            self._seats.put(seat)
+        slots = [GraderSlot(number) for number in range(workers)]
+        for slot in slots:
+            self._slots.put(slot)
         self._ready = threading.Event()
-        self._close = weakref.finalize(self, _close, parent_end, self._parent, self._threads, seats, os.getpid())
+        self._close = weakref.finalize(self, _close, parent_end, self._parent, self._threads, slots, os.getpid())
 
     def __enter__(self) -> GraderPool:
         return self
@@ -111,18 +111,18 @@ class GraderPool:
         Raises:
             NoWorkers: they cannot be started.
         """
-        seats = [self._seats.get() for _ in range(self._threads._max_workers)]
+        slots = [self._slots.get() for _ in range(self._threads._max_workers)]
         try:
-            for seat in seats:
-                self._sit(seat)
+            for slot in slots:
+                self._sit(slot)
         finally:
-            for seat in seats:
-                self._seats.put(seat)
+            for slot in slots:
+                self._slots.put(slot)
 
     def processes(self) -> list[int]:
         """The workers that have answered something and are not busy."""
-        with self._seats.mutex:
-            return [seat.process for seat in self._seats.queue if seat.process]
+        with self._slots.mutex:
+            return [slot.process for slot in self._slots.queue if slot.process]
 
     def ask(self, gold: str, answer: str) -> Future[GradingVerdict]:
         """Whether ``answer`` is ``gold``; the future never raises."""
@@ -142,28 +142,28 @@ class GraderPool:
         return form if isinstance(form, str) else ""
 
     def _ask(self, question: bytes) -> GradingVerdict | str:
-        seat = self._seats.get()
+        slot = self._slots.get()
         try:
-            self._sit(seat)
+            self._sit(slot)
             until = time.monotonic() + self.seconds
             for _ in range(2):
                 with suppress(Dead):
-                    return self._exchange(seat, question, until)
-                self._stand(seat)
-                self._sit(seat)
+                    return self._exchange(slot, question, until)
+                self._stand(slot)
+                self._sit(slot)
             return unparsable("the worker that read it ended, twice")
         except NoWorkers as error:
             return unjudged(f"no grading worker: {error}")
         except OSError as error:
-            self._stand(seat)
+            self._stand(slot)
             return unjudged(f"a grading worker cannot be reached: {error}")
         finally:
-            self._seats.put(seat)
+            self._slots.put(slot)
 
-    def _exchange(self, seat: GraderSeat, question: bytes, until: float) -> GradingVerdict | str:
-        link, label_read = seat.link, False
+    def _exchange(self, slot: GraderSlot, question: bytes, until: float) -> GradingVerdict | str:
+        link, label_read = slot.link, False
         assert link is not None
-        started = processor_seconds(seat.process)
+        started = processor_seconds(slot.process)
         try:
             link.send(question)
             while True:
@@ -172,15 +172,15 @@ class GraderPool:
                 if not packet:
                     raise Dead
                 reply = json.loads(packet)
-                seat.answers += "label" not in reply
+                slot.answers += "label" not in reply
                 if "form" in reply:
                     return str(reply["form"])
                 if "outcome" in reply:
                     return GradingVerdict(outcome=reply["outcome"], why=reply["why"])
                 label_read = True
         except TimeoutError:
-            used = processor_seconds(seat.process) - started
-            self._stand(seat)
+            used = processor_seconds(slot.process) - started
+            self._stand(slot)
             return self._late(used, label_read)
         except (BrokenPipeError, ConnectionError):
             raise Dead from None
@@ -192,32 +192,32 @@ class GraderPool:
             return unjudged(f"the label alone took {self.seconds:g} s")
         return unparsable(f"no verdict in {self.seconds:g} s")
 
-    def _sit(self, seat: GraderSeat) -> None:
-        """Have a worker in the seat.
+    def _sit(self, slot: GraderSlot) -> None:
+        """Have a worker in the slot.
 
         Raises:
             NoWorkers: there is none to be had.
         """
-        if seat.link is not None and seat.answers < ANSWERS_A_WORKER:
+        if slot.link is not None and slot.answers < ANSWERS_A_WORKER:
             return
-        self._stand(seat, order=False)
+        self._stand(slot, order=False)
         parent_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with child_end:
             try:
-                seat.process = self._tell(seat.number, [child_end.fileno()])
+                slot.process = self._tell(slot.number, [child_end.fileno()])
             except BaseException:
                 parent_end.close()
                 raise
-        seat.link, seat.answers = parent_end, 0
+        slot.link, slot.answers = parent_end, 0
 
-    def _stand(self, seat: GraderSeat, *, order: bool = True) -> None:
-        """End the seat's worker; without ``order`` only forget it, since another is about to take the seat."""
-        if seat.link is not None:
-            seat.link.close()
-        if order and seat.process:
+    def _stand(self, slot: GraderSlot, *, order: bool = True) -> None:
+        """End the slot's worker; without ``order`` only forget it, since another is about to take the slot."""
+        if slot.link is not None:
+            slot.link.close()
+        if order and slot.process:
             with suppress(NoWorkers):
-                self._tell(seat.number, [])
-        seat.link, seat.process = None, 0
+                self._tell(slot.number, [])
+        slot.link, slot.process = None, 0
 
     def _tell(self, number: int, sockets: list[int]) -> int:
         with self._order:
@@ -227,7 +227,7 @@ class GraderPool:
                     self._told()
                     self._ready.set()
                 self._control.settimeout(ORDER_SECONDS)
-                socket.send_fds(self._control, [json.dumps({"seat": number}).encode()], sockets)
+                socket.send_fds(self._control, [json.dumps({"slot": number}).encode()], sockets)
                 return int(self._told()["process"])
             except OSError as error:
                 raise NoWorkers(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from error
@@ -244,13 +244,13 @@ def _close(
     control: socket.socket,
     parent: subprocess.Popen[bytes],
     threads: ThreadPoolExecutor,
-    seats: Sequence[GraderSeat],
+    slots: Sequence[GraderSlot],
     owner: int,
 ) -> None:
     if os.getpid() != owner:  # a fork of the process that started them
         return
     threads.shutdown(cancel_futures=True)
-    for link in (control, *(seat.link for seat in seats if seat.link is not None)):
+    for link in (control, *(slot.link for slot in slots if slot.link is not None)):
         link.close()
     try:
         parent.wait(2.0)

@@ -1,6 +1,6 @@
 """The processes that ask math-verify: `python -P -m slime_rm_math.graders.worker FD MEMORY`, a parent of forks.
 
-    pool --FD--> parent of forks    {"seat": n} and a socket: end the seat's worker, fork one that serves the socket
+    pool --FD--> parent of forks    {"slot": n} and a socket: end the slot's worker, fork one that serves the socket
     pool <-----> worker             {"gold", "answer"} -> {"label": true} once the label is read -> {"outcome", "why"}
                                     {"text"} -> {"form"}, one text for all that are equal (`forms.py`), "" for none
 
@@ -104,19 +104,19 @@ def main(descriptor: int, memory: int) -> None:
     gc.collect()
     gc.freeze()  # forks share these pages
     control.send(b'{"ready": true}')
-    seats: dict[int, int] = {}
+    slots: dict[int, int] = {}
     while os.getppid() == parent:
         if not select.select([control], [], [], 1.0)[0]:
             continue
         packet, sockets, _, _ = socket.recv_fds(control, PACKET, 1)
         if not packet:
             break
-        seat = int(json.loads(packet)["seat"])
-        _end(seats.pop(seat, 0))
+        slot = int(json.loads(packet)["slot"])
+        _end(slots.pop(slot, 0))
         if sockets:
-            seats[seat] = _fork(control, sockets[0], mathematics, memory)
-        control.send(json.dumps({"seat": seat, "process": seats.get(seat, 0)}).encode())
-    for process in seats.values():
+            slots[slot] = _fork(control, sockets[0], mathematics, memory)
+        control.send(json.dumps({"slot": slot, "process": slots.get(slot, 0)}).encode())
+    for process in slots.values():
         _end(process)
 
 

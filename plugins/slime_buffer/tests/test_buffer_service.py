@@ -46,14 +46,14 @@ def test_repeating_any_request_changes_nothing(serving, row):
             for _ in range(3):
                 await world.ask("a", "b")
             claim = models.ClaimWork(worker="gen", request="1", count=1)
-            first, again = await world.desk.claim_work(claim), await world.desk.claim_work(claim)
+            first, again = await world.service.claim_work(claim), await world.service.claim_work(claim)
             assert first == again
             assert (await world.client.claim_work("gen"))[0].id == "b"
             for expected in ("stored", "known", "known"):
                 written = await world.client.write("run", [row("a", 0), row("a", 1)])
                 assert [j.state for j in written.trajectories] == [expected, expected]
             batch = models.ClaimBatch(reader="t", request="1", run="run")
-            first, again = await world.desk.claim_batch(batch), await world.desk.claim_batch(batch)
+            first, again = await world.service.claim_batch(batch), await world.service.claim_batch(batch)
             assert first == again
             assert [await world.client.acknowledge(first.claim) for _ in range(3)] == [1, 1, 1]
             assert (await world.client.stats()).samples == {"issued": 4, "read": 2, "pending": 2}

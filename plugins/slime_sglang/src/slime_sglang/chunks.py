@@ -10,7 +10,7 @@ from slime_sglang.http import fault
 
 
 @dataclass(slots=True)
-class Pieces:
+class ChunkedAnswer:
     """The chunks of a stream put together, be they whole each time or only what is new.
 
     A chunk's log-probs tell which: as many as the answer has tokens so far, or only its own. (An aborted request of

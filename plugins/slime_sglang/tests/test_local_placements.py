@@ -9,22 +9,22 @@ from slime_core.clusters.host import LOOPBACK, elsewhere
 from slime_core.config.load import load_config
 from slime_core.errors import ConfigError
 from slime_sglang import installation
-from slime_sglang.host import LocalSites, own_address
+from slime_sglang.host import LocalPlacements, own_address
 from slime_sglang.installation import PYTHON_ENV
 
 pytestmark = pytest.mark.unit
 
 
 def here(*flags):
-    return LocalSites(load_config(None, ["--hf-checkpoint", ".", "--device", "cpu", *flags]))
+    return LocalPlacements(load_config(None, ["--hf-checkpoint", ".", "--device", "cpu", *flags]))
 
 
 def test_servers_of_this_machine_listen_on_the_loopback_and_so_does_the_trainer():
     place = here()
-    site = place.server(3)
-    assert site.host is None
-    assert (site.address, dict(site.env), place.gpus()) == (LOOPBACK, {}, None)
-    assert place.meeting(["http://127.0.0.1:1", "http://localhost:2", "http://[::1]:3"]) == LOOPBACK
+    placement = place.server(3)
+    assert placement.host is None
+    assert (placement.address, dict(placement.env), place.gpus()) == (LOOPBACK, {}, None)
+    assert place.trainer_address(["http://127.0.0.1:1", "http://localhost:2", "http://[::1]:3"]) == LOOPBACK
 
 
 def test_the_trainer_listens_for_servers_elsewhere_at_the_address_from_which_it_reaches_them():
@@ -32,7 +32,7 @@ def test_the_trainer_listens_for_servers_elsewhere_at_the_address_from_which_it_
     assert elsewhere(["http://10.0.0.1"]) == ("10.0.0.1", 80)
     assert own_address("127.0.0.5", 9) == LOOPBACK  # the kernel answers: from there it is reached
     assert own_address("no such host", 9) == LOOPBACK
-    found = here().meeting(["http://127.0.0.1:1", "http://10.0.0.1:30000"])
+    found = here().trainer_address(["http://127.0.0.1:1", "http://10.0.0.1:30000"])
     assert found == own_address("10.0.0.1", 30000)
 
 

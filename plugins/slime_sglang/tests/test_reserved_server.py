@@ -1,4 +1,4 @@
-"""A server that is lent keeps its weights, and serves its borrower alone; then it takes part again."""
+"""A reserved server keeps its weights and serves its holder alone; then it takes part again."""
 
 import asyncio
 
@@ -22,17 +22,17 @@ def test_it_keeps_its_weights_through_updates_and_gets_no_other_requests(tmp_pat
     async def work():
         async with serving(tmp_path, 2) as (engine, fakes):
             await engine.load(update(tmp_path, 1))
-            async with engine.reserve() as lent:
-                held = fakes[lent.lane.number]
+            async with engine.reserve() as server:
+                held = fakes[server.lane.number]
                 await engine.load(update(tmp_path, 2))
                 others = await asked(engine, "a")
                 assert {version for one in others for version in one.versions} == {2}
                 assert not held.bodies
-                done = await lent.generate(request("b-0"))
+                done = await server.generate(request("b-0"))
                 assert (done.versions, done.tokens, done.epoch) == ([1] * 6, EXPECTED, EPOCH)
-                assert (await lent.score([1, 2, 3, 4], 2)).shape == (2,)
-                assert (held.version, engine.version, lent.version) == (f"{EPOCH}.1", 2, 1)
-                assert not {"release", "live_load"} & lent.abilities
+                assert (await server.score([1, 2, 3, 4], 2)).shape == (2,)
+                assert (held.version, engine.version, server.version) == (f"{EPOCH}.1", 2, 1)
+                assert not {"release", "live_load"} & server.abilities
 
     run(work())
 
@@ -41,9 +41,9 @@ def test_with_older_weights_it_waits_for_the_next_update(tmp_path):
     async def work():
         async with serving(tmp_path, 2) as (engine, fakes):
             await engine.load(update(tmp_path, 1))
-            async with engine.reserve() as lent:
+            async with engine.reserve() as server:
                 await engine.load(update(tmp_path, 2))
-            held = fakes[lent.lane.number]
+            held = fakes[server.lane.number]
             assert {version for one in await asked(engine, "a") for version in one.versions} == {2}
             assert not held.bodies
             await engine.load(update(tmp_path, 3))
@@ -58,10 +58,10 @@ def test_with_the_newest_weights_it_serves_again_at_once(tmp_path):
     async def work():
         async with serving(tmp_path, 2) as (engine, fakes):
             await engine.load(update(tmp_path, 1))
-            async with engine.reserve() as lent:
+            async with engine.reserve() as server:
                 assert len(engine.router.lanes) == 1
             await asked(engine, "a")
-            assert fakes[lent.lane.number].bodies
+            assert fakes[server.lane.number].bodies
 
     run(work())
 
@@ -72,11 +72,11 @@ def test_an_update_whose_route_was_made_without_it_does_not_reach_it(tmp_path):
     async def work():
         async with serving(tmp_path, 2, device="cuda") as (engine, fakes):
             await engine.load(update(tmp_path, 1))
-            async with engine.reserve() as lent:
+            async with engine.reserve() as server:
                 await engine.load(update(tmp_path, 2))
                 await engine.route("none")
             await engine.load(update(tmp_path, 3, "tensor"))
-            held = fakes[lent.lane.number]
+            held = fakes[server.lane.number]
             assert held.version == f"{EPOCH}.1"
             await engine.route("none")
             await engine.load(update(tmp_path, 4, "tensor"))
@@ -91,8 +91,8 @@ def test_what_it_ran_ends_on_it_with_its_version(tmp_path):
         async with serving(tmp_path, 2) as (engine, fakes):
             await engine.load(update(tmp_path, 1))
             running = await begun(engine, fakes, ["p0-0", "p1-0"])
-            async with engine.reserve() as lent:
-                number = lent.lane.number
+            async with engine.reserve() as server:
+                number = server.lane.number
                 for fake in fakes:
                     fake.go.set()
                 done = await asyncio.gather(*running.values())
@@ -109,13 +109,13 @@ def test_a_lent_server_that_fails_ends_the_borrowing_and_comes_back_with_the_new
             Watch(engine.servers, engine.fleet, QUICK) as engine.fleet.watch,
         ):
             await engine.load(update(tmp_path, 1))
-            async with engine.reserve() as lent:
-                number = lent.lane.number
+            async with engine.reserve() as server:
+                number = server.lane.number
                 await engine.load(update(tmp_path, 2))
                 error = EngineError("it hangs", code="ENG85")
                 engine.fleet.watch.report(number, error)
                 with pytest.raises(EngineError, match="it hangs"):
-                    await lent.generate(request("b-0"))
+                    await server.generate(request("b-0"))
                 await engine.fleet.watch.settled()
                 assert [lane.version for lane in engine.router.lanes] == [2, 2]
             assert fakes[number].version == f"{EPOCH}.2"

@@ -1,7 +1,7 @@
-"""A server lent out: it keeps its weights through updates, and takes requests of whoever borrowed it alone.
+"""Reserve a server: it keeps its weights through updates and serves only its holder's requests.
 
-lend -> the least loaded server is chosen no more; what it runs ends there
-back -> with the newest weights it is chosen again at once; else the next update brings them, and it waits for that
+reserve -> the least loaded server gets no new requests; those it has finish there
+release -> with the newest weights it serves again at once; else it waits for the next update
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from slime_core.types import Completion
 
 CHANGES: frozenset[Ability] = frozenset({"live_load", "release"})
-"""Abilities of whoever may change a server, which a borrower may not."""
+"""Abilities that change a server, which the holder of a reservation does not have."""
 
 
-class LentServer:
+class ReservedServer:
     """One server as an engine that generates and scores, of one version; see `protocols.Engine`.
 
     Example:
-        async with engine.reserve() as lent:
-            done = await lent.generate(request)  # whatever version the others have by now
+        async with engine.reserve() as server:
+            done = await server.generate(request)  # whatever version the others have by now
     """
 
     def __init__(
@@ -63,55 +63,55 @@ class LentServer:
         """See `protocols.Engine`."""
         self._scores += 1
         params = SamplingParams(max_new_tokens=1)
-        stands_for = GenerateRequest(id=f"score-{self._scores}", tokens=list(tokens), params=params, seed=0)
-        return await self._requests.score(tokens, start, stands_for)
+        scored = GenerateRequest(id=f"score-{self._scores}", tokens=list(tokens), params=params, seed=0)
+        return await self._requests.score(tokens, start, scored)
 
     async def abort(self, ids: Collection[str]) -> list[Completion]:
         """See `protocols.Engine`."""
         return await self._requests.stop(set(ids))
 
     def lost(self, error: EngineError) -> None:
-        """The server will not answer: fail what it has, and whoever asks from now on."""
+        """Fail the requests that it has, and every later one: the server will not answer."""
         self._router.lost(error)
 
 
-class Lending:
-    """What a fleet has lent, and what came back without the newest weights."""
+class ReservedServers:
+    """Reserved servers of a fleet, and released ones without the newest weights."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
-        self._lent: dict[int, LentServer] = {}
+        self._reserved: dict[int, ReservedServer] = {}
         self._behind: dict[int, Lane] = {}
         self._promised: set[int] = set()  # of those behind, whom the update that is being made reaches
 
     @property
-    def lends(self) -> bool:
-        """Whether a server may be lent: another serves, and it is this process that chooses each request's server."""
+    def can_reserve(self) -> bool:
+        """True if a server may be reserved: another serves, and this process chooses each request's server."""
         return self._router.shared is None and len(self._router.lanes) > 1
 
     def choose(self) -> Lane:
-        """The server to lend, which takes no request from now on.
+        """Choose the server to reserve; it gets no request from now on.
 
         Raises:
-            EngineError: none may be lent.
+            EngineError: none may be reserved.
         """
-        if not self.lends:
+        if not self.can_reserve:
             reason = "no other would serve requests"
             if self._router.shared is not None:
                 reason = "SGLang's router spreads the requests, over all servers alike"
-            raise EngineError(f"none of {len(self._router.lanes)} servers can be lent", why=reason)
+            raise EngineError(f"none of {len(self._router.lanes)} servers can be reserved", why=reason)
         lane = min(self._router.lanes, key=lambda lane: (lane.in_flight, -lane.number))
         self._router.withdraw(lane.number)
         return lane
 
-    def add(self, loan: LentServer) -> None:
-        """It is lent from now on."""
-        self._lent[loan.lane.number] = loan
+    def add(self, server: ReservedServer) -> None:
+        """Record a reservation."""
+        self._reserved[server.lane.number] = server
 
-    async def back(self, loan: LentServer, newest: int) -> None:
-        """A borrower is done; a server that failed meanwhile comes back by itself."""
-        lane = loan.lane
-        self._lent.pop(lane.number, None)
+    async def release(self, server: ReservedServer, newest: int) -> None:
+        """End a reservation; a server that failed meanwhile comes back by itself."""
+        lane = server.lane
+        self._reserved.pop(lane.number, None)
         if lane.fenced is not None:
             return
         if lane.version == newest:
@@ -136,16 +136,16 @@ class Lending:
                 await self._router.join(lane)
 
     def fence(self, number: int, error: EngineError) -> Lane | None:
-        """A server failed; its lane where it is lent or behind, and what its borrower waits for fails."""
-        loan, lane = self._lent.get(number), self._behind.pop(number, None)
-        if loan is not None:
-            lane = loan.lane
-            loan.lost(error)
+        """A server failed; its lane where it is reserved or behind; its holder's requests fail."""
+        server, lane = self._reserved.get(number), self._behind.pop(number, None)
+        if server is not None:
+            lane = server.lane
+            server.lost(error)
         if lane is not None:
             lane.fenced = error
         return lane
 
     def lost(self, error: EngineError) -> None:
         """Nothing will answer any more."""
-        for loan in self._lent.values():
-            loan.lost(error)
+        for server in self._reserved.values():
+            server.lost(error)

@@ -1,7 +1,7 @@
 """Which SGLang servers a run has, by model; nothing is started here.
 
 rollout_external_engine_addrs -> `attached`: servers that others run
-[sglang], topology, site      -> `launched`: servers of ours, each with its command, log and place
+[sglang], topology, placement -> `launched`: servers of ours, each with its command, log and place
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime_core.clusters.host import ServerSites
+from slime_core.clusters.host import ServerPlacements
 from slime_core.errors import ConfigError
 from slime_sglang import ports, start_gateway as gateways
 from slime_sglang.command import Command, commands
@@ -55,19 +55,19 @@ def attached(config: Config) -> list[ModelServers]:
 
 
 async def launched(
-    config: Config, sites: ServerSites, run_dir: Path, epoch: int, *, fixed: bool
+    config: Config, placements: ServerPlacements, run_dir: Path, epoch: int, *, fixed: bool
 ) -> list[ModelServers]:
     """Servers of ours, not started yet.
 
     Raises:
         ConfigError: SGLang is not found, an option it does not know, GPUs that do not suffice.
     """
-    installation: Installation = await sites.on_server(
+    installation: Installation = await placements.on_server(
         READ, dict(config.table("sglang")), config.cluster.device, named_here()
     )
-    trainer: str = await sites.on_trainer("importlib.metadata:version", "torch")
+    trainer: str = await placements.on_trainer("importlib.metadata:version", "torch")
     check_transport(config, installation, trainer)
-    placed = topology(config, gpus=sites.gpus())
+    placed = topology(config, gpus=placements.gpus())
     how = commands(config, installation, placed)
     shared = secrets.token_urlsafe(32)
     world = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
@@ -78,7 +78,7 @@ async def launched(
             servers=tuple(
                 _server(
                     config,
-                    sites,
+                    placements,
                     installation,
                     group,
                     number,
@@ -126,7 +126,7 @@ def _stamp(group: ServerGroup, epoch: int, fixed: bool) -> tuple[str, ...]:
 
 def _server(
     config: Config,
-    sites: ServerSites,
+    placements: ServerPlacements,
     installation: Installation,
     group: ServerGroup,
     number: int,
@@ -136,13 +136,13 @@ def _server(
     *,
     token: str = "",
 ) -> Server:
-    site = sites.server(number)
+    placement = placements.server(number)
     launch = ports.server_launch(
         python=installation.python,
         arguments=(*how.arguments, *more),
-        env={**how.env, **site.env},
+        env={**how.env, **placement.env},
         log=run_dir / "log" / f"engine-{number}.log",
-        address=site.address,
+        address=placement.address,
         threads=config.cluster.cpu_threads,
     )
-    return Server.launch(launch, number=number, group=group.name, token=token, host=site.host)
+    return Server.launch(launch, number=number, group=group.name, token=token, host=placement.host)

@@ -1,4 +1,4 @@
-"""Retries: how often something is asked again, and the pause before it."""
+"""Retries of a request: how many, until when, and the pause before each."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ LONGEST_RETRY_AFTER = 60.0
 
 
 @dataclass(slots=True)
-class Tries:
-    """How often and until when something is asked again; pauses double and are drawn at random around that.
+class Retries:
+    """Retries that remain, and their deadline; pauses double, with random jitter.
 
     Example:
-        tries = Tries(left=3, end=time.monotonic() + 60)
+        retries = Retries(left=3, end=time.monotonic() + 60)
         try: ...
-        except ServerFault as error: await tries.again(error)
+        except ServerFault as error: await retries.again(error)
     """
 
     left: int  # after the first
     end: float  # time.monotonic()
-    stop: asyncio.Event | None = None  # set: nobody waits any more, a pause ends at once
+    stop: asyncio.Event | None = None  # set: a pause ends at once
     pause: float = field(default=FIRST_PAUSE)
 
     async def again(self, error: ServerFault) -> None:
-        """Wait until the next try is due, or raise ``error``."""
+        """Wait until the next retry is due, or raise ``error``."""
         pause = max(self.pause * random.uniform(0.5, 1.5), min(error.wait, LONGEST_RETRY_AFTER))
         if not error.again or self.left <= 0 or time.monotonic() + pause >= self.end:
             raise error

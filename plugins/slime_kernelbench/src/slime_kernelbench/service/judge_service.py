@@ -29,7 +29,7 @@ class JudgeService:
     """Answers requests from a pool.
 
     Example:
-        verdict = await desk.judge(ask)
+        verdict = await service.judge(ask)
     """
 
     def __init__(self, pool: Pool, *, capacity: int = KEPT) -> None:

@@ -36,9 +36,9 @@ class BufferService:
     ``clock``: of leases, seconds.
 
     Example:
-        desk = Desk(Path("buffer"), Limits())
-        await desk.start()
-        await desk.ask(ask)
+        service = BufferService(Path("buffer"), BufferLimits())
+        await service.start()
+        await service.ask(ask)
     """
 
     def __init__(self, folder: Path, limits: BufferLimits, clock: Callable[[], float] = time.monotonic) -> None:
