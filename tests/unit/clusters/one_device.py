@@ -101,21 +101,3 @@ async def lent(device):
     await engine.release({"kv", "weights"})
     trainer = StrictTrainer(device)
     return engine, trainer, MemorySwapping(engine, trainer, released=True, free=device.free)
-
-
-async def turn(engine, trainer, devices, version):
-    async with devices.training():
-        assert engine.device.free() >= 0
-        await trainer.step(Nothing())
-    async with devices.syncing():
-        await engine.load(await trainer.publish(version))
-
-
-class Nothing:
-    """A batch without samples."""
-
-    def __init__(self):
-        self.columns, self.loss_mask, self.sample_ids = {}, (), ()
-
-    def __len__(self):
-        return 0

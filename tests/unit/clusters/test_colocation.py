@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 import trainer_bench as made
-from one_device import Device, Nothing, StrictEngine, StrictTrainer, lent, turn
+from one_device import Device, StrictEngine, StrictTrainer, lent
 
 from slime_core.clusters.colocation import DedicatedDevices, MemorySwapping, TimeSharing
 from slime_core.config.load import load_config
@@ -29,6 +29,24 @@ load {version}
 trainer - parameters
 engine + kv
 resume"""
+
+
+async def turn(engine, trainer, devices, version):
+    async with devices.training():
+        assert engine.device.free() >= 0
+        await trainer.step(Nothing())
+    async with devices.syncing():
+        await engine.load(await trainer.publish(version))
+
+
+class Nothing:
+    """A batch without samples."""
+
+    def __init__(self):
+        self.columns, self.loss_mask, self.sample_ids = {}, (), ()
+
+    def __len__(self):
+        return 0
 
 
 def test_memory_changes_hands_in_the_order_of_the_design():

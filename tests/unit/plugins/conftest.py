@@ -1,6 +1,7 @@
 """Plugins from source text, a group of two samples, and the facade around them."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -53,14 +54,9 @@ def ask(group, ctx):
     """Run one facade method on the group."""
 
     def ask(facade, method, **sections):
-        used = ctx if not sections else type(ctx)(**{**_fields(ctx), "config": Config(**sections)})
-        return asyncio.run(getattr(facade, method)(group, used))
+        return asyncio.run(getattr(facade, method)(group, replace(ctx, config=Config(**sections))))
 
     return ask
-
-
-def _fields(ctx):
-    return {name: getattr(ctx, name) for name in ctx.__slots__}
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Plugins of one hook, what the hooks are given, and how they are asked."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 
@@ -37,7 +38,7 @@ def report():
     return StepReport(version=4, stage="main", step=3, of=9, metrics={"loss": 1.0, "bad": float("nan")}, seconds={})
 
 
-def given_to(name, group):
+def call_of(name, group):
     """The facade's method of a hook, and what it is called with."""
     return {
         "slime_sampling": ("sampling", group.prompt),
@@ -51,10 +52,9 @@ def given_to(name, group):
 
 
 def ask(plugins, name, group, ctx, **sections):
-    used = type(ctx)(**{**{n: getattr(ctx, n) for n in ctx.__slots__}, "config": Config(**sections)})
-    method, given = given_to(name, group)
-    found = getattr(plugins, method)(given, used)
-    return asyncio.run(found) if asyncio.iscoroutine(found) else found
+    method, argument = call_of(name, group)
+    answer = getattr(plugins, method)(argument, replace(ctx, config=Config(**sections)))
+    return asyncio.run(answer) if asyncio.iscoroutine(answer) else answer
 
 
 TAKES = {
