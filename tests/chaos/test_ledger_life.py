@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
-from ledger_audit import audit
 
+from durability.ledger_audit import audit
 from slime_core.errors import StorageError
 from slime_core.ledger.ledger import SqliteLedger
 from slime_core.protocols import GroupRecord, RequestTurn

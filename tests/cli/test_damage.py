@@ -9,8 +9,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from ledger_audit import audit
 
+from durability.ledger_audit import audit
 from slime_cli import history
 from slime_cli.main import main
 from slime_core import failpoints

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from dialogue_actors import BROKEN, INFRA, RIGHT, WRONG, Known, context, fenced, pending, timed
-from ledger_audit import audit
 from speakers import speaker
 
 from durability.cut_runs import CutRun
+from durability.ledger_audit import audit
 from slime_core import ConfigError, DataError
 from slime_core.config.load import load_config
 from slime_core.ledger.ledger import SqliteLedger

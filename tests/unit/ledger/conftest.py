@@ -3,8 +3,8 @@
 import asyncio
 
 import pytest
-from ledger_audit import audit
 
+from durability.ledger_audit import audit
 from slime_core.ledger.ledger import SqliteLedger
 
 

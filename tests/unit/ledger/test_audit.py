@@ -4,8 +4,8 @@ import asyncio
 import sqlite3
 
 import pytest
-from ledger_audit import audit
 
+from durability.ledger_audit import audit
 from durability.ledger_contract import suspended_turns
 from slime_core.errors import StorageError
 from slime_core.ledger.ledger import SqliteLedger, conservation

@@ -6,8 +6,8 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from ledger_audit import audit
 
+from durability.ledger_audit import audit
 from slime_core.errors import StorageError
 from slime_core.ledger import commits as module
 from slime_core.ledger.ledger import SqliteLedger

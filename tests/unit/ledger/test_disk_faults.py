@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from ledger_audit import audit
 
+from durability.ledger_audit import audit
 from durability.ledger_contract import suspended_turns
 from slime_core import durable
 from slime_core.durable import Disk
@@ -219,7 +219,7 @@ def test_a_process_without_file_descriptors_gets_an_error_and_goes_on_later(with
 LIMITED = """
 import asyncio, os, resource, sys
 from pathlib import Path
-from ledger_audit import audit
+from durability.ledger_audit import audit
 from slime_core.ledger.ledger import SqliteLedger
 from slime_core.errors import StorageError
 from slime_core.testing.contracts import sample_group

@@ -6,9 +6,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from ledger_audit import audit
 
 import slime_core.ledger
+from durability.ledger_audit import audit
 from durability.ledger_contract import suspended_turns
 from slime_core import failpoints
 from slime_core.ledger.ledger import SqliteLedger

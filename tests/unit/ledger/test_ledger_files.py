@@ -10,8 +10,8 @@ import threading
 
 import pytest
 from books import batch_of, ids_of, query
-from ledger_audit import audit
 
+from durability.ledger_audit import audit
 from slime_core.errors import StorageError
 from slime_core.ledger.ledger import SqliteLedger
 from slime_core.testing.contracts import sample_group

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from ledger_audit import audit
 
+from durability.ledger_audit import audit
 from durability.ledger_contract import suspended_turns
 from durability.memory_ledger import MemoryLedger
 from slime_core.errors import SlimeError

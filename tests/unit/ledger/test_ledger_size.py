@@ -4,9 +4,9 @@ import asyncio
 import sqlite3
 
 import pytest
-from ledger_audit import audit
 
 from durability.large_ledger import fill_ledger
+from durability.ledger_audit import audit
 from durability.ledger_contract import suspended_turns
 from slime_core.ledger.ledger import SqliteLedger
 from slime_core.testing.contracts import sample_group

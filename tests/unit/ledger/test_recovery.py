@@ -5,8 +5,8 @@ import sqlite3
 from contextlib import closing
 
 import pytest
-from ledger_audit import audit
 
+from durability.ledger_audit import audit
 from durability.ledger_contract import suspended_turns
 from slime_core.errors import StorageError
 from slime_core.ledger.ledger import SqliteLedger

@@ -6,8 +6,8 @@ import shutil
 import sqlite3
 
 import pytest
-from ledger_audit import audit
 
+from durability.ledger_audit import audit
 from slime_core.errors import StorageError
 from slime_core.ledger.ledger import SqliteLedger
 from slime_core.ledger.repair import main, newest_copy, repair
