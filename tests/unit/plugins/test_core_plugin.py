@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from slime_core.config.presets import settle
 from slime_core.config.schema import Config
 from slime_core.config.sections.reward import RewardSection
 from slime_core.config.sections.rollout import RolloutSection
@@ -180,7 +181,7 @@ def test_the_policy_loss_of_one_step_has_the_gradient_of_the_advantage(load):
 
     log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
     columns = {"advantages": torch.tensor([1.0, -0.5]), "loss_mask": torch.ones(2), "sample": torch.tensor([0, 1])}
-    loss, metrics = load().loss("policy_loss").fn(log_probs, torch.zeros(2), columns, TrainSection())
+    loss, metrics = load().loss("policy_loss").fn(log_probs, torch.zeros(2), columns, settle(TrainSection()))
     loss.sum().backward()
     assert log_probs.grad.tolist() == [-1.0, 0.5]
     assert metrics["clip_fraction"].tolist() == [0.0, 0.0]
@@ -193,7 +194,7 @@ def test_the_policy_loss_clips_against_the_scored_policy(load):
     log_probs = torch.tensor([-0.5], requires_grad=True)
     columns = {"advantages": torch.tensor([1.0]), "policy": torch.tensor([-1.0])}
     columns |= {"loss_mask": torch.ones(1), "sample": torch.tensor([0])}
-    loss, metrics = load().loss("policy_loss").fn(log_probs, torch.zeros(1), columns, TrainSection())
+    loss, metrics = load().loss("policy_loss").fn(log_probs, torch.zeros(1), columns, settle(TrainSection()))
     loss.sum().backward()
     assert loss.item() == pytest.approx(-1.2)
     assert log_probs.grad.tolist() == [0.0]
