@@ -51,8 +51,8 @@ def option_rows(of: Card, config: Config | None = None) -> list[OptionRow]:
 
     presets, keys = of.presets if isinstance(of, Algorithm) else {}, core_keys()
     if config is None:
-        own = TrainSection(advantage_estimator=of.name) if isinstance(of, Algorithm) else TrainSection()
-        config = Config(train=own)
+        train = TrainSection(advantage_estimator=of.name) if isinstance(of, Algorithm) else TrainSection()
+        config = Config(train=train)
     sections: dict[str, Any] = {"train": settle(config.train)}
     rows = []
     for name in of.options:

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from slime_core.config.backend_tables import BackendTables
-from slime_core.config.fields import ConfigKey, core_keys
+from slime_core.config.fields import core_keys
 from slime_core.config.problems import KeyPath, Problem, dotted
 from slime_core.config.schema import SECTIONS
 from slime_core.config.validate import absent
@@ -41,6 +41,16 @@ class Word:
     shown: str  # for messages: "--lr", "train.lr=..."
     negated: bool = False
 
+    @property
+    def text(self) -> str:
+        """The value as it was typed."""
+        return " ".join(self.values) or str(not self.negated).lower()
+
+    @property
+    def place(self) -> str:
+        """Where it stands."""
+        return f"command line: {self.shown}"
+
 
 @dataclass(slots=True)
 class CommandLine:
@@ -63,7 +73,7 @@ class CommandLine:
             head, _, rest = word.name.partition(".")
             name = rest if head in SECTIONS or rest in self.tables.bare else word.name
             earlier = last.get(name, word)
-            if name != "plugins" and written(earlier) != written(word):
+            if name != "plugins" and earlier.text != word.text:
                 pairs.append((earlier, word))
             last[name] = word
         return pairs
@@ -160,30 +170,27 @@ def _name(text: str) -> str:
 
 def resolve(words: CommandLine, models: Models) -> tuple[list[Override], list[Problem]]:
     """Every override with its full key and typed value, and what is wrong with the others."""
-    keys, overrides, problems = core_keys(), [], []
+    overrides, problems = [], []
     for word in words.overrides:
-        place = f"command line: {word.shown}"
-        location = _locate(word, keys, models, words.tables, place)
+        location = _locate(word, models, words.tables)
         if isinstance(location, Problem):
             problems.append(location)
             continue
         path, annotation = location
-        value = _value(word, path, annotation, place)
+        value = _value(word, path, annotation)
         if isinstance(value, Problem):
             problems.append(value)
         elif path == ("plugins",) and word.shown == "--plugin":
-            overrides.append(Override(("plugins", "+"), value[0] if isinstance(value, list) else value, place))
+            overrides.append(Override(("plugins", "+"), value[0] if isinstance(value, list) else value, word.place))
         else:
-            overrides.append(Override(path, value, place))
+            overrides.append(Override(path, value, word.place))
     return overrides, problems
 
 
-def _locate(
-    word: Word, keys: Mapping[str, ConfigKey], models: Models, tables: BackendTables, place: str
-) -> tuple[KeyPath, Any] | Problem:
-    parts = word.name.split(".")
+def _locate(word: Word, models: Models, tables: BackendTables) -> tuple[KeyPath, Any] | Problem:
+    parts, keys = word.name.split("."), core_keys()
     if len(parts) == 1:
-        return _bare(word, keys, models, tables, place)
+        return _bare(word, models, tables)
     head, last = parts[0], parts[-1]
     if head in SECTIONS and len(parts) == 2:
         key = keys.get(last)
@@ -197,18 +204,16 @@ def _locate(
         return ("stage", parts[1], last), keys[last].info.annotation if last in keys else Any
     if head not in SECTIONS and tables.is_table(head):
         return (head, *parts[1:]), tables.kind(head, *parts[1:])
-    near = nearest(head, [*SECTIONS, *tables.names(), "plugin", "stage"])
-    return Problem(
-        code="CFG01",
-        what=f"unknown key '{word.name}'",
-        where=place,
-        fix="\n".join(filter(None, [near, "all keys: slime config keys"])),
-    )
+    return _unknown(word, "", nearest(head, [*SECTIONS, *tables.names(), "plugin", "stage"]))
 
 
-def _bare(
-    word: Word, keys: Mapping[str, ConfigKey], models: Models, tables: BackendTables, place: str
-) -> tuple[KeyPath, Any] | Problem:
+def _unknown(word: Word, why: str, fix: str) -> Problem:
+    fix = "\n".join(filter(None, [fix, "all keys: slime config keys"]))
+    return Problem(code="CFG01", what=f"unknown key '{word.name}'", where=word.place, why=why, fix=fix)
+
+
+def _bare(word: Word, models: Models, tables: BackendTables) -> tuple[KeyPath, Any] | Problem:
+    keys = core_keys()
     name = ALIASES.get(word.name, word.name) if not word.shown.startswith("-") else word.name
     if name in keys:
         return tuple(keys[name].path.split(".")), keys[name].info.annotation
@@ -228,24 +233,19 @@ def _bare(
         return Problem(
             code="CFG01",
             what=f"{word.shown} can mean {' or '.join(full)}",
-            where=place,
+            where=word.place,
             why="a bare name must be one key",
-            fix="write the one that you mean: " + "   or   ".join(f"{key}={written(word)}" for key in full),
+            fix="write the one that you mean: " + "   or   ".join(f"{key}={word.text}" for key in full),
         )
     reason, fix = tables.misspelt(name)
     if near := "" if absent(name) else closest(name, [*keys, *places]):
         path = keys[near].path if near in keys else dotted(places[near][-1][0])
         fix = f"did you mean --{near.replace('_', '-')}? ({path})"
-    return Problem(
-        code="CFG01",
-        what=f"unknown key '{name}'",
-        where=place,
-        why=absent(name) or reason or "no core key, option of a named plugin or of a trainer has this name",
-        fix="\n".join(filter(None, [fix, "all keys: slime config keys"])),
-    )
+    reason = absent(name) or reason or "no core key, option of a named plugin or of a trainer has this name"
+    return _unknown(word, reason, fix)
 
 
-def _value(word: Word, path: KeyPath, annotation: Any, place: str) -> Any:
+def _value(word: Word, path: KeyPath, annotation: Any) -> Any:
     name = dotted(path)
     if not word.values:
         if unwrap(annotation) in (bool, Any):
@@ -253,7 +253,7 @@ def _value(word: Word, path: KeyPath, annotation: Any, place: str) -> Any:
         return Problem(
             code="CFG02",
             what=f"{word.shown} needs a value" if not word.negated else f"{word.shown}: {name} is not a yes-or-no key",
-            where=place,
+            where=word.place,
             why=f"{name} takes {describe(annotation)}",
             fix=f"--{path[-1]} VALUE".replace("_", "-"),
         )
@@ -261,8 +261,3 @@ def _value(word: Word, path: KeyPath, annotation: Any, place: str) -> Any:
         return typed(word.values[0], annotation)
     kind = element(annotation) if is_sequence(annotation) and not is_model(element(annotation)) else annotation
     return [typed(value, kind) for value in word.values]
-
-
-def written(word: Word) -> str:
-    """The value of a word, as it was typed."""
-    return " ".join(word.values) or str(not word.negated).lower()

@@ -18,14 +18,7 @@ from pydantic import BaseModel
 
 from slime_core.config import evaluation_file, rules
 from slime_core.config.backend_tables import BackendTables
-from slime_core.config.command_line import (
-    CommandLine as CommandLine,
-    Override,
-    resolve,
-    split as split,
-    unexpected,
-    written,
-)
+from slime_core.config.command_line import CommandLine as CommandLine, Override, resolve, split as split, unexpected
 from slime_core.config.dump import secrets_in
 from slime_core.config.fields import sections_of_keys
 from slime_core.config.paths import absolute_paths, missing_files, plugin_path
@@ -308,7 +301,7 @@ def _notices(file: Recipe, words: CommandLine, parts: Sequence[tuple[Config, Ori
             break
     for before, word in words.repeated():
         secret = next(secrets_in({word.name: list(word.values)}), None)
-        values = "" if secret else f": {written(before)}, then {written(word)}"
+        values = "" if secret else f": {before.text}, then {word.text}"
         notices.append(f"notice: {word.shown} is given twice{values}; the last one holds")
     for config, _ in parts:
         stage = f"stage {stage_name(config)}: " if len(parts) > 1 else ""

@@ -19,6 +19,9 @@ from slime_core.config.sections.rollout import RolloutSection
 from slime_core.config.sections.train import TrainSection
 
 SCHEMA_VERSION = 1
+FORMAT = ResumeClass("unsafe", "the format of the recipe itself")
+SEED = ResumeClass("unsafe", "every draw derives from it")
+PLUGINS = ResumeClass("unsafe", "plugins make rollouts and rewards")
 
 
 class Config(Section, extra="allow"):
@@ -29,21 +32,11 @@ class Config(Section, extra="allow"):
 
     __pydantic_extra__: dict[str, dict[str, Any]]
 
-    schema_version: int = key(
-        SCHEMA_VERSION, "Of the recipe format.", ResumeClass("unsafe", "the format of the recipe itself")
-    )
+    schema_version: int = key(SCHEMA_VERSION, "Of the recipe format.", FORMAT)
     name: str = key("run", "The run directory is runs/NAME-N.", NAME, pattern=r"^[A-Za-z0-9._-]{1,64}$")
-    seed: int = key(
-        0,
-        "Every draw of the run derives from it.",
-        ResumeClass("unsafe", "every draw derives from it"),
-        ge=0,
-        lt=2**63,
-    )
+    seed: int = key(0, "Every draw of the run derives from it.", SEED, ge=0, lt=2**63)
     plugins: tuple[str, ...] = key(
-        (),
-        "Plugins to load, in order: names, or paths of Python files. Flag: --plugin, repeatable.",
-        ResumeClass("unsafe", "plugins make rollouts and rewards"),
+        (), "Plugins to load, in order: names, or paths of Python files. Flag: --plugin, repeatable.", PLUGINS
     )
     cluster: ClusterSection = ClusterSection()
     data: DataSection = DataSection()

@@ -26,14 +26,14 @@ def read_table(path: Path, key: str) -> dict[str, Any]:
         fix = f"fix the path in {key}"
         raise ConfigError(f"there is no file {path}", code="CFG05", where=where, fix=fix) from error
     except (OSError, ValueError, RecursionError) as error:
-        what = f"{path.name} cannot be read: {error}"
-        raise ConfigError(what, code="CFG06", where=where, fix="fix the file") from error
+        problem = f"{path.name} cannot be read: {error}"
+        raise ConfigError(problem, code="CFG06", where=where, fix="fix the file") from error
     if size > MAX_BYTES:
         fix = f"name a file of keys in {key}; put rows into other files"
         raise ConfigError(f"{path.name} has more than {MAX_BYTES >> 20} MiB", code="CFG08", where=where, fix=fix)
     if not isinstance(table, dict):
-        what = f"{path.name} holds no table of keys"
-        raise ConfigError(what, code="CFG06", where=where, fix="write keys with their values")
+        problem = f"{path.name} holds no table of keys"
+        raise ConfigError(problem, code="CFG06", where=where, fix="write keys with their values")
     return table
 
 

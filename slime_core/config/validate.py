@@ -21,7 +21,6 @@ from slime_core.config.values import (
     element,
     hint,
     is_model,
-    is_sequence,
     kind_of,
     show,
     unwrap,
@@ -58,9 +57,9 @@ _RANGE = (
 
 
 def check_model(model: type[M], data: Mapping[str, Any]) -> M | list[Problem]:
-    """``data`` as ``model``, or every problem it has; arrays of TOML become tuples where the model wants tuples."""
+    """``data`` as ``model``, or every problem it has."""
     try:
-        return model.model_validate(tuples(model, data))
+        return model.model_validate(data)
     except ValidationError as error:
         return problems_of(error, model, data)
 
@@ -70,24 +69,6 @@ def problems_of(
 ) -> list[Problem]:
     """A validation error's findings; ``prefix`` stands before every key."""
     return [_problem(detail, model, data, prefix) for detail in error.errors(include_url=False)]
-
-
-def tuples(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of ``data`` with lists as tuples under every key that the model declares as one."""
-    out: dict[str, Any] = {}
-    for key, value in data.items():
-        info = model.model_fields.get(key)
-        out[key] = value if info is None else _shaped(value, info.annotation)
-    return out
-
-
-def _shaped(value: Any, annotation: Any) -> Any:
-    kind = unwrap(annotation)
-    if is_model(kind) and isinstance(value, Mapping):
-        return tuples(kind, value)
-    if is_sequence(kind) and isinstance(value, list):
-        return tuple(_shaped(item, element(kind)) for item in value)
-    return value
 
 
 def _problem(detail: ErrorDetails, model: type[BaseModel], data: Mapping[str, Any], prefix: KeyPath) -> Problem:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from pydantic.fields import FieldInfo
 
 Verdict = Literal["safe", "notice", "unsafe"]
@@ -80,6 +80,12 @@ class Section(BaseModel):
     """A frozen section: unknown keys and wrong types are errors, defaults are checked too."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def arrays_are_tuples(cls, value: Any) -> Any:
+        """Take an array of TOML or JSON as a tuple."""
+        return tuple(value) if isinstance(value, list) else value
 
     def changed(self, names: Iterable[str]) -> list[str]:
         """Those of the keys that differ from their defaults."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 from slime_core.config.sections import LIMIT, MACHINE, Section, key
+
+on_machines = partial(key, reader="other machines")
 
 
 class ClusterSection(Section):
@@ -28,45 +31,24 @@ class ClusterSection(Section):
     offload_rollout: bool = key(
         True, "On shared GPUs SGLang gives its weights and KV cache back while the trainer trains.", MACHINE
     )
-    ray_address: str = key(
-        "",
-        "Ray cluster to join: HOST:PORT, auto (that of this machine) or local (one of its own, which ends "
-        "with the run). Empty: RAY_ADDRESS, or local.",
-        MACHINE,
-        reader="other machines",
+    ray_address: str = on_machines(
+        "", "Ray cluster HOST:PORT, auto (this machine's), local (a new one); empty: RAY_ADDRESS or local.", MACHINE
     )
-    ray_placement_timeout: float = key(
-        60.0,
-        "Seconds to wait for processors and GPUs that others' work on the Ray cluster holds.",
-        MACHINE,
-        gt=0,
-        reader="other machines",
+    ray_placement_timeout: float = on_machines(
+        60.0, "Seconds to wait for CPUs and GPUs that other work on the Ray cluster occupies.", MACHINE, gt=0
     )
-    ray_py_modules: tuple[str, ...] = key(
-        (),
-        "Wheels (of plugins, say) and package folders that ranks and engines on other machines of the Ray "
-        "cluster get; nothing needs to be installed there.",
-        MACHINE,
-        path="input",
-        reader="other machines",
+    ray_py_modules: tuple[str, ...] = on_machines(
+        (), "Wheels and package folders sent to ranks and engines on other machines.", MACHINE, path="input"
     )
-    ray_env_vars: dict[str, str] = key(
-        {},
-        "Environment of ranks and engines on the Ray cluster; Ray's tools show it.",
-        MACHINE,
-        reader="other machines",
+    ray_env_vars: dict[str, str] = on_machines(
+        {}, "Environment of ranks and engines on a Ray cluster; its tools show it.", MACHINE
     )
     max_restarts: int = key(
-        -1,
-        "How often a run resumes by itself after a process, server or machine failed or hung; "
-        "-1: 3 on a Ray cluster, 0 elsewhere.",
-        LIMIT,
-        ge=-1,
+        -1, "Restarts after a lost or hung process, server or machine; -1: 3 on a Ray cluster, else 0.", LIMIT, ge=-1
     )
     hang_timeout: float = key(
         1800.0,
-        "Seconds that a trainer call, or an engine with requests, may take without a sign of progress; "
-        "then the run says who waits for whom and ends. 0: for ever.",
+        "Seconds without progress in a trainer call or an engine with requests that end a run; 0: no limit.",
         LIMIT,
         ge=0,
     )

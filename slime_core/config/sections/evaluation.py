@@ -38,10 +38,7 @@ class EvalSection(Section):
     )
     eval_prompt_data: tuple[str, ...] = key((), "NAME PATH pairs, as in slime.", EVALUATION, path="data")
     eval_config: str = key(
-        "",
-        "slime's file of evaluation sets (YAML, JSON or TOML); they are added to eval_tasks.",
-        EVALUATION,
-        path="input",
+        "", "slime's file of evaluation sets (YAML, JSON or TOML), added to eval_tasks.", EVALUATION, path="input"
     )
     eval_tasks: tuple[EvalTask, ...] = key((), "Evaluation sets, each with its own plugin and reward.", EVALUATION)
     skip_eval_before_train: bool = key(False, "No evaluation before the first step.", EVALUATION)

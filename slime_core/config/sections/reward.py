@@ -29,8 +29,7 @@ class RewardSection(Section):
     custom_reward_post_process_path: str = key("", "Function by path over a step's samples.", REWARDS, fills=True)
     sandbox_level: Literal["auto", "strong", "medium", "none"] = key(
         "auto",
-        "Isolation of code that a model or a data set brings; a level that this machine does not have is "
-        "an error. auto: strong, or medium where strong is out of reach; none needs i_trust_this_code.",
+        "Isolation of code from a model or data set; auto: strong, else medium; none needs i_trust_this_code.",
         LIMIT,
     )
     i_trust_this_code: bool = key(

@@ -62,8 +62,7 @@ class RolloutSection(Section):
     )
     rollout_slots: int = key(
         0,
-        "Sequences the embedded engine decodes at once, fewer where memory is short; "
-        "0: a step's samples on a GPU (64 to 512), 64 on a CPU.",
+        "Sequences the embedded engine decodes at once; 0: a step's samples on a GPU (64 to 512), else 64.",
         SLOTS,
         ge=0,
     )
@@ -86,8 +85,7 @@ class RolloutSection(Section):
     engine_topology: str = served("", "TOML file of several server groups and models.", MACHINE, path="input")
     rollout_router: Literal["auto", "builtin", "sglang"] = served(
         "auto",
-        "Who spreads requests over servers: builtin is slime, sglang is SGLang's router; auto is SGLang's "
-        "where it is installed and slime starts several servers of a model.",
+        "Router of requests: slime's (builtin) or SGLang's; auto: SGLang's for several servers, if installed.",
         MACHINE,
     )
     rollout_middleware_paths: tuple[str, ...] = served(
@@ -112,8 +110,7 @@ class RolloutSection(Section):
     )
     pause_generation_mode: Literal["abort", "retract", "in_place"] = served(
         "retract",
-        "Running requests while weights change: ended and continued, moved back to the queue with their "
-        "cache dropped, or kept with the old weights' cache.",
+        "Running requests at a weight update: aborted, retracted to the queue, or kept with their old cache.",
         SAMPLES,
     )
     rollout_deterministic: bool = served(
@@ -140,8 +137,7 @@ class RolloutSection(Section):
     async_schedule: Literal["lockstep", "free"] = key("lockstep", "How groups meet steps when ahead.", GROUPS)
     stale_policy: Literal["wait", "restart", "mask", "drop"] = key(
         "wait",
-        "A free group about to grow older than max_staleness: training waits for it, it starts again, its "
-        "older tokens leave the loss, or it is dropped.",
+        "For a group about to exceed max_staleness: wait for it, restart it, mask its old tokens, or drop it.",
         GROUPS,
     )
     rollout_buffer_url: str = key("", "Rollouts are made elsewhere: URL of `slime buffer serve`.", SOURCE)

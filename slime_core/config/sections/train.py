@@ -58,10 +58,7 @@ class TrainSection(Section):
         "auto", "What a ratio is of: a token, the sequence's geometric mean (GSPO), its token variant.", LOSS
     )
     loss_aggregation: Literal["auto", "rollout_mean", "token_mean", "rollout_sum", "constant"] = key(
-        "auto",
-        "Mean over rollouts of their token means, over all tokens of the step, of token sums, or token "
-        "sums over loss_divisor. auto: the estimator's.",
-        LOSS,
+        "auto", "Mean of token means, mean of tokens, token sums, or sums / loss_divisor; auto: the estimator's.", LOSS
     )
     loss_divisor: int = key(0, "Tokens a rollout for constant; 0 is rollout_max_response_len.", LOSS, ge=0)
     eps_clip: float = key(0.0, "The ratio's lower bound is 1 - eps_clip; 0: the estimator's.", LOSS, ge=0, le=1)
@@ -197,23 +194,23 @@ class TrainSection(Section):
             return  # rollouts a step then depend on the tasks that were drawn
         rollouts, steps = prompts * n, self.num_steps_per_rollout
         if batch > rollouts:
-            what = f"global_batch_size = {batch} is more than there is"
+            problem = f"global_batch_size = {batch} is more than there is"
             fix = f"set global_batch_size to {rollouts} or less, or raise rollout_batch_size"
         elif batch and rollouts % batch:
-            what = f"{rollouts} rollouts do not divide into optimizer steps of global_batch_size = {batch}"
+            problem = f"{rollouts} rollouts do not divide into optimizer steps of global_batch_size = {batch}"
             fix = f"set global_batch_size to a divisor of {rollouts}, such as {_divisor(rollouts, batch)}"
         elif batch and steps > 1 and batch * steps != rollouts:
-            what = f"num_steps_per_rollout = {steps} and global_batch_size = {batch} contradict each other"
+            problem = f"num_steps_per_rollout = {steps} and global_batch_size = {batch} contradict each other"
             fix = "set one of them and leave the other out"
         elif not batch and rollouts % steps:
-            what = f"{rollouts} rollouts do not divide into num_steps_per_rollout = {steps} optimizer steps"
+            problem = f"{rollouts} rollouts do not divide into num_steps_per_rollout = {steps} optimizer steps"
             fix = f"set num_steps_per_rollout to a divisor of {rollouts}, such as {_divisor(rollouts, steps)}"
         else:
             return
         keys = ["rollout.rollout_batch_size", "rollout.n_samples_per_prompt"]
         keys += [f"train.{name}" for name in self.changed(["global_batch_size", "num_steps_per_rollout"])]
         product = f"rollout_batch_size * n_samples_per_prompt = {prompts} * {n} = {rollouts} rollouts a step"
-        yield conflict(what, keys, why=product, fix=fix)
+        yield conflict(problem, keys, why=product, fix=fix)
 
     def _schedule(self) -> Iterator[Problem]:
         if self.min_lr > self.lr:
