@@ -7,7 +7,6 @@ from slime_core.config.fields import core_keys
 from slime_core.config.load import read
 from slime_core.config.schema import Config
 from slime_core.config.sections import fact
-from slime_core.config.sections.rollout import RolloutSection
 from slime_sglang import rules as engine_rules
 
 pytestmark = pytest.mark.unit
@@ -207,17 +206,25 @@ def test_strings_that_end_a_response_need_a_tokenizer():
 # -- what has no effect
 
 
-OF_SERVERS = [name for name, key in core_keys().items() if key.section == "rollout" and fact(key.info, "reader")]
+def test_keys_of_servers_without_servers_are_said():
+    keys = {name: key for name, key in core_keys().items() if fact(key.info, "reader") == "servers"}
+    kinds = {str: "x", bool: True, int: 1 << 21, float: 7.5, tuple: ("http://h:1",)}
+    values = {name: kinds[type(key.info.default)] for name, key in keys.items()}
+    values |= {"rollout_router": "builtin", "update_weight_transport": "disk", "pause_generation_mode": "abort"}
+    values |= {"check_weights": "all"}
+    assert {"rollout_num_gpus_per_engine", "server_concurrency", "canary_band"} < set(keys)
+    (notice,) = rules.notices(config_of(engine="local", **values))
+    assert notice == f"{', '.join(keys)}: no effect with rollout_engine = local; servers read them"
 
 
-@pytest.mark.parametrize("name", OF_SERVERS)
-def test_a_key_of_servers_without_servers_is_said(name):
-    default = RolloutSection.model_fields[name].default
-    other = {str: "x", bool: True, int: 1 << 21, float: 7.5, tuple: ("http://h:1",)}[type(default)]
-    chosen = {"rollout_router": "builtin", "update_weight_transport": "disk", "pause_generation_mode": "abort"}
-    chosen |= {"check_weights": "all"}
-    (notice,) = rules.notices(config_of(engine="local", **{name: chosen.get(name, other)}))
-    assert notice == f"{name}: no effect with rollout_engine = local; servers read them"
+def test_embedded_engines_read_their_number_where_they_are_apart_or_on_other_machines():
+    def named(cluster=None, **rollout):
+        config = config_of(cluster, engine="local", rollout_num_gpus=1, rollout_num_engines=2, **rollout)
+        return [notice.partition(":")[0] for notice in rules.notices(config) if "no effect" in notice]
+
+    assert named() == ["rollout_num_gpus, rollout_num_engines"]
+    assert named({"colocate": False}, max_staleness=1) == ["rollout_num_gpus"]
+    assert named({"cluster_backend": "ray", "device": "cuda"}) == []
 
 
 def test_options_of_sglang_without_sglang_are_said():

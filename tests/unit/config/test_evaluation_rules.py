@@ -2,10 +2,8 @@
 
 import pytest
 
-from slime_core.config.load import load_config
 from slime_core.config.rules import conflicts, notices
 from slime_core.config.schema import Config
-from slime_core.errors import ConfigError
 
 pytestmark = pytest.mark.unit
 
@@ -97,11 +95,6 @@ def test_what_mixes_weights_is_refused(more, what, fix):
     assert what in problem.what
     assert fix in problem.fix
     assert "--no-eval-async" in problem.fix
-
-
-def test_the_refusal_reaches_who_starts_a_run():
-    with pytest.raises(ConfigError, match="eval_async = true with colocate = true"):
-        load_config(None, ["--eval-async", "--rollout-num-engines", "2"])
 
 
 def test_a_run_without_an_engine_says_that_it_has_no_effect():

@@ -171,6 +171,7 @@ def test_every_core_key_is_a_flag_typed_by_the_schema(recipe, flags, path, value
         pytest.param(
             ["--lr", "--seed", "1"], "CFG02", "--lr needs a value", "--lr VALUE", id="no value before a flag"
         ),
+        pytest.param(["--num-layers"], "CFG02", "--num-layers needs a value", "--num-layers VALUE", id="of a trainer"),
         pytest.param(["--no-lr"], "CFG02", "not a yes-or-no key", "--lr", id="no of a number"),
         pytest.param(["--lr", "-3"], "CFG03", "train.lr = -3.0", ">= 0", id="range"),
         pytest.param(["stage.warmup.lr=1"], "CFG01", "no stage 'warmup'", "stage", id="no such stage"),
@@ -187,6 +188,14 @@ def test_wrong_flags_are_refused_where_they_stand(recipe, refused, flags, code, 
     assert what in error.what
     assert fix in error.fix
     assert error.where.startswith("command line: ")
+
+
+def test_wrong_flags_are_reported_all_at_once(recipe, refused):
+    recipe()
+    error = refused(None, "--lrr", "1", "--lr", "--no-seed", "trian.lr=1")
+    assert error.what == "4 problems in the configuration"
+    for part in ("unknown key 'lrr'", "--lr needs a value", "seed is not a yes-or-no key", "unknown key 'trian.lr'"):
+        assert part in error.why
 
 
 @pytest.mark.parametrize("text", ["[[train]]\nlr = 1.0\n", "train = 3\n", "train = []\n"])

@@ -95,6 +95,7 @@ def test_a_missing_file_is_named_with_its_absolute_path_and_the_cwd(tree, refuse
     assert key in error.what
     assert str(tree / file) in error.why
     assert f"the current folder is {tree / 'work'}" in error.why
+    assert f"correct the path in {key}" in error.fix
     assert error.where == f"command line: {flags[0]}"
 
 
