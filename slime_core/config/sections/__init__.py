@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
 Verdict = Literal["safe", "notice", "unsafe"]
@@ -81,11 +81,12 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
 
-    @field_validator("*", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def arrays_are_tuples(cls, value: Any) -> Any:
-        """Take an array of TOML or JSON as a tuple."""
-        return tuple(value) if isinstance(value, list) else value
+    def arrays_are_tuples(cls, data: Any) -> Any:
+        """Take arrays of TOML or JSON as tuples."""
+        table = data.items() if isinstance(data, dict) else ()
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in table} or data
 
     def changed(self, names: Iterable[str]) -> list[str]:
         """Those of the keys that differ from their defaults."""
