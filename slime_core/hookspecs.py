@@ -9,9 +9,9 @@
 An implementation names the arguments it wants, in any order, and may leave out the rest. Kinds:
 
     owner     one provider a task answers: function by path > the task's choice > owning plugin > other plugin > core
-    vote      all are asked, any Drop wins            tell     all are told, nothing is returned
+    vote      all are called, any Drop wins           event    all are called, nothing is returned
     by name   registers things the config names       declare  read once at start
-    claim     asked in turn, None declines
+    claim     called in turn, None declines
 
 pluggy marks implementations; `slime_core.plugins` checks and calls them, because a hook may be async, has a deadline,
 and is chosen by its task.
@@ -19,6 +19,7 @@ and is chosen by its task.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -67,7 +68,7 @@ def own_process(fn: Fn) -> Fn:
 class HookInfo:
     """One row of `slime plugins hooks`."""
 
-    kind: Literal["owner", "vote", "tell", "by name", "declare", "claim"]
+    kind: Literal["owner", "vote", "event", "by name", "declare", "claim"]
     may_await: bool = False
     replaces: tuple[str, ...] = ()  # THUDM/slime's flags that this hook stands for
 
@@ -81,7 +82,7 @@ HOOKS: dict[str, HookInfo] = {
     "slime_rollout": HookInfo(kind="owner", may_await=True, replaces=("rollout-function-path", "eval-function-path")),
     "slime_sampling": HookInfo(kind="owner"),
     "slime_generate": HookInfo(kind="owner", may_await=True, replaces=("custom-generate-function-path",)),
-    "slime_sample_done": HookInfo(kind="tell", may_await=True, replaces=("rollout-sample-hook-path",)),
+    "slime_sample_done": HookInfo(kind="event", may_await=True, replaces=("rollout-sample-hook-path",)),
     "slime_reward": HookInfo(
         kind="owner", may_await=True, replaces=("custom-rm-path", "group-rm", "custom-reward-post-process-path")
     ),
@@ -97,25 +98,30 @@ HOOKS: dict[str, HookInfo] = {
         replaces=("custom-loss-function-path", "custom-tis-function-path", "custom-pg-loss-reducer-function-path"),
     ),
     "slime_batch": HookInfo(
-        kind="tell", replaces=("rollout-data-postprocess-path", "custom-convert-samples-to-train-data-path")
+        kind="event", replaces=("rollout-data-postprocess-path", "custom-convert-samples-to-train-data-path")
     ),
     "slime_model_bridge": HookInfo(kind="claim", replaces=("custom-model-provider-path",)),
-    "slime_megatron_init": HookInfo(kind="tell", replaces=("custom-megatron-init-path",)),
-    "slime_megatron_before_log_prob": HookInfo(kind="tell", replaces=("custom-megatron-before-log-prob-hook-path",)),
+    "slime_megatron_init": HookInfo(kind="event", replaces=("custom-megatron-init-path",)),
+    "slime_megatron_before_log_prob": HookInfo(kind="event", replaces=("custom-megatron-before-log-prob-hook-path",)),
     "slime_megatron_before_train_step": HookInfo(
-        kind="tell", replaces=("custom-megatron-before-train-step-hook-path",)
+        kind="event", replaces=("custom-megatron-before-train-step-hook-path",)
     ),
     "slime_state": HookInfo(kind="declare"),
     "slime_sinks": HookInfo(kind="declare"),
     "slime_step_done": HookInfo(
-        kind="tell", replaces=("custom-rollout-log-function-path", "custom-eval-rollout-log-function-path")
+        kind="event", replaces=("custom-rollout-log-function-path", "custom-eval-rollout-log-function-path")
     ),
-    "slime_run_done": HookInfo(kind="tell", may_await=True),
+    "slime_run_done": HookInfo(kind="event", may_await=True),
     "slime_engine": HookInfo(kind="by name"),
     "slime_trainer": HookInfo(kind="by name"),
     "slime_cluster": HookInfo(kind="by name"),
     "slime_config_rules": HookInfo(kind="declare"),
 }
+
+
+def signature_of(hook: str) -> str:
+    """``slime_reward(group, ctx)``."""
+    return f"{hook}({', '.join(inspect.signature(globals()[hook]).parameters)})"
 
 
 @hookspec
@@ -358,7 +364,7 @@ def slime_sinks(ctx: Context) -> list[Sink]:  # type: ignore[empty-body]
 
 @hookspec
 def slime_step_done(report: StepReport, ctx: Context) -> None:
-    """Be told of every finished step.
+    """Run after every finished step.
 
     @slime_core.hookimpl
     def slime_step_done(report, ctx):

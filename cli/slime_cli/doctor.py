@@ -60,7 +60,7 @@ def plugin_checks(named: tuple[str, ...]) -> Iterator[Check]:
     for name in named or dict.fromkeys(info.name for info in available()):
         try:
             loaded = load_plugin(name)
-            declared = loaded.answers.get("slime_checks")
+            declared = loaded.hooks.get("slime_checks")
             checks = call_now(declared, {}, about="its checks") if declared is not None else []
             plugin_own = [Check(name=f"{name}: {check.name}", run=check.run) for check in checks]
         except Exception as error:

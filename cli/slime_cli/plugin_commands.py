@@ -20,7 +20,7 @@ def plugin_command(name: str) -> click.Command | None:
     from slime_core.plugins.boundary import call_now
 
     loaded = load_plugin(name)
-    declared = loaded.answers.get("slime_command")
+    declared = loaded.hooks.get("slime_command")
     command = call_now(declared, {}, about="its command") if declared is not None else None
     if command is None:
         raise PluginError(

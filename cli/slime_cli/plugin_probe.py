@@ -65,13 +65,13 @@ def look(name: str) -> dict[str, Any]:
     try:
         loaded = load_plugin(name)
         model = options_model(loaded)
-        declared = loaded.answers.get("slime_recipes")
+        declared = loaded.hooks.get("slime_recipes")
         recipes = dict(call_now(declared, {}, about="its recipes")) if declared else {}
     except SlimeError as error:
         return {"error": error.as_dict()}
     fields = model.model_fields if model is not None else {}
     return {
-        "hooks": sorted(loaded.answers),
+        "hooks": sorted(loaded.hooks),
         "options": [
             {
                 "key": f"plugin.{loaded.provider.name}.{key}",

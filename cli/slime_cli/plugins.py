@@ -151,7 +151,7 @@ def hook_rows(hook: str | None = None) -> list[dict[str, Any]]:
 
     from slime_core import hookspecs
     from slime_core.errors import nearest
-    from slime_core.plugins.provider import signature_of
+    from slime_core.hookspecs import signature_of
 
     if hook is not None and hook not in hookspecs.HOOKS:
         near = nearest(hook, set(hookspecs.HOOKS)) or nearest(f"slime_{hook}", set(hookspecs.HOOKS))

@@ -66,7 +66,7 @@ def check_inputs(settings: Settings, config: Config) -> None:
     """
     from slime_cli.first_rows import first_rows
     from slime_core.builtin import no_reward
-    from slime_core.plugins.provider import CORE
+    from slime_core.plugins.boundary import CORE
     from slime_core.plugins.router import SFT
     from slime_core.weights.folder import read_config, resolve
 

@@ -68,7 +68,7 @@ def plugin_problems(plugins: Plugins, config: Config) -> Iterator[Problem]:
     Raises:
         PluginError: PLG56 a rule raised, PLG57 it returned something else.
     """
-    for rules in (plugin.answers.get("slime_config_rules") for plugin in plugins.loaded):
+    for rules in (plugin.hooks.get("slime_config_rules") for plugin in plugins.loaded):
         if rules is not None:
             value = call_now(rules, {"config": config}, about="the config")
             yield from listed(rules, value, Problem, "the config", "slime_core.config.problems.Problem")
@@ -130,7 +130,7 @@ def find_recipe(words: CommandLine, data_keys: Collection[str] = OWN_DATA) -> Pa
 
 def default_recipe(plugin: str) -> Path | None:
     """A plugin's default recipe; None where it brings no recipes."""
-    return recipe_path(plugin) if "slime_recipes" in load_plugin(plugin).answers else None
+    return recipe_path(plugin) if "slime_recipes" in load_plugin(plugin).hooks else None
 
 
 def plans(settings: Settings, config: Config | None = None, folder: ModelFolder | None = None) -> dict[str, Plan]:

@@ -1,4 +1,4 @@
-"""Core's own plugin, registered through the same hooks as any other and asked last.
+"""Core's own plugin, registered through the same hooks as any other and of the lowest rank.
 
 slime_generate   one model turn a sample          slime_rollout    labels become responses (`sft_loss`)
 slime_reward     by rm_type                       slime_sampling   the config's
@@ -16,6 +16,7 @@ from slime_core.builtin.losses import losses
 from slime_core.errors import ConfigError, DataError, EngineError
 from slime_core.hookspecs import hookimpl
 from slime_core.plugins.boundary import together
+from slime_core.plugins.router import task_named
 from slime_core.protocols import Estimator, Loss
 from slime_core.types import Group, Prompt, Reward, Sample, SamplingParams, Status
 
@@ -30,28 +31,28 @@ class Core:
 
     reward_by_type: RewardByType
 
-    @hookimpl(trylast=True)
+    @hookimpl
     async def slime_generate(self, group: Group, ctx: Context) -> Group:
         """One model turn a sample, all at once; finished samples stay as they are."""
         open_ones = [s for s in group.samples if s.status in (Status.PENDING, Status.ABORTED)]
         await together(ctx.generate(sample) for sample in open_ones)
         return group
 
-    @hookimpl(trylast=True)
+    @hookimpl
     def slime_sampling(self, prompt: Prompt, ctx: Context) -> SamplingParams:
         """The config's sampling parameters."""
         if ctx.sampling is None:
             raise RuntimeError("the context has no sampling parameters")
         return ctx.sampling
 
-    @hookimpl(trylast=True)
+    @hookimpl
     async def slime_sample_done(self, sample: Sample, ctx: Context) -> None:
         """With ``teacher_place = engine``: ``teacher_log_probs`` of a training sample, under the plain softmax."""
         train = ctx.config.train
         if train.teacher_load and train.teacher_place == "engine" and not ctx.evaluation:
             await score_by_teacher(sample, ctx)
 
-    @hookimpl(trylast=True)
+    @hookimpl
     async def slime_reward(self, group: Group, ctx: Context) -> list[Reward]:
         """By name: the row's ``metadata.rm_type``, else the task's ``reward``, else ``reward.rm_type``.
 
@@ -64,20 +65,20 @@ class Core:
             return sample.reward
         return await self.reward_by_type(_rm_type(sample, group, ctx), sample, ctx)
 
-    @hookimpl(trylast=True)
+    @hookimpl
     def slime_rollout(self, groups: list[Group], ctx: Context) -> list[Group]:
         """Supervised: the label's tokens, then the end token, become the response of every sample."""
         for group in groups:
             for sample in group.samples:
-                _answer_with_label(sample, group, ctx)
+                _respond_with_label(sample, group, ctx)
         return groups
 
-    @hookimpl(trylast=True)
+    @hookimpl
     def slime_advantage(self) -> list[Estimator]:
         """Every algorithm of `slime_core.algorithms`."""
         return [_estimator(algorithm) for algorithm in algorithms().values()]
 
-    @hookimpl(trylast=True)
+    @hookimpl
     def slime_loss(self) -> list[Loss]:
         """``policy_loss``: clipped ratio, KL and entropy. ``sft_loss``: negative log-prob."""
         return losses()
@@ -96,8 +97,7 @@ def _estimator(algorithm: Algorithm) -> Estimator:
 
 
 def _rm_type(sample: Sample, group: Group, ctx: Context) -> str:
-    sets = [*ctx.config.eval.eval_tasks, *ctx.config.data.tasks] if ctx.evaluation else ctx.config.data.tasks
-    task = next((task for task in sets if task.name == group.prompt.task), None)
+    task = task_named(ctx.config, group.prompt.task, ctx.evaluation)
     name = sample.metadata.get("rm_type") or (task.reward if task else "") or ctx.config.reward.rm_type
     if not name:
         raise no_reward(group.prompt.task)
@@ -110,14 +110,14 @@ def no_reward(task: str) -> ConfigError:
         f"there is no reward for task '{task}'",
         code="CFG04",
         where="reward",
-        why="no plugin, function or rm_type answers slime_reward",
+        why="no plugin, function or rm_type implements slime_reward",
         fix="reward.custom_rm_path=my_reward.py:reward\n"
         "reward.rm_type=TYPE   (with the plugin that brings the type: --plugin NAME)\n"
         "--plugin NAME   (a plugin that implements slime_reward)",
     )
 
 
-def _answer_with_label(sample: Sample, group: Group, ctx: Context) -> None:
+def _respond_with_label(sample: Sample, group: Group, ctx: Context) -> None:
     if not isinstance(sample.label, str) or not sample.label:
         raise DataError(
             f"sample {sample.id} has label {sample.label!r}; a supervised stage trains on a text",

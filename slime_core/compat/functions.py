@@ -13,9 +13,9 @@ from slime_core.compat.modules import Modules, slime_modules
 from slime_core.compat.sample import Sample
 from slime_core.compat.session import CompatSession
 from slime_core.hookspecs import OWN_PROCESS
-from slime_core.plugins.boundary import failure
+from slime_core.plugins.boundary import HookImpl, Provider, failure
+from slime_core.plugins.load import hook_impl
 from slime_core.plugins.locate import locate
-from slime_core.plugins.provider import Answer, Provider, answer
 from slime_core.plugins.router import Functions
 from slime_core.protocols import Estimator, Loss
 
@@ -84,7 +84,7 @@ class FunctionsByPath(Functions):
         self._modules: Modules | None = None
         self._located: dict[tuple[str, str], Function] = {}
         self._guards: dict[tuple[str, str], Function] = {}
-        self._answers: dict[tuple[str, str], Answer] = {}
+        self._impls: dict[tuple[str, str], HookImpl] = {}
         self._files: set[Path] = set()
         self._configs: list[Config] = []
         self._alive: WeakValueDictionary[str, Sample] = WeakValueDictionary()
@@ -93,37 +93,37 @@ class FunctionsByPath(Functions):
         """Make the facade known to functions that ask for a reward by name."""
         self._session.plugins = plugins
 
-    def owner(self, hook: str, config: Config, evaluation: bool) -> Answer | None:
+    def owner(self, hook: str, config: Config, evaluation: bool) -> HookImpl | None:
         """The function that implements an owner hook for the whole run."""
         self._note(config)
         keys = list(ADAPTERS.get(hook, ()))
         key = keys[-1 if evaluation else 0] if keys else ""
         path = _value(config, key)
-        return self._answer(hook, key, path) if path else None
+        return self._impl(hook, key, path) if path else None
 
-    def of_task(self, hook: str, path: str, config: Config) -> Answer:
+    def of_task(self, hook: str, path: str, config: Config) -> HookImpl:
         """The function that a task chose."""
         self._note(config)
-        return self._answer(hook, next(iter(ADAPTERS[hook])), path)
+        return self._impl(hook, next(iter(ADAPTERS[hook])), path)
 
-    def listeners(self, hook: str, config: Config) -> list[Answer]:
-        """Functions for a vote or tell hook, in order."""
+    def listeners(self, hook: str, config: Config) -> list[HookImpl]:
+        """Functions for a vote or event hook, in order."""
         self._note(config)
-        answers = []
+        impls = []
         for key in ADAPTERS.get(hook, ()):
             value = _value(config, key)
             paths = value if isinstance(value, tuple) else (value,)
-            answers += [self._answer(hook, key, path) for path in paths if path]
-        return answers
+            impls += [self._impl(hook, key, path) for path in paths if path]
+        return impls
 
-    def evaluation_listeners(self, config: Config) -> list[Answer]:
+    def evaluation_listeners(self, config: Config) -> list[HookImpl]:
         """Functions called after an evaluation with ``sets``, ``metrics``, ``ctx``."""
         key = "report.custom_eval_rollout_log_function_path"
         path = _value(config, key)
         if not path:
             return []
         fn = listeners.evaluation_log(self._locate(key, path), self._session)
-        return [Answer(provider=self._provider(key, path), hook="slime_step_done", fn=fn, takes=None)]
+        return [HookImpl(provider=self._provider(key, path), hook="slime_step_done", fn=fn, takes=None)]
 
     def estimator(self, inner: Estimator, train: Any) -> Estimator:
         """``inner``, or its replacement."""
@@ -215,7 +215,7 @@ class FunctionsByPath(Functions):
         """A function of the training side, whose exceptions name the file and line in it."""
         if (key, path) not in self._guards:
             fn = self._locate(key, path)
-            call = Answer(provider=self._provider(key, path), hook=hook, fn=fn, takes=None)
+            call = HookImpl(provider=self._provider(key, path), hook=hook, fn=fn, takes=None)
 
             def guarded(*args: Any, **kwargs: Any) -> Any:
                 try:
@@ -239,15 +239,15 @@ class FunctionsByPath(Functions):
         fn = self._located[key, path]
         return Provider(name=key.rpartition(".")[2], origin=path, source="path", home=source_file(fn))
 
-    def _answer(self, hook: str, key: str, path: str) -> Answer:
-        if (hook, path) not in self._answers:
+    def _impl(self, hook: str, key: str, path: str) -> HookImpl:
+        if (hook, path) not in self._impls:
             fn = self._locate(key, path, hook)
             native = shapes.is_native(fn, hook)
             function = fn if native else ADAPTERS[hook][key](fn, self._session)
             if getattr(fn, OWN_PROCESS, False):
                 setattr(function, OWN_PROCESS, True)
-            self._answers[hook, path] = answer(self._provider(key, path), hook, function)
-        return self._answers[hook, path]
+            self._impls[hook, path] = hook_impl(self._provider(key, path), hook, function)
+        return self._impls[hook, path]
 
 
 def _value(config: Config, key: str) -> Any:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from slime_core.errors import PluginError
-from slime_core.plugins.provider import line_of, signature_of
+from slime_core.hookspecs import signature_of
+from slime_core.plugins.load import line_of
 
 SAMPLE_NAMES = ("sample", "samples", "_sample")
 

@@ -1,6 +1,6 @@
 """The plugin system: plugins by name, as typed methods.
 
-    discover (metadata) -> load (import, check) -> router (who answers what) -> facade (call, await, check)
+    discover (metadata) -> load (import, check) -> router (which serves what) -> facade (call, await, check)
                                                                                   `- boundary: PluginError with where
 
 Listing what is installed imports neither numpy nor any plugin; the other names are loaded when first used.

@@ -27,7 +27,7 @@ def load_plugins(config: Config) -> Plugins:
     """Load what ``config.plugins`` names and its keys need, core's own plugin and functions by path; route all hooks.
 
     Raises:
-        PluginError: PLG50-55, PLG66 a plugin or function that cannot be loaded; PLG52 two answers of equal rank.
+        PluginError: PLG50-55, PLG66 a plugin or function that cannot be loaded; PLG52 two hooks of equal rank.
         ConfigError: CFG01, CFG02 a [plugin.NAME] table; CFG04 an unknown reward type, estimator or loss, or a plugin
             that a key needs and that is not installed.
     """
@@ -43,7 +43,7 @@ def load_plugins(config: Config) -> Plugins:
                 fix="rename the file, or load one of the two",
             )
     check_names(loaded.values())
-    if (buffer := loaded.get(BUFFER)) and any(map(implied, parts)) and "slime_generate" not in buffer.answers:
+    if (buffer := loaded.get(BUFFER)) and any(map(implied, parts)) and "slime_generate" not in buffer.hooks:
         raise PluginError(
             f"rollout_buffer_url: the plugin '{BUFFER}' is {buffer.provider.origin}, not {PACKAGES[BUFFER]}",
             code="PLG52",

@@ -24,8 +24,8 @@ from slime_core.plugins.discover import available, paths
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
+    from slime_core.plugins.boundary import Provider
     from slime_core.plugins.load import LoadedPlugin
-    from slime_core.plugins.provider import Provider
 
 CORE = "slime_core.clusters"  # of a higher layer, loaded by name like every plugin
 
@@ -228,7 +228,7 @@ def offers(loaded: LoadedPlugin, hook: str, kind: type[B]) -> list[B]:
     """
     from slime_core.plugins.boundary import call_now, listed
 
-    declared = loaded.answers.get(hook)
+    declared = loaded.hooks.get(hook)
     if declared is None:
         return []
     value, name = call_now(declared, {}, about="the run"), f"slime_core.backends.{kind.__name__}"
@@ -286,7 +286,7 @@ def _entered(function: Callable[..., Any], blame: Blame) -> Callable[..., Any]:
 
 
 def brought_by(plugin: str) -> list[Backend]:
-    """All backends of a plugin; none of one that does not load, which is told where it is used."""
+    """All backends of a plugin; none of one that does not load, which is an error where it is used."""
     try:
         return [backend for hook in KINDS for backend in offered(hook, plugin)[1]]
     except SlimeError:

@@ -22,14 +22,15 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from slime_core.errors import PluginError, SlimeError, text_of
-from slime_core.heartbeat import HEARTBEAT, HookCall
+from slime_core.heartbeat import HEARTBEAT, NONE, HookCall
+from slime_core.hookspecs import OWN_PROCESS, signature_of
 from slime_core.memory import shortage
-from slime_core.plugins.provider import CORE, Answer, Provider, signature_of
 
 T = TypeVar("T")
+CORE = "core"
 Frames = Sequence[traceback.FrameSummary]  # outermost first
 CORE_FOLDER = str(Path(__file__).resolve().parent.parent)
 LONGEST = 3600.0
@@ -49,12 +50,55 @@ HOOK_LOOP: contextvars.ContextVar[asyncio.AbstractEventLoop] = contextvars.Conte
 """On a hook's thread: the loop that waits for it."""
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Provider:
+    """Where an implementation comes from.
+
+    Example:
+        Provider(name="rm_math", origin="slime-rm-math==0.1.0", source="plugin", home=Path(".../slime_rm_math"))
+    """
+
+    name: str  # of the plugin, "core", or the config key of a function by path
+    origin: str  # distribution==version, or the path that was given
+    source: Literal["path", "plugin", "core"]
+    home: Path | None = None  # folder (or file) of its code
+
+    def __str__(self) -> str:
+        return self.name if self.source == "core" else f"{self.name} ({self.origin})"
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class HookImpl:
+    """One implementation of one hook."""
+
+    provider: Provider
+    hook: str
+    fn: Callable[..., Any]
+    takes: frozenset[str] | None = None  # arguments it names; None takes all
+
+    @property
+    def is_async(self) -> bool:
+        """Whether it is declared async."""
+        return inspect.iscoroutinefunction(self.fn)
+
+    @property
+    def own_process(self) -> bool:
+        """Whether it is a reward that asks for a process (`slime_core.hookspecs.own_process`)."""
+        return bool(getattr(self.fn, OWN_PROCESS, False))
+
+    def __call__(self, arguments: Mapping[str, Any]) -> Any:
+        """Call it with those of ``arguments`` that it takes."""
+        if self.takes is None:
+            return self.fn(**arguments)
+        return self.fn(**{name: value for name, value in arguments.items() if name in self.takes})
+
+
 class Stuck(PluginError):
     """PLG60 of a hook that cannot be ended: no setting makes the run go on beside it."""
 
 
 class Late(Exception):
-    """The deadline passed; ``frames`` is where the hook stood then."""
+    """The deadline passed; ``frames`` is where the hook was then."""
 
     def __init__(self, frames: Frames = (), *, stuck: bool = False) -> None:
         super().__init__()
@@ -70,76 +114,84 @@ class Carried(Exception):
 
 
 class Deadline:
-    """Cancels the task that entered it when its seconds are over; others may move it, or stop its clock.
+    """Ends its block after some seconds; who makes the block wait stops its clock.
+
+    Raises:
+        Late: the seconds are over, with the place where the block waited.
 
     Example:
-        async with Deadline(60.0) as deadline:
-            await work()             # TimeoutError after 60 s, and deadline.expired is True
+        async with Deadline(60.0):
+            await work()
     """
 
     def __init__(self, seconds: float) -> None:
-        self.left = seconds
+        self._left = seconds
         self._scope = asyncio.timeout(None)
         self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None  # of a slice
         self._since = self._planned = 0.0  # of the slice
-
-    @property
-    def expired(self) -> bool:
-        """Whether the seconds were over inside the block."""
-        return self._scope.expired()
+        self._token: contextvars.Token[Deadline] | None = None  # inside the block
 
     async def __aenter__(self) -> Deadline:
         await self._scope.__aenter__()
-        self._sleep()
+        self._token = DEADLINE.set(self)
+        self._start()
         return self
 
-    async def __aexit__(self, *raised: object) -> None:
+    async def __aexit__(self, *raised: Any) -> None:
         self._stop()
-        await self._scope.__aexit__(*raised)  # type: ignore[arg-type]
+        if self._token is not None:
+            DEADLINE.reset(self._token)
+        self._token = None
+        try:
+            await self._scope.__aexit__(*raised)
+        except TimeoutError:  # the cancellation went through every frame that waited
+            raise Late(traceback.extract_tb(raised[2])) from None
 
-    def when(self) -> float | None:
-        """The loop's time at which the seconds are over; None while the clock stands."""
-        return None if self._timer is None else self._loop.time() + self.left - self._spent()
+    @property
+    def runs(self) -> bool:
+        """Whether the clock does."""
+        return self._timer is not None
 
-    def reschedule(self, when: float | None) -> None:
-        """Move the end to ``when`` on the loop's clock; None stops the clock."""
-        if self._scope.expired():
-            raise RuntimeError("the deadline has passed")
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stop the clock inside this block."""
+        runs = self.runs
         self._stop()
-        if when is not None:
-            self.left = when - self._loop.time()
-            self._sleep()
+        try:
+            yield
+        finally:
+            if runs and self._token is not None and not self._scope.expired():
+                self._start()
 
-    def _sleep(self) -> None:
-        if self.left <= 0:
+    def _start(self) -> None:
+        """Begin the next slice; the end, where no seconds are left."""
+        if self._left <= 0:
             self._scope.reschedule(self._loop.time())
-        elif self.left < math.inf:
-            self._since, self._planned = self._loop.time(), min(self.left, SLICE)
-            self._timer = self._loop.call_later(self._planned, self._wake)
-
-    def _wake(self) -> None:
-        self.left -= self._spent()
-        self._timer = None
-        self._sleep()
-
-    def _spent(self) -> float:
-        took = self._loop.time() - self._since
-        return took if took <= self._planned + SLACK else self._planned
+        elif self._left < math.inf:
+            self._since, self._planned = self._loop.time(), min(self._left, SLICE)
+            self._timer = self._loop.call_later(self._planned, self._next)
 
     def _stop(self) -> None:
+        """End the slice, and count it."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+            took = self._loop.time() - self._since
+            self._left -= took if took <= self._planned + SLACK else self._planned
+
+    def _next(self) -> None:
+        self._stop()
+        self._start()
 
 
 DEADLINE: contextvars.ContextVar[Deadline] = contextvars.ContextVar("slime_hook_deadline")
-"""Inside an async hook: its deadline, which whoever makes the hook wait may move."""
+"""Inside an async hook: its deadline."""
 
 
 async def wait_for_future(future: asyncio.Future[Any], seconds: float) -> None:
     """Return when the future is done or its seconds are over; the future goes on."""
-    with suppress(TimeoutError):
+    with suppress(Late):
         async with Deadline(seconds):
             await asyncio.wait({future})
 
@@ -238,15 +290,15 @@ class _ThreadCall:
 
 
 async def call(
-    threads: HookThreads, answer: Answer, arguments: Mapping[str, Any], *, about: str, deadline: float, key: str
+    threads: HookThreads, impl: HookImpl, arguments: Mapping[str, Any], *, about: str, deadline: float, key: str
 ) -> Any:
-    """The value of one answer.
+    """The value of a hook: an async one runs in the event loop, a sync one on a thread.
 
     Args:
-        threads: where sync answers run.
-        answer: what to call.
-        arguments: everything the hook has; the answer takes what it names.
-        about: what it was called for, such as ``prompt 'grpo/17'``.
+        threads: where sync hooks run.
+        impl: what to call.
+        arguments: everything the hook has; the implementation takes what it names.
+        about: what it is called for, such as ``prompt 'grpo/17'``.
         deadline: seconds.
         key: the config key of the deadline.
 
@@ -257,47 +309,29 @@ async def call(
     """
 
     def on_thread() -> Any:
-        with _at_work(answer, about, deadline, key):
-            return answer(arguments)
+        with _at_work(impl, about, deadline, key):
+            return impl(arguments)
 
     try:
-        value = answer(arguments) if answer.is_async else await threads.run(on_thread, deadline)
-        if inspect.isawaitable(value):
-            with _at_work(answer, about, deadline, key):
-                return await _awaited(value, deadline)
+        value: Any = None if impl.is_async else await threads.run(on_thread, deadline)
+        if impl.is_async or inspect.isawaitable(value):
+            with _at_work(impl, about, deadline, key):
+                async with Deadline(deadline):
+                    return await (impl(arguments) if impl.is_async else value)
         return value
     except Late as late:
-        raise too_late(answer, about, deadline, key, late) from None
+        raise too_late(impl, about, deadline, key, late) from None
     except Carried as carried:
-        raise failure(answer, carried.error, about) from carried.error
+        raise failure(impl, carried.error, about) from carried.error
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        raise failure(answer, error, about) from error
-    except SlimeError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise failure(answer, error, about) from error
-
-
-async def _awaited(work: Awaitable[T], deadline: float) -> T:
-    scope = Deadline(deadline)
-    token = DEADLINE.set(scope)
-    try:
-        async with scope:
-            return await work
-    except TimeoutError as error:
-        if scope.expired:
-            waited = error.__cause__ or error  # the cancellation went through every frame that waited
-            raise Late(traceback.extract_tb(waited.__traceback__)) from None
-        raise
-    finally:
-        DEADLINE.reset(token)
+        raise failure(impl, error, about) from error
 
 
 async def together(works: Iterable[Awaitable[T]]) -> list[T]:
-    """The answers of plugin coroutines that run side by side; the first failure cancels the others."""
+    """The values of plugin coroutines that run side by side; the first failure cancels the others."""
     works = list(works)
     tasks = [asyncio.ensure_future(_contained(work)) for work in works]
     try:
@@ -320,113 +354,109 @@ async def _contained(work: Awaitable[T]) -> T:
 
 
 def call_now(
-    answer: Answer,
+    impl: HookImpl,
     arguments: Mapping[str, Any],
     *,
     about: str,
     limit: float = LONGEST,
     key: str = "rollout.generate_timeout",
 ) -> Any:
-    """The value of an answer to a hook that may not await; a process beside the run keeps the ``limit`` in seconds.
+    """The value of a hook that may not await; the watchdog keeps the ``limit`` in seconds.
 
     Raises:
         PluginError: PLG56 it raised, PLG62 it tried to end the process, PLG66 it left a coroutine.
     """
-    try:
-        with _at_work(answer, about, limit, key):
-            value = answer(arguments)
-    except SlimeError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise failure(answer, error, about) from error
+    with _at_work(impl, about, limit, key):
+        value = impl(arguments)
     if inspect.isawaitable(value):
         if inspect.iscoroutine(value):
             value.close()
-        raise PluginError(
-            f"{answer.provider.name}.{answer.hook} returned a coroutine; this hook is called without await",
-            code="PLG66",
-            where=_where(answer.provider, about),
-            fix=f"write it as `def {signature_of(answer.hook)}`",
+        fix = f"write it as `def {signature_of(impl.hook)}`"
+        raise wrong(
+            impl, "returned a coroutine", about, code="PLG66", why="this hook is called without await", fix=fix
         )
     return value
 
 
 @contextmanager
-def _at_work(answer: Answer, about: str, limit: float, key: str) -> Iterator[None]:
-    """Show who watches from outside that the calling thread is in a plugin's hook, or awaits one."""
-    provider = answer.provider
-    if provider.source == CORE or not HEARTBEAT.watched:
-        yield
-        return
-    hook, source = f"{provider.name}.{answer.hook}", str(provider.home or "")
-    call = HookCall(limit=limit, hook=hook, provider=str(provider), key=key, source=source, subject=about)
-    slot = HEARTBEAT.begin_call(call)
+def _at_work(impl: HookImpl, about: str, limit: float, key: str) -> Iterator[None]:
+    """Show the watchdog that this thread is in a plugin's hook, and raise what the hook raises as a PluginError."""
+    provider, slot = impl.provider, NONE
+    if provider.source != CORE and HEARTBEAT.watched:
+        hook, source = f"{provider.name}.{impl.hook}", str(provider.home or "")
+        slot = HEARTBEAT.begin_call(
+            HookCall(limit=limit, hook=hook, provider=str(provider), key=key, source=source, subject=about)
+        )
     try:
         yield
+    except (SlimeError, Late, Carried):
+        raise
+    except (Exception, SystemExit) as error:
+        raise failure(impl, error, about) from error
     finally:
         HEARTBEAT.end_call(slot)
 
 
-def failure(answer: Answer, error: BaseException, about: str) -> SlimeError:
-    """The PluginError of an exception that came out of ``answer``; an error of the core is itself."""
+def failure(impl: HookImpl, error: BaseException, about: str) -> SlimeError:
+    """The PluginError of an exception that came out of a hook; an error of the core is itself."""
     if isinstance(error, SlimeError):
         return error
     ending = isinstance(error, (SystemExit, KeyboardInterrupt))
-    at = _place(traceback.extract_tb(error.__traceback__), answer.provider.home)
-    drop = ", or set rollout.on_plugin_error=drop to drop such groups" if answer.hook in OF_GROUPS else ""
-    return PluginError(
-        f"{answer.provider.name}.{answer.hook} failed for {about}: {text_of(error)}",
+    return wrong(
+        impl,
+        "failed",
+        about,
         code="PLG62" if ending else "PLG56",
-        where=_where(answer.provider, at, about),
+        text=f": {text_of(error)}",
+        at=_place(traceback.extract_tb(error.__traceback__), impl.provider.home),
         why="a hook may not end the process" if ending else "",
-        fix=f"fix the code there{drop}",
+        fix="fix the code there"
+        + (", or set rollout.on_plugin_error=drop to drop such groups" if impl.hook in OF_GROUPS else ""),
     )
 
 
-def wrong(answer: Answer, what: str, about: str, *, code: str, why: str = "", fix: str = "") -> PluginError:
-    """The PluginError of an answer that broke the hook's contract."""
-    return PluginError(
-        f"{answer.provider.name}.{answer.hook} {what} for {about}",
-        code=code,
-        where=_where(answer.provider, about),
-        why=why,
-        fix=fix,
-    )
+def too_late(impl: HookImpl, about: str, deadline: float, key: str, late: Late) -> PluginError:
+    """PLG60, with the place and the stack where the hook waited."""
+    at = _place(late.frames, impl.provider.home)
+    stack = "".join(traceback.format_list(list(late.frames)[-DEEPEST:])).rstrip()
+    reason, fix = "", f"raise the limit: {key}={2 * deadline:g}"
+    if late.stuck:
+        reason = "it still runs and cannot be ended, so the run ends\n"
+        fix += (
+            "\nor set a timeout on what it waits for; a reward may run in a separate process, which can be ended: "
+            "slime_core.hookspecs.own_process"
+        )
+    what, place = f"did not answer in {deadline:g} s", f"blocked at {at}" if at else ""
+    kind = Stuck if late.stuck else PluginError
+    return wrong(impl, what, about, code="PLG60", at=place, why=f"{reason}{stack}", fix=fix, kind=kind)
 
 
-def listed(answer: Answer, value: Any, kind: type[T], about: str, name: str) -> list[T]:
+def wrong(
+    impl: HookImpl,
+    what: str,
+    about: str,
+    *,
+    code: str,
+    text: str = "",
+    at: str = "",
+    why: str = "",
+    fix: str = "",
+    kind: type[PluginError] = PluginError,
+) -> PluginError:
+    """The PluginError of a hook that broke its contract: plugin, hook, and what it was called for."""
+    where = ", ".join(filter(None, [str(impl.provider), at, about]))
+    return kind(f"{impl.provider.name}.{impl.hook} {what} for {about}{text}", code=code, where=where, why=why, fix=fix)
+
+
+def listed(impl: HookImpl, value: Any, kind: type[T], about: str, name: str) -> list[T]:
     """The value, where it is a list of ``kind``, which plugins know as ``name``.
 
     Raises:
         PluginError: PLG57.
     """
     if not isinstance(value, (list, tuple)) or not all(isinstance(item, kind) for item in value):
-        raise wrong(answer, f"returned {value!r}", about, code="PLG57", fix=f"return a list of {name}")
+        raise wrong(impl, f"returned {value!r}", about, code="PLG57", fix=f"return a list of {name}")
     return list(value)
-
-
-def too_late(answer: Answer, about: str, deadline: float, key: str, late: Late) -> PluginError:
-    """PLG60, with the place and the stack where the hook stood."""
-    at = _place(late.frames, answer.provider.home)
-    stack = "".join(traceback.format_list(list(late.frames)[-DEEPEST:])).rstrip()
-    reason = "it still runs and cannot be ended, so the run ends\n" if late.stuck else ""
-    fix = f"raise the limit: {key}={2 * deadline:g}"
-    if late.stuck:
-        fix += (
-            "\nor set a timeout on what it waits for; a reward may run in a separate process, which can be ended: "
-            "slime_core.hookspecs.own_process"
-        )
-    return (Stuck if late.stuck else PluginError)(
-        f"{answer.provider.name}.{answer.hook} did not answer in {deadline:g} s for {about}",
-        code="PLG60",
-        where=_where(answer.provider, f"blocked at {at}" if at else "", about),
-        why=f"{reason}{stack}",
-        fix=fix,
-    )
-
-
-def _where(provider: Provider, *parts: str) -> str:
-    return ", ".join([str(provider), *(part for part in parts if part)])
 
 
 def _place(frames: Frames, home: Path | None) -> str:
@@ -440,6 +470,6 @@ def _place(frames: Frames, home: Path | None) -> str:
 
 
 def stack_of(thread: int) -> Frames:
-    """Where a thread stands, outermost first; empty where it has ended."""
+    """The frames of a thread, outermost first; empty where it has ended."""
     frame = sys._current_frames().get(thread)
     return traceback.extract_stack(frame) if frame is not None else []

@@ -1,21 +1,21 @@
-"""Plugins as the core sees them: one typed method a hook, which routes, awaits, checks and says who broke what."""
+"""Plugins as the core sees them: one typed method a hook, which routes, awaits and checks the result."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from slime_core.algorithms.shared.terms import add_terms, needed_roles
 from slime_core.errors import PluginError
-from slime_core.plugins.boundary import HookThreads, Stuck, call, call_now, wrong
+from slime_core.plugins.boundary import CORE, HookImpl, HookThreads, Stuck, call, call_now, wrong
 from slime_core.plugins.isolated import INSIDE, Processes, group_question, sample_question
 from slime_core.plugins.load import LoadedPlugin, fingerprint, load_options, sources
-from slime_core.plugins.provider import CORE, Answer
 from slime_core.plugins.result_checks import checked_columns, expect, role_columns, same_groups, to_reward, to_rewards
 from slime_core.plugins.router import INFRA, Functions, HookRouter, made_elsewhere
 from slime_core.protocols import Estimator, Loss, PromptSource, Role, Sink
@@ -45,7 +45,7 @@ class Plugins:
         self._threads = HookThreads()
         self._processes = Processes() if INSIDE not in os.environ else None
         self._checks: Any = None  # once they are asked for
-        self._last: tuple[Answer, str] | None = None
+        self._last: tuple[HookImpl, str] | None = None
         self._router = HookRouter(self._loaded, core, functions)
         self._options: dict[tuple[str, int], BaseModel | None] = {}
 
@@ -75,43 +75,41 @@ class Plugins:
 
     async def generate(self, group: Group, ctx: Context) -> Group:
         """Fill a group's pending samples (`slime_generate`)."""
-        answer = self._owner("slime_generate", group.prompt.task, ctx)
-        timeout = ctx.config.rollout.generate_timeout
-        done = await self._call(answer, ctx, f"prompt '{group.id}'", timeout, GENERATE, group=group)
-        return expect(answer, done, Group, f"prompt '{group.id}'", "return the group")
+        impl, about = self._owner("slime_generate", group.prompt.task, ctx), f"prompt '{group.id}'"
+        done = await self._call(impl, ctx, about, GENERATE, group=group)
+        return expect(impl, done, Group, about, "return the group")
 
     async def reward(self, group: Group, ctx: Context) -> list[Reward]:
         """One Reward a sample, in order (`slime_reward`)."""
         self._functions.seen(group, ctx.config)
-        answer = self._owner("slime_reward", group.prompt.task, ctx)
+        impl = self._owner("slime_reward", group.prompt.task, ctx)
         judge = self._judge_rest if made_elsewhere(ctx.config, ctx.evaluation) else self._judge
         copy = self._hook_checks().copy(group, ctx) if ctx.config.report.check_hooks else None
-        rewards = await judge(answer, group, ctx)
+        rewards = await judge(impl, group, ctx)
         if copy is not None:
-            self._hook_checks().compare(answer, copy, rewards, await judge(answer, copy, ctx))
+            self._hook_checks().compare(impl, copy, rewards, await judge(impl, copy, ctx))
         return rewards
 
-    async def _judge(self, answer: Answer, group: Group, ctx: Context) -> list[Reward]:
-        reward, about = ctx.config.reward, f"prompt '{group.id}'"
-        if answer.own_process and self._processes is not None:
-            return await self._processes.ask(answer, group_question(group), ctx, about=about, key=REWARD)
-        limit = math.inf if answer.provider.source == CORE else reward.reward_timeout  # of the types that core asks
-        value = await self._call(answer, ctx, about, limit, REWARD, group=group)
-        return to_rewards(answer, value, group, reward.reward_key)
+    async def _judge(self, impl: HookImpl, group: Group, ctx: Context) -> list[Reward]:
+        about = f"prompt '{group.id}'"
+        if impl.own_process and self._processes is not None:
+            return await self._processes.ask(impl, group_question(group), ctx, about=about, key=REWARD)
+        value = await self._call(impl, ctx, about, REWARD, group=group)
+        return to_rewards(impl, value, group, ctx.config.reward.reward_key)
 
-    async def _judge_rest(self, answer: Answer, group: Group, ctx: Context) -> list[Reward]:
+    async def _judge_rest(self, impl: HookImpl, group: Group, ctx: Context) -> list[Reward]:
         """Rewards that came with samples of a rollout buffer, and the run's own for the others.
 
         A sample that did not come is an infrastructure error, and never a reward of 0.
         """
         rest = [i for i, sample in enumerate(group.samples) if sample.reward is None and INFRA not in sample.metadata]
-        rewards = await self._judge(answer, group.part(rest), ctx) if rest else []
+        rewards = await self._judge(impl, group.part(rest), ctx) if rest else []
         judged = dict(zip(rest, rewards, strict=True))
         for i, sample in enumerate(group.samples):
             if reason := sample.metadata.get(INFRA):
                 judged[i] = Reward(value=0.0, kind="infra_error", reason=str(reason))
             elif i not in judged:
-                judged[i] = to_reward(answer, sample.reward, f"sample '{sample.id}'", ctx.config.reward.reward_key)
+                judged[i] = to_reward(impl, sample.reward, f"sample '{sample.id}'", ctx.config.reward.reward_key)
         return [judged[i] for i in range(len(group.samples))]
 
     def pop_metrics(self) -> dict[str, float]:
@@ -124,45 +122,43 @@ class Plugins:
         Raises:
             ConfigError: CFG04 an unknown name.
         """
-        answer = self._router.named["slime_reward_types"].answer(name)
-        about, reward = f"sample '{sample.id}'", ctx.config.reward
-        if answer.own_process and self._processes is not None:
-            return (await self._processes.ask(answer, sample_question(name, sample), ctx, about=about, key=REWARD))[0]
-        value = await self._call(answer, ctx, about, reward.reward_timeout, REWARD, sample=sample)
-        return to_reward(answer, value, about, reward.reward_key)
+        impl = self._router.named["slime_reward_types"].impl(name)
+        about = f"sample '{sample.id}'"
+        if impl.own_process and self._processes is not None:
+            return (await self._processes.ask(impl, sample_question(name, sample), ctx, about=about, key=REWARD))[0]
+        value = await self._call(impl, ctx, about, REWARD, sample=sample)
+        return to_reward(impl, value, about, ctx.config.reward.reward_key)
 
     async def filter(self, group: Group, ctx: Context) -> Drop | None:
         """The first Drop of any `slime_filter`, None to keep."""
-        about, timeout = f"prompt '{group.id}'", ctx.config.reward.reward_timeout
-        for answer in self._router.listeners("slime_filter", ctx.config):
-            verdict = await self._call(answer, ctx, about, timeout, REWARD, group=group)
+        about = f"prompt '{group.id}'"
+        for impl in self._router.listeners("slime_filter", ctx.config):
+            verdict = await self._call(impl, ctx, about, REWARD, group=group)
             if verdict is not None:
                 fix = "return slime_core.Drop(reason=...) to drop, None to keep"
-                return expect(answer, verdict, Drop, about, fix)
+                return expect(impl, verdict, Drop, about, fix)
         return None
 
     async def sample_done(self, sample: Sample, ctx: Context) -> None:
-        """Tell every `slime_sample_done` of a generated sample."""
-        timeout = ctx.config.reward.reward_timeout
-        for answer in self._router.listeners("slime_sample_done", ctx.config):
-            await self._call(answer, ctx, f"sample '{sample.id}'", timeout, REWARD, sample=sample)
+        """Call every `slime_sample_done` with a generated sample."""
+        for impl in self._router.listeners("slime_sample_done", ctx.config):
+            await self._call(impl, ctx, f"sample '{sample.id}'", REWARD, sample=sample)
 
     def sampling(self, prompt: Prompt, ctx: Context) -> SamplingParams:
         """The sampling parameters of one prompt (`slime_sampling`)."""
-        answer = self._owner("slime_sampling", prompt.task, ctx)
-        about = f"prompt '{prompt.id}'"
-        value = self._call_now(answer, ctx, about, prompt=prompt)
-        return expect(answer, value, SamplingParams, about, "return dataclasses.replace(ctx.sampling, ...)")
+        impl, about = self._owner("slime_sampling", prompt.task, ctx), f"prompt '{prompt.id}'"
+        value = self._call_now(impl, ctx, about, prompt=prompt)
+        return expect(impl, value, SamplingParams, about, "return dataclasses.replace(ctx.sampling, ...)")
 
     def prompts(self, task: DataTask, ctx: Context) -> PromptSource | None:
         """The task's rows by `slime_prompts`; None where the config's data holds them."""
-        answer = self._router.owner("slime_prompts", task.name, ctx.config, ctx.evaluation, chosen=task)
-        if answer is None or (task.prompt_data and answer.provider.source == "plugin"):
+        impl = self._router.owner("slime_prompts", task.name, ctx.config, ctx.evaluation, chosen=task)
+        if impl is None or (task.prompt_data and impl.provider.source == "plugin"):
             return None
-        source = self._call_now(answer, ctx, f"task '{task.name}'", task=task.name)
+        source = self._call_now(impl, ctx, f"task '{task.name}'", task=task.name)
         if not all(callable(getattr(source, name, None)) for name in ("at", "state")):
             fix = "return an object with __len__, at(position) and state()"
-            raise wrong(answer, f"returned a {type(source).__name__}", f"task '{task.name}'", code="PLG57", fix=fix)
+            raise wrong(impl, f"returned a {type(source).__name__}", f"task '{task.name}'", code="PLG57", fix=fix)
         return source  # type: ignore[no-any-return]
 
     def replaces_rollout(self, task: str, config: Config, *, evaluation: bool = False) -> bool:
@@ -175,20 +171,20 @@ class Plugins:
 
     def generates_itself(self, task: str, config: Config) -> bool:
         """Whether a plugin or a function makes this task's samples (`slime_generate`), and not the core's one turn."""
-        answer = self._router.owner("slime_generate", task, config, False)
-        return answer is None or answer.provider.source != "core"
+        impl = self._router.owner("slime_generate", task, config, False)
+        return impl is None or impl.provider.source != "core"
 
     async def rollout(self, groups: list[Group], ctx: Context) -> list[Group]:
         """Make the groups of a step whole (`slime_rollout`), each by the provider of its task, in the given order."""
         results: dict[str, Group] = {}
-        by_answer: dict[int, tuple[Answer, list[Group]]] = {}
+        by_impl: dict[int, tuple[HookImpl, list[Group]]] = {}
         for group in groups:
-            answer = self._owner("slime_rollout", group.prompt.task, ctx)
-            by_answer.setdefault(id(answer), (answer, []))[1].append(group)
-        about, timeout = f"the rollout of version {ctx.version}", ctx.config.rollout.generate_timeout
-        for answer, members in by_answer.values():
-            done = await self._call(answer, ctx, about, timeout, GENERATE, groups=members)
-            results.update(same_groups(answer, done, members, about))
+            impl = self._owner("slime_rollout", group.prompt.task, ctx)
+            by_impl.setdefault(id(impl), (impl, []))[1].append(group)
+        about = f"the rollout of version {ctx.version}"
+        for impl, members in by_impl.values():
+            done = await self._call(impl, ctx, about, GENERATE, groups=members)
+            results.update(same_groups(impl, done, members, about))
         for group in results.values():
             self._functions.seen(group, ctx.config)
         return [results[group.id] for group in groups]
@@ -199,16 +195,13 @@ class Plugins:
         Raises:
             ConfigError: CFG04 no plugin registers it.
         """
-        loss, answer, limit = (
-            self._router.loss(name),
-            self._router.named["slime_loss"].answer(name),
-            self._router.limit,
-        )
-        if answer.provider.source == "core":
+        loss, impl = self._router.loss(name), self._router.named["slime_loss"].impl(name)
+        if impl.provider.source == CORE:
             return loss
+        limit = self._router.limit
 
-        def fn(log_probs: Any, entropy: Any, columns: Mapping[str, Any], train: Any) -> tuple[Any, dict[str, Any]]:
-            target = replace(answer, fn=lambda: loss.fn(log_probs, entropy, columns, train), takes=None)
+        def fn(*arguments: Any) -> tuple[Any, dict[str, Any]]:
+            target = replace(impl, fn=partial(loss.fn, *arguments), takes=None)
             return call_now(target, {}, about="a micro-batch", limit=limit)  # type: ignore[no-any-return]
 
         return replace(loss, fn=fn)
@@ -230,12 +223,12 @@ class Plugins:
         """
         scored = replace(batch, columns={**batch.columns, **role_columns(columns)})
         estimator = self._router.estimator(train)
-        registered = self._router.named["slime_advantage"].answer(self._router.estimator_name(train))
-        answer = replace(registered, fn=estimator.fn, takes=None)
+        registered = self._router.named["slime_advantage"].impl(self._router.estimator_name(train))
+        impl = replace(registered, fn=estimator.fn, takes=None)
         arguments, about = {"batch": scored, "train": train}, f"step {batch.version}"
-        with self._watched(answer, arguments, about, self._router.check_hooks):
-            columns_returned = call_now(answer, arguments, about=about, limit=self._router.limit)
-        columns_checked = checked_columns(answer, columns_returned, scored)
+        with self._watched(impl, arguments, about, self._router.check_hooks) or nullcontext():
+            columns_returned = call_now(impl, arguments, about=about, limit=self._router.limit)
+        columns_checked = checked_columns(impl, columns_returned, scored)
         columns_checked["advantages"] = add_terms(estimator, columns_returned["advantages"], scored, train)
         return replace(scored, columns={**scored.columns, **columns_checked})
 
@@ -244,55 +237,54 @@ class Plugins:
         self._functions.seen(group, config)
 
     def batch(self, batch: Batch, ctx: Context) -> None:
-        """Tell every `slime_batch` of the step's columns."""
-        self.tell("slime_batch", f"step {batch.version}", ctx, batch=batch)
+        """Call every `slime_batch` with the step's columns."""
+        self.notify("slime_batch", f"step {batch.version}", ctx, batch=batch)
         self._functions.finish_batch(batch, ctx.config.train)
 
-    def tell(self, hook: str, about: str, ctx: Context, **arguments_given: Any) -> None:
-        """Tell every implementation of a hook: `slime_batch`, `slime_step_done`, and those that a trainer calls."""
-        for answer in self._router.listeners(hook, ctx.config):
-            self._call_now(answer, ctx, about, **arguments_given)
+    def notify(self, hook: str, about: str, ctx: Context, **arguments: Any) -> None:
+        """Call every implementation of an event hook: `slime_batch`, `slime_step_done`, and those of a trainer."""
+        for impl in self._router.listeners(hook, ctx.config):
+            self._call_now(impl, ctx, about, **arguments)
 
     def sinks(self, ctx: Context) -> list[Sink]:
         """Every tracker of every plugin (`slime_sinks`)."""
         sinks: list[Sink] = []
-        for plugin in self._declaring("slime_sinks"):
-            answer = plugin.answers["slime_sinks"]
-            sinks += expect(answer, self._call_now(answer, ctx, "the run"), list, "the run", "return a list")
+        for impl in self._declared("slime_sinks"):
+            sinks += expect(impl, self._call_now(impl, ctx, "the run"), list, "the run", "return a list")
         return sinks
 
     def step_done(self, report: StepReport, ctx: Context) -> None:
-        """Tell every `slime_step_done` of a finished step."""
-        self.tell("slime_step_done", f"step {report.version}", ctx, report=report)
+        """Call every `slime_step_done` with a finished step."""
+        self.notify("slime_step_done", f"step {report.version}", ctx, report=report)
 
     @asynccontextmanager
     async def running(self, ctx: Context) -> AsyncIterator[None]:
-        """A run, or an evaluation alone; every `slime_run_done` is told when it is over, however it ended."""
+        """A run, or an evaluation alone; every `slime_run_done` is called when it is over, however it ended."""
         try:
             yield
         finally:
-            for answer in self._router.listeners("slime_run_done", ctx.config):
-                await self._call(answer, ctx, "the run", ctx.config.reward.reward_timeout, REWARD)
+            for impl in self._router.listeners("slime_run_done", ctx.config):
+                await self._call(impl, ctx, "the run", REWARD)
 
     def evaluated(self, sets: Mapping[str, list[Group]], metrics: Mapping[str, float], ctx: Context) -> None:
-        """Tell functions by path of an evaluation: its groups by set, and its metrics."""
-        for answer in self._functions.evaluation_listeners(ctx.config):
-            self._call_now(answer, ctx, f"the evaluation at version {ctx.version}", sets=sets, metrics=dict(metrics))
+        """Call functions by path with an evaluation: its groups by set, and its metrics."""
+        for impl in self._functions.evaluation_listeners(ctx.config):
+            self._call_now(impl, ctx, f"the evaluation at version {ctx.version}", sets=sets, metrics=dict(metrics))
 
     def state(self) -> dict[str, Any]:
         """What plugins keep in a checkpoint (`slime_state`), by plugin name.
 
         Raises:
-            PluginError: PLG64 with the plugin, where it has no ``state`` and ``load``, ``state()`` raises, or what it
-                gives is no dict.
+            PluginError: PLG64 with the plugin, where it has no ``state`` and ``load``, or ``state()`` raises or
+                returns no dict.
         """
         states = {}
-        for name, answer, holder in self._states():
-            target = replace(answer, fn=holder.state, takes=None)
-            state = self._call_holder(target, "its state()")
-            if not isinstance(state, dict):
-                raise wrong(target, f"gave a {type(state).__name__}", "its state()", code="PLG64", fix="return a dict")
-            states[name] = state
+        for name, impl, holder in self._states():
+            target = replace(impl, fn=holder.state, takes=None)
+            states[name] = self._call_holder(target, "its state()")
+            if not isinstance(states[name], dict):
+                message = f"returned a {type(states[name]).__name__}"
+                raise wrong(target, message, "its state()", code="PLG64", fix="return a dict")
         return states
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -301,12 +293,11 @@ class Plugins:
         Raises:
             PluginError: PLG64 a holder without ``load``, or one that raises.
         """
-        for name, answer, holder in self._states():
+        for name, impl, holder in self._states():
             if name in state:
-                target = replace(answer, fn=lambda holder=holder, name=name: holder.load(state[name]), takes=None)
-                self._call_holder(target, "load(state)")
+                self._call_holder(replace(impl, fn=partial(holder.load, state[name]), takes=None), "load(state)")
 
-    def _call_holder(self, target: Answer, about: str) -> Any:
+    def _call_holder(self, target: HookImpl, about: str) -> Any:
         try:
             return call_now(target, {}, about=about, limit=self._router.limit)
         except PluginError as error:
@@ -314,16 +305,11 @@ class Plugins:
             raise
 
     def resolve(self, config: Config) -> None:
-        """Route and look up everything of a config (a stage's), so that mistakes show before the start.
-
-        Raises:
-            ConfigError: CFG04 an unknown reward type, estimator or loss, or a task's unknown plugin.
-            PluginError: PLG50 or PLG51 a function by path, PLG52 two answers of equal rank.
-        """
+        """Route everything of a config (a stage's) before the start; raises as `HookRouter.resolve`."""
         self._router.resolve(config)
 
     def routing(self) -> list[dict[str, str]]:
-        """Rows ``hook task provider``: who answers what, as `slime show` prints them."""
+        """Rows ``hook task provider``: which implementation serves which task, as `slime show` prints them."""
         return self._router.rows()
 
     def fingerprint(self) -> str:
@@ -339,8 +325,8 @@ class Plugins:
         """The plugin's hook that was called last, and for what; empty before the first."""
         if self._last is None:
             return ""
-        answer, about = self._last
-        return f"{answer.provider.name}.{answer.hook} ({about}), {answer.provider}"
+        impl, about = self._last
+        return f"{impl.provider.name}.{impl.hook} ({about}), {impl.provider}"
 
     def close(self) -> None:
         """End the processes of rewards, and what functions by path need: the import finder and the loopback server."""
@@ -348,57 +334,62 @@ class Plugins:
             self._processes.close()
         self._functions.close()
 
-    def _owner(self, hook: str, task: str, ctx: Context) -> Answer:
-        answer = self._router.owner(hook, task, ctx.config, ctx.evaluation)
-        if answer is None:
-            raise PluginError(f"nothing answers {hook} for task '{task}'", fix="slime plugins hooks")
-        return answer
+    def _owner(self, hook: str, task: str, ctx: Context) -> HookImpl:
+        impl = self._router.owner(hook, task, ctx.config, ctx.evaluation)
+        if impl is None:
+            raise PluginError(f"nothing implements {hook} for task '{task}'", fix="slime plugins hooks")
+        return impl
 
-    def _declaring(self, hook: str) -> list[LoadedPlugin]:
-        return [plugin for plugin in (*self._loaded.values(), self._core) if hook in plugin.answers]
+    def _declared(self, hook: str) -> list[HookImpl]:
+        return [plugin.hooks[hook] for plugin in (*self._loaded.values(), self._core) if hook in plugin.hooks]
 
-    def _states(self) -> list[tuple[str, Answer, Any]]:
-        states = []
-        for plugin in self._declaring("slime_state"):
-            answer = plugin.answers["slime_state"]
-            holder = call_now(answer, {}, about="its state")
+    def _states(self) -> Iterator[tuple[str, HookImpl, Any]]:
+        for impl in self._declared("slime_state"):
+            holder = call_now(impl, {}, about="its state")
             if holder is None:
                 continue
             missing = [name for name in ("state", "load") if not callable(getattr(holder, name, None))]
             if missing:
                 message = f"returned a {type(holder).__name__} without {' and '.join(missing)}()"
                 fix = "return an object with state() -> dict and load(dict)"
-                raise wrong(answer, message, "its state", code="PLG64", fix=fix)
-            states.append((plugin.provider.name, answer, holder))
-        return states
+                raise wrong(impl, message, "its state", code="PLG64", fix=fix)
+            yield impl.provider.name, impl, holder
 
-    def _ctx_of(self, answer: Answer, ctx: Context) -> Context:
-        owner = answer.provider
+    def _ctx_of(self, impl: HookImpl, ctx: Context) -> Context:
+        owner = impl.provider
         return ctx.with_options(self.options(owner.name, ctx.config) if owner.source == "plugin" else None)
 
-    async def _call(
-        self, answer: Answer, ctx: Context, about: str, deadline: float, key: str, **arguments: Any
-    ) -> Any:
-        arguments["ctx"] = self._ctx_of(answer, ctx)
-        with self._watched(answer, arguments, about, ctx.config.report.check_hooks):
-            return await call(self._threads, answer, arguments, about=about, deadline=deadline, key=key)
+    def _call(self, impl: HookImpl, ctx: Context, about: str, key: str, **arguments: Any) -> Awaitable[Any]:
+        arguments["ctx"] = self._ctx_of(impl, ctx)
+        section, _, name = key.partition(".")
+        limit = getattr(getattr(ctx.config, section), name)
+        if impl.provider.source == CORE and impl.hook == "slime_reward":
+            limit = math.inf  # the reward types that it calls have it
+        watch = self._watched(impl, arguments, about, ctx.config.report.check_hooks)
+        value = call(self._threads, impl, arguments, about=about, deadline=limit, key=key)
+        return value if watch is None else _inside(watch, value)
 
-    def _call_now(self, answer: Answer, ctx: Context, about: str, **arguments: Any) -> Any:
-        arguments["ctx"] = self._ctx_of(answer, ctx)
-        with self._watched(answer, arguments, about, ctx.config.report.check_hooks):
-            return call_now(answer, arguments, about=about, limit=ctx.config.rollout.generate_timeout, key=GENERATE)
+    def _call_now(self, impl: HookImpl, ctx: Context, about: str, **arguments: Any) -> Any:
+        arguments["ctx"] = self._ctx_of(impl, ctx)
+        with self._watched(impl, arguments, about, ctx.config.report.check_hooks) or nullcontext():
+            return call_now(impl, arguments, about=about, limit=ctx.config.rollout.generate_timeout, key=GENERATE)
 
     def _watched(
-        self, answer: Answer, arguments: Mapping[str, Any], about: str, check: bool
-    ) -> AbstractContextManager[None]:
-        """Note the call, and with ``report.check_hooks`` watch what it changes."""
-        if answer.provider.source == CORE:
-            return nullcontext()
-        self._last = answer, about
-        return self._hook_checks().watch(answer, arguments, about) if check else nullcontext()
+        self, impl: HookImpl, arguments: Mapping[str, Any], about: str, check: bool
+    ) -> AbstractContextManager[None] | None:
+        """Note the call; with ``report.check_hooks`` what watches the plugin's changes."""
+        if impl.provider.source == CORE:
+            return None
+        self._last = impl, about
+        return self._hook_checks().watch(impl, arguments, about) if check else None  # type: ignore[no-any-return]
 
     def _hook_checks(self) -> Any:
         """`HookChecks` of the run, where ``report.check_hooks`` is on."""
         if self._checks is None:
             self._checks = import_module(CHECKS).HookChecks()
         return self._checks
+
+
+async def _inside(watch: AbstractContextManager[None], value: Awaitable[Any]) -> Any:
+    with watch:
+        return await value

@@ -1,4 +1,4 @@
-"""A Python file as a module of its own, imported once per process; and what is told of an import that failed."""
+"""A Python file as a module of its own, imported once per process; and the text of an import that failed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Rewards that ask for a process of their own: one that hangs, crashes or eats memory is killed; one answer is lost.
+"""Rewards in processes of their own: one that hangs, crashes or eats memory is killed, and one group is lost.
 
     @own_process                       facade -> Processes -> worker process (slime_core.plugins.worker)
-    def slime_reward(group, ctx)                  one JSON line a question, one an answer
+    def slime_reward(group, ctx)                  one JSON line a request, one a response
 
 Workers load the plugins by themselves, from the config; nothing is pickled. They are started when first needed, serve
 one question at a time, and are killed at a deadline and with this process. ``ctx`` has no engine and no tokenizer
@@ -22,9 +22,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from slime_core.errors import PluginError, SlimeError, remade
-from slime_core.plugins.boundary import HookThreads, Late, too_late, wrong
-from slime_core.plugins.provider import Answer
+from slime_core.errors import PluginError, remade
+from slime_core.plugins.boundary import HookImpl, HookThreads, Late, too_late, wrong
 from slime_core.types import Group, Reward, Sample
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ START_SECONDS = 120.0  # to import the plugins
 
 
 class Gone(Exception):
-    """The worker ended without an answer."""
+    """The worker ended without a response."""
 
 
 class IsolatedWorker:
@@ -51,38 +50,39 @@ class IsolatedWorker:
         self.config = config
 
     def load(self) -> None:
-        """Have it load the plugins; blocks, and raises as :meth:`ask`."""
-        self.ask({"config": self.config.model_dump_json(), "path": sys.path})
+        """Load the plugins; blocks, and raises as :meth:`ask` and :func:`value_of`."""
+        value_of(self.ask(json.dumps({"config": self.config.model_dump_json(), "path": sys.path})))
 
-    def ask(self, question: Mapping[str, Any]) -> Any:
-        """The answer's ``value``; blocks.
+    def ask(self, request: str) -> dict[str, Any]:
+        """The response to one line of JSON; blocks.
 
         Raises:
-            SlimeError: what the worker raised.
-            TypeError, ValueError: the question is no JSON; it was not sent.
             Gone: it ended.
         """
-        line = json.dumps(question).encode()
         try:
-            self._file.write(line + b"\n")
+            self._file.write(request.encode() + b"\n")
             self._file.flush()
             line = self._file.readline()
         except OSError as error:
             raise Gone from error
         if not line.endswith(b"\n"):
             raise Gone
-        answer = json.loads(line)
-        if "error" in answer:
-            raise remade(answer["kind"], answer["error"], PluginError)
-        return answer["value"]
+        return json.loads(line)  # type: ignore[no-any-return]
 
     def kill(self) -> int:
-        """End it now; the answer is its exit code."""
+        """End it now, and return its exit code."""
         self.process.kill()
         code = self.process.wait()
         with suppress(OSError):
             self._file.close()
         return code
+
+
+def value_of(response: Mapping[str, Any]) -> Any:
+    """The value of a worker's response; raises the SlimeError that it holds."""
+    if "error" in response:
+        raise remade(response["kind"], response["error"], PluginError)
+    return response["value"]
 
 
 class Processes:
@@ -96,57 +96,50 @@ class Processes:
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     def pids(self) -> list[int]:
-        """Of the workers that live."""
+        """Process ids of the workers that live."""
         return [worker.process.pid for worker in self._all]
 
     async def ask(
-        self, answer: Answer, question: Mapping[str, Any], ctx: Context, *, about: str, key: str
+        self, impl: HookImpl, question: Mapping[str, Any], ctx: Context, *, about: str, key: str
     ) -> list[Reward]:
-        """A worker's answer, within ``reward.reward_timeout``, which is the setting ``key``.
+        """A worker's rewards, within ``reward.reward_timeout``, which is the setting ``key``.
 
         Raises:
             PluginError: PLG57 the question is no JSON, PLG60 it was late and was killed, PLG62 it ended, or what the
                 reward raised in it.
         """
         loop, deadline = asyncio.get_running_loop(), ctx.config.reward.reward_timeout
+        facts = {"version": ctx.version, "stage": ctx.stage, "evaluation": ctx.evaluation}
+        facts["run_dir"] = str(ctx.run_dir) if ctx.run_dir else None
+        try:
+            request = json.dumps({**question, **facts})
+        except (TypeError, ValueError) as error:
+            message, fix = "cannot run in a process", "keep JSON in metadata and labels: the sample travels as JSON"
+            raise wrong(impl, message, about, code="PLG57", why=str(error), fix=fix) from error
         if self._slots is None or self._slots[0] is not loop:
             self._slots = loop, asyncio.Semaphore(self._most)
-        request = {**question, "version": ctx.version, "stage": ctx.stage, "evaluation": ctx.evaluation}
-        request["run_dir"] = str(ctx.run_dir) if ctx.run_dir else None
         async with self._slots[1]:
-            worker, lives = await self._take(answer, ctx.config, about), False
+            worker = await self._take(impl, ctx.config, about)
             try:
-                rewards = await self._threads.run(lambda: worker.ask(request), deadline)
-                lives = True
-                return [Reward(**reward) for reward in rewards]
-            except SlimeError:
-                lives = True
-                raise
-            except (TypeError, ValueError) as error:
-                lives = True
-                fix = "keep JSON in metadata and labels: the sample travels as JSON"
-                message = "cannot be asked in a process"
-                raise wrong(answer, message, about, code="PLG57", why=str(error), fix=fix) from error
-            except Late:
-                raise too_late(answer, about, deadline, key, Late()) from None
-            except Gone:
+                response = await self._threads.run(lambda: worker.ask(request), deadline)
+            except BaseException as error:
                 code = self._kill(worker)
-                ended = (
-                    f"ended its process {f'by {signal.Signals(-code).name}' if code < 0 else f'with exit code {code}'}"
-                )
-                raise wrong(answer, ended, about, code="PLG62", why="one answer is lost with it") from None
-            finally:
-                if lives:
-                    self._idle.append(worker)
-                else:
-                    self._kill(worker)
+                if isinstance(error, Late):
+                    raise too_late(impl, about, deadline, key, Late()) from None
+                if isinstance(error, Gone):
+                    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+                    reason = "one reward is lost with it"
+                    raise wrong(impl, f"ended its process {how}", about, code="PLG62", why=reason) from None
+                raise
+            self._idle.append(worker)
+        return [Reward(**reward) for reward in value_of(response)]
 
     def close(self) -> None:
         """Kill every worker."""
         for worker in list(self._all):
             self._kill(worker)
 
-    async def _take(self, answer: Answer, config: Config, about: str) -> IsolatedWorker:
+    async def _take(self, impl: HookImpl, config: Config, about: str) -> IsolatedWorker:
         while self._idle:
             worker = self._idle.pop()
             if worker.config is config and worker.process.poll() is None:
@@ -160,7 +153,7 @@ class Processes:
             self._kill(worker)
             if isinstance(error, (Late, Gone)):
                 reason = f"it did not start: {error!r}"
-                raise wrong(answer, "has no process", about, code="PLG60", why=reason) from error
+                raise wrong(impl, "has no process", about, code="PLG60", why=reason) from error
             raise
         return worker
 

@@ -1,4 +1,4 @@
-"""Loading of plugins by name: each is imported, checked and asked for its options on its own."""
+"""Load plugins by name: each is imported, and its hooks and options are checked."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import hashlib
 import importlib
 import inspect
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from slime_core import hookspecs
 from slime_core.errors import UPDATE, ConfigError, PluginError, nearest
-from slime_core.hookspecs import API_VERSION, GROUP, HOOKS
-from slime_core.plugins.boundary import CORE_FOLDER, call_now, wrong
+from slime_core.hookspecs import API_VERSION, GROUP, HOOKS, signature_of
+from slime_core.plugins.boundary import CORE, CORE_FOLDER, HookImpl, Provider, call_now, wrong
 from slime_core.plugins.discover import PluginInfo, find
 from slime_core.plugins.files import import_file, import_place, import_text
-from slime_core.plugins.provider import CORE, Answer, Provider, answer, line_of
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -28,11 +28,11 @@ MARK = "slime_impl"  # what `hookimpl` leaves on a function
 
 @dataclass(slots=True, kw_only=True)
 class LoadedPlugin:
-    """A plugin that was imported, with its checked answers."""
+    """A plugin that was imported, with its checked hooks."""
 
     provider: Provider
     target: Any  # module or object
-    answers: dict[str, Answer] = field(default_factory=dict)
+    hooks: dict[str, HookImpl] = field(default_factory=dict)
     options: BaseModel | None = None
 
 
@@ -48,7 +48,7 @@ def load_plugin(name: str) -> LoadedPlugin:
     home = _home(target)
     provider = Provider(name=info.name, origin=info.requirement, source="plugin", home=home)
     _check_api(target, provider)
-    return LoadedPlugin(provider=provider, target=target, answers=answers_of(provider, target))
+    return LoadedPlugin(provider=provider, target=target, hooks=hooks_of(provider, target))
 
 
 def _import(info: PluginInfo) -> Any:
@@ -98,14 +98,14 @@ def _check_api(target: Any, provider: Provider) -> None:
         )
 
 
-def answers_of(provider: Provider, target: Any) -> dict[str, Answer]:
+def hooks_of(provider: Provider, target: Any) -> dict[str, HookImpl]:
     """Every hook that ``target`` implements, checked; pluggy marks them, and neither checks nor calls them.
 
     Raises:
         PluginError: PLG53, PLG54 or PLG66.
     """
     _check_names(provider, target)
-    answers: dict[str, Answer] = {}
+    hooks: dict[str, HookImpl] = {}
     for name, fn in _marked(target):
         marks = getattr(inspect.unwrap(fn), MARK)
         if marks.get("wrapper") or marks.get("hookwrapper"):
@@ -117,8 +117,47 @@ def answers_of(provider: Provider, target: Any) -> dict[str, Answer]:
                 fix="remove wrapper=True",
             )
         hook = marks.get("specname") or name
-        answers[hook] = answer(provider, hook, fn)
-    return answers
+        hooks[hook] = hook_impl(provider, hook, fn)
+    return hooks
+
+
+def hook_impl(provider: Provider, hook: str, fn: Callable[..., Any]) -> HookImpl:
+    """The implementation of a hook, whose signature fits.
+
+    Raises:
+        PluginError: PLG53 it asks for arguments that the hook does not have, PLG66 it is async where it may not be.
+    """
+    expected = set(inspect.signature(getattr(hookspecs, hook)).parameters)
+    parameters = inspect.signature(fn).parameters.values()
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    unknown = [name for name, p in named.items() if name not in expected and p.default is p.empty]
+    unknown += [f"{p.name} (positional only)" for p in parameters if p.kind is p.POSITIONAL_ONLY]
+    where = f"{provider} at {line_of(fn)}"
+    if unknown:
+        raise PluginError(
+            f"{provider.name}.{hook} takes arguments that this hook does not have: {', '.join(unknown)}",
+            code="PLG53",
+            where=where,
+            why=f"found {hook}{inspect.signature(fn)}",
+            fix=f"write it as {signature_of(hook)}; arguments may be left out, in any order",
+        )
+    if not HOOKS[hook].may_await and (inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn)):
+        raise PluginError(
+            f"{provider.name}.{hook} is async, and this hook is called without await",
+            code="PLG66",
+            where=where,
+            fix=f"write it as `def {signature_of(hook)}`",
+        )
+    if inspect.isasyncgenfunction(fn) or inspect.isgeneratorfunction(fn):
+        raise PluginError(f"{provider.name}.{hook} yields; a hook returns its value", code="PLG66", where=where)
+    return HookImpl(provider=provider, hook=hook, fn=fn, takes=None if takes_all else frozenset(named) & expected)
+
+
+def line_of(fn: Callable[..., Any]) -> str:
+    """``file:line`` of a function, or its name where it has no source."""
+    code = getattr(inspect.unwrap(fn), "__code__", None) or getattr(getattr(fn, "__func__", None), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(fn)
 
 
 def _marked(target: Any) -> list[tuple[str, Any]]:
@@ -157,7 +196,7 @@ def options_model(loaded: LoadedPlugin) -> type[BaseModel] | None:
     Raises:
         PluginError: PLG56 or PLG57 from `slime_options` itself.
     """
-    declared = loaded.answers.get("slime_options")
+    declared = loaded.hooks.get("slime_options")
     if declared is None:
         return None
     model = call_now(declared, {}, about="its options")
@@ -183,7 +222,7 @@ def load_options(loaded: LoadedPlugin, table: Mapping[str, Any]) -> BaseModel | 
 def core_plugin(target: Any) -> LoadedPlugin:
     """Core's own plugin, registered through the same hooks; it has the lowest rank."""
     provider = Provider(name=CORE, origin="slime-rl", source="core", home=Path(CORE_FOLDER))
-    return LoadedPlugin(provider=provider, target=target, answers=answers_of(provider, target))
+    return LoadedPlugin(provider=provider, target=target, hooks=hooks_of(provider, target))
 
 
 def recipe_of(loaded: LoadedPlugin, recipe: str) -> Path:
@@ -192,7 +231,7 @@ def recipe_of(loaded: LoadedPlugin, recipe: str) -> Path:
     Raises:
         ConfigError: CFG05 no such recipe, or its file is missing.
     """
-    name, declared = loaded.provider.name, loaded.answers.get("slime_recipes")
+    name, declared = loaded.provider.name, loaded.hooks.get("slime_recipes")
     recipes: Mapping[str, Path] = call_now(declared, {}, about="its recipes") if declared else {}
     if recipe not in recipes:
         raise ConfigError(
@@ -214,7 +253,7 @@ def fingerprint(loaded: Mapping[str, LoadedPlugin], routing: list[dict[str, str]
     """A checksum of names, versions, hooks, routing, and the bytes of every source file of plugins and functions."""
     facts = {
         "api": API_VERSION,
-        "plugins": [[name, plugin.provider.origin, sorted(plugin.answers)] for name, plugin in loaded.items()],
+        "plugins": [[name, plugin.provider.origin, sorted(plugin.hooks)] for name, plugin in loaded.items()],
         "routing": routing,
         "sources": _checksum([*_package_files(loaded.values()), *sorted(files)], 16),
     }

@@ -1,4 +1,4 @@
-"""What a hook answered, checked: its kind, and the groups of a rollout against those that it was given."""
+"""Check what hooks return: the type, rewards, columns of advantages, and the groups of a rollout."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slime_core.errors import PluginError
-from slime_core.plugins.boundary import wrong
-from slime_core.plugins.provider import Answer
+from slime_core.plugins.boundary import HookImpl, wrong
 from slime_core.types import Batch, Columns, Group, Reward
 
 T = TypeVar("T")
 
 
-def expect(answer: Answer, value: Any, kind: type[T], about: str, fix: str) -> T:
+def expect(impl: HookImpl, value: Any, kind: type[T], about: str, fix: str) -> T:
     """The value, of the kind that the hook must give.
 
     Raises:
@@ -25,28 +24,24 @@ def expect(answer: Answer, value: Any, kind: type[T], about: str, fix: str) -> T
     """
     if not isinstance(value, kind):
         returned = "None" if value is None else f"a {type(value).__name__}"
-        raise wrong(answer, f"returned {returned}, not a {kind.__name__},", about, code="PLG57", fix=fix)
+        raise wrong(impl, f"returned {returned}, not a {kind.__name__},", about, code="PLG57", fix=fix)
     return value
 
 
-def same_groups(answer: Answer, done: Any, issued: list[Group], about: str) -> dict[str, Group]:
-    """The answered groups by id, those that were issued.
+def same_groups(impl: HookImpl, done: Any, issued: list[Group], about: str) -> dict[str, Group]:
+    """The returned groups by id, those that were issued.
 
     Raises:
         PluginError: PLG57 no list of groups, PLG59 a group that is missing, twice or new.
     """
-    groups = expect(answer, done, list, about, "return the groups")
-    by_id = {expect(answer, group, Group, about, "return the groups").id: group for group in groups}
+    groups = expect(impl, done, list, about, "return the groups")
+    by_id = {expect(impl, group, Group, about, "return the groups").id: group for group in groups}
     missing = [group.id for group in issued if group.id not in by_id]
     if missing or len(by_id) != len(groups) or len(by_id) != len(issued):
-        raise wrong(
-            answer,
-            f"returned {len(groups)} groups, not the {len(issued)} it was given,",
-            about,
-            code="PLG59",
-            why=f"missing: {', '.join(missing[:5])}" if missing else "a group came twice or was never issued",
-            fix="return every group, with the prompt it came with",
-        )
+        message = f"returned {len(groups)} groups, not the {len(issued)} it was given,"
+        reason = f"missing: {', '.join(missing[:5])}" if missing else "a group came twice or was never issued"
+        fix = "return every group, with the prompt it came with"
+        raise wrong(impl, message, about, code="PLG59", why=reason, fix=fix)
     return by_id
 
 
@@ -65,7 +60,7 @@ def role_columns(scores: Mapping[str, Columns]) -> Columns:
     return result
 
 
-def checked_columns(answer: Answer, returned: Any, batch: Batch) -> Columns:
+def checked_columns(impl: HookImpl, returned: Any, batch: Batch) -> Columns:
     """``advantages`` and perhaps ``returns`` as float32 of R entries.
 
     Raises:
@@ -74,43 +69,31 @@ def checked_columns(answer: Answer, returned: Any, batch: Batch) -> Columns:
     about = f"step {batch.version}"
     if not isinstance(returned, Mapping) or "advantages" not in returned:
         have = list(returned) if isinstance(returned, Mapping) else f"a {type(returned).__name__}"
-        raise wrong(answer, f"returned {have}", about, code="PLG57", fix='return {"advantages": an array of R floats}')
+        raise wrong(impl, f"returned {have}", about, code="PLG57", fix='return {"advantages": an array of R floats}')
     columns: Columns = {}
     for name, values in returned.items():
         column = np.asarray(values) if not isinstance(values, (str, bytes)) else np.asarray(None)
         if name not in MAY_GIVE or column.dtype.kind not in "fiub":
-            raise wrong(
-                answer,
-                f"returned '{name}' of type {column.dtype}",
-                about,
-                code="PLG57",
-                why=f"an estimator gives {' and '.join(MAY_GIVE)}, arrays of numbers",
-            )
+            reason = f"an estimator gives {' and '.join(MAY_GIVE)}, arrays of numbers"
+            raise wrong(impl, f"returned '{name}' of type {column.dtype}", about, code="PLG57", why=reason)
         if column.shape != batch.loss_mask.shape:
-            raise wrong(
-                answer,
-                f"returned '{name}' of shape {column.shape}, not {batch.loss_mask.shape},",
-                about,
-                code="PLG59",
-                why="one value a response token of the whole step",
-                fix="per_sample[batch.sample_of_token()] spreads values of samples over tokens",
-            )
-        columns[name] = _finite(answer, name, column.astype(np.float32), batch)
+            message = f"returned '{name}' of shape {column.shape}, not {batch.loss_mask.shape},"
+            fix = "per_sample[batch.sample_of_token()] spreads values of samples over tokens"
+            reason = "one value a response token of the whole step"
+            raise wrong(impl, message, about, code="PLG59", why=reason, fix=fix)
+        columns[name] = _finite(impl, name, column.astype(np.float32), batch)
     return columns
 
 
-def _finite(answer: Answer, name: str, column: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
+def _finite(impl: HookImpl, name: str, column: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
     bad = np.flatnonzero(~np.isfinite(column))
     if bad.size:
         sample = int(np.searchsorted(batch.response_offsets, bad[0], side="right")) - 1
-        raise wrong(
-            answer,
+        message = (
             f"returned '{name}' with {column[bad[0]]} at response token {bad[0] - batch.response_offsets[sample]} "
-            f"of sample '{batch.sample_ids[sample]}' ({bad.size} such values)",
-            f"step {batch.version}",
-            code="PLG58",
-            why="nothing is replaced by 0 silently",
+            f"of sample '{batch.sample_ids[sample]}' ({bad.size} such values)"
         )
+        raise wrong(impl, message, f"step {batch.version}", code="PLG58", why="nothing is replaced by 0 silently")
     return column
 
 
@@ -118,7 +101,7 @@ LARGEST = 1e30  # above it a reward is a mistake: its square leaves float32 long
 TYPES = "a float, int, bool, numpy scalar, Reward, or a dict with reward.reward_key"
 
 
-def to_rewards(answer: Answer, value: Any, group: Group, reward_key: str) -> list[Reward]:
+def to_rewards(impl: HookImpl, value: Any, group: Group, reward_key: str) -> list[Reward]:
     """One Reward a sample of the group.
 
     Raises:
@@ -126,91 +109,65 @@ def to_rewards(answer: Answer, value: Any, group: Group, reward_key: str) -> lis
     """
     about = f"prompt '{group.id}'"
     if not isinstance(value, (list, tuple)):
-        raise wrong(
-            answer,
-            f"returned {_kind(value)}, not a list",
-            about,
-            code="PLG57",
-            fix="return a list with one reward a sample",
-        )
+        fix = "return a list with one reward a sample"
+        raise wrong(impl, f"returned {_kind(value)}, not a list", about, code="PLG57", fix=fix)
     if len(value) != len(group.samples):
-        raise wrong(
-            answer,
-            f"returned {len(value)} rewards, not {len(group.samples)},",
-            about,
-            code="PLG59",
-            why="one reward a sample, in the order of group.samples",
-        )
+        message, reason = f"returned {len(value)} rewards, not {len(group.samples)},", "one reward a sample, in order"
+        raise wrong(impl, message, about, code="PLG59", why=reason)
     return [
-        to_reward(answer, item, f"sample '{sample.id}'", reward_key)
+        to_reward(impl, item, f"sample '{sample.id}'", reward_key)
         for item, sample in zip(value, group.samples, strict=True)
     ]
 
 
-def to_reward(answer: Answer, value: Any, about: str, reward_key: str) -> Reward:
+def to_reward(impl: HookImpl, value: Any, about: str, reward_key: str) -> Reward:
     """One Reward from any of the documented types; a dict's other numbers become its terms.
 
     Raises:
         PluginError: PLG57 any other type, PLG58 a value that is not finite or above 1e30.
     """
-    reward = value if isinstance(value, Reward) else _coerced(answer, value, about, reward_key)
-    numbers = {name: _float(answer, number, about) for name, number in (("", reward.value), *reward.terms.items())}
+    reward = value if isinstance(value, Reward) else _coerced(impl, value, about, reward_key)
+    numbers = {name: _float(impl, number, about) for name, number in (("", reward.value), *reward.terms.items())}
     for name, number in numbers.items():
         if not math.isfinite(number) or abs(number) > LARGEST:
             term = f"'{name}' = " if name else ""
-            raise wrong(
-                answer,
-                f"returned {term}{number}",
-                about,
-                code="PLG58",
-                why=f"a reward is finite and at most {LARGEST:g} in size; nothing is replaced by 0",
-                fix='answer Reward(value=0.0, kind="infra_error", reason=...) where nothing could be judged',
-            )
+            reason = f"a reward is finite and at most {LARGEST:g} in size; nothing is replaced by 0"
+            fix = 'return Reward(value=0.0, kind="infra_error", reason=...) where nothing could be judged'
+            raise wrong(impl, f"returned {term}{number}", about, code="PLG58", why=reason, fix=fix)
     return Reward(value=numbers.pop(""), kind=reward.kind, terms=numbers, reason=reward.reason)
 
 
-def _float(answer: Answer, value: Any, about: str) -> float:
+def _float(impl: HookImpl, value: Any, about: str) -> float:
     if not _is_number(value):
-        raise _not_a_reward(answer, value, about)
+        raise _not_a_reward(impl, value, about)
     try:
         return float(value)
     except OverflowError:
         return math.inf
 
 
-def _coerced(answer: Answer, value: Any, about: str, reward_key: str) -> Reward:
+def _coerced(impl: HookImpl, value: Any, about: str, reward_key: str) -> Reward:
     if _is_number(value):
         return Reward(value=value)
     if isinstance(value, Mapping):
         if not reward_key or reward_key not in value:
             named = f"reward.reward_key is '{reward_key}'" if reward_key else "reward.reward_key is not set"
             keys = [str(key) for key in value]
-            raise wrong(
-                answer,
-                f"returned a dict with keys {keys}, but {named},",
-                about,
-                code="PLG57",
-                fix=f"reward.reward_key={keys[0] if keys else 'NAME'}",
-            )
+            message, fix = f"returned a dict with keys {keys}, but {named},", f"reward.reward_key={[*keys, 'NAME'][0]}"
+            raise wrong(impl, message, about, code="PLG57", fix=fix)
         terms = {str(name): number for name, number in value.items() if name != reward_key and _is_number(number)}
         return Reward(value=value[reward_key], terms=terms)
-    raise _not_a_reward(answer, value, about)
+    raise _not_a_reward(impl, value, about)
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (bool, int, float, np.bool_, np.integer, np.floating))
 
 
-def _not_a_reward(answer: Answer, value: Any, about: str) -> PluginError:
+def _not_a_reward(impl: HookImpl, value: Any, about: str) -> PluginError:
     tensor = hasattr(value, "item") and hasattr(value, "dtype")
-    return wrong(
-        answer,
-        f"returned {_kind(value)}",
-        about,
-        code="PLG57",
-        why=f"a reward is {TYPES}",
-        fix="call .item() on it" if tensor else "return a number",
-    )
+    fix = "call .item() on it" if tensor else "return a number"
+    return wrong(impl, f"returned {_kind(value)}", about, code="PLG57", why=f"a reward is {TYPES}", fix=fix)
 
 
 def _kind(value: Any) -> str:

@@ -1,11 +1,11 @@
-"""The resolved table of a run: for every config (a stage's), hook and task, who is asked.
+"""Route hooks: for every config (a stage's), hook and task, the implementation that is called.
 
-Votes and tells ask everyone, things with a name are looked up. An owner hook has one answer for a task:
+Votes and events call all, things with a name are looked up. An owner hook has one implementation a task:
 
     function by path for this run > the task's own choice > the plugin that owns the task > a plugin that owns no task
     > core
 
-Two answers of equal rank are an error. With `rollout.rollout_buffer_url` the plugin `buffer` is who generates.
+Two of equal rank are an error. With `rollout.rollout_buffer_url` the plugin `buffer` generates.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_core.errors import ConfigError, PluginError, nearest
-from slime_core.hookspecs import HOOKS, OWN_PROCESS
+from slime_core.hookspecs import HOOKS, OWN_PROCESS, own_process
 from slime_core.plugins.backends import BUFFER
-from slime_core.plugins.boundary import LONGEST, call_now, listed, wrong
+from slime_core.plugins.boundary import LONGEST, HookImpl, call_now, listed, wrong
 from slime_core.plugins.load import LoadedPlugin
-from slime_core.plugins.provider import Answer
 from slime_core.protocols import Estimator, Loss
 
 if TYPE_CHECKING:
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from slime_core.types import Batch, Group
 
 OWNER_HOOKS = tuple(name for name, info in HOOKS.items() if info.kind == "owner")
+LISTENER_HOOKS = tuple(name for name, info in HOOKS.items() if info.kind in ("vote", "event"))
 DEFAULT_TASK = "default"
 SFT = "sft_loss"
 INFRA = "rollout_buffer_error"  # in the metadata of a sample that did not come from a rollout buffer
@@ -42,33 +42,33 @@ NAMED_HOOKS = {
 
 
 class Functions:
-    """Functions given by path, as answers to hooks; this one has none (`slime_core.compat.functions` has)."""
+    """Functions by path, as implementations of hooks; here none: `slime_core.compat.functions` has them."""
 
     def attach(self, plugins: Any) -> None:
         """Make the facade known to functions that ask for a reward by name."""
 
-    def owner(self, hook: str, config: Config, evaluation: bool) -> Answer | None:
-        """The function that answers an owner hook for the whole run."""
+    def owner(self, hook: str, config: Config, evaluation: bool) -> HookImpl | None:
+        """The function of an owner hook for the whole run."""
         return None
 
-    def of_task(self, hook: str, path: str, config: Config) -> Answer:
+    def of_task(self, hook: str, path: str, config: Config) -> HookImpl:
         """The function that a task chose."""
         raise NotImplementedError
 
-    def listeners(self, hook: str, config: Config) -> list[Answer]:
-        """Functions for a vote or tell hook, in order."""
+    def listeners(self, hook: str, config: Config) -> list[HookImpl]:
+        """Functions for a vote or event hook, in order."""
         return []
 
-    def evaluation_listeners(self, config: Config) -> list[Answer]:
-        """Functions that are told of an evaluation: ``sets``, ``metrics``, ``ctx``."""
+    def evaluation_listeners(self, config: Config) -> list[HookImpl]:
+        """Functions that are called after an evaluation, with ``sets``, ``metrics`` and ``ctx``."""
         return []
 
     def estimator(self, inner: Estimator, train: Any) -> Estimator:
-        """``inner``, or what stands in its place."""
+        """``inner``, or what replaces it."""
         return inner
 
     def loss(self, inner: Loss) -> Loss:
-        """``inner``, or what stands before it in any stage."""
+        """``inner``, or what wraps it in any stage."""
         return inner
 
     def seen(self, group: Group, config: Config) -> None:
@@ -96,7 +96,7 @@ def names_functions(config: Config) -> bool:
 
 
 def core_has_work(hook: str, config: Config) -> bool:
-    """Whether core's own answer to a vote or tell hook does anything: it is asked for every sample."""
+    """Whether the core's own vote or event hook does anything: it is called for every sample."""
     train = config.train
     return hook != "slime_sample_done" or bool(train.teacher_load and train.teacher_place == "engine")
 
@@ -107,52 +107,51 @@ class Registry:
 
     kind: str
     key: str
-    entries: Mapping[str, tuple[Answer, Any]]
+    entries: Mapping[str, tuple[HookImpl, Any]]
 
-    def answer(self, name: str, key: str = "") -> Answer:
-        """Who registered ``name``, which ``key`` asks for; for reward types its ``fn`` is the function.
+    def impl(self, name: str, key: str = "") -> HookImpl:
+        """The implementation that registered ``name``, which ``key`` names; of a reward type ``fn`` is the function.
 
         Raises:
             ConfigError: CFG04 nobody did.
         """
         if name not in self.entries:
-            names = tuple(sorted(self.entries))
+            names, key = tuple(sorted(self.entries)), key or self.key
+            others = "load the plugin that brings it: --plugin NAME (installed: slime plugins list)"
             raise ConfigError(
                 f"unknown {self.kind} '{name}'",
                 code="CFG04",
-                where=key or self.key,
+                where=key,
                 why=f"registered: {', '.join(names) or 'none'}",
-                fix=nearest(name, names)
-                or f"set {key or self.key} to one of these, or load the plugin that brings it: --plugin NAME "
-                "(installed: slime plugins list)",
+                fix=nearest(name, names) or f"set {key} to one of these, or {others}",
             )
         return self.entries[name][0]
 
     def value(self, name: str) -> Any:
-        """What was registered under ``name``; raises as :meth:`answer`."""
-        self.answer(name)
+        """What was registered under ``name``; raises as :meth:`impl`."""
+        self.impl(name)
         return self.entries[name][1]
 
 
 class HookRouter:
-    """Answers by hook and task, resolved once a config and kept."""
+    """Implementations by hook and task, resolved once a config and kept."""
 
     def __init__(self, loaded: Mapping[str, LoadedPlugin], core: LoadedPlugin, functions: Functions) -> None:
         self._loaded, self._core, self._functions = dict(loaded), core, functions
         self.named: dict[str, Registry] = {hook: collect(hook, [*loaded.values(), core]) for hook in NAMED_HOOKS}
-        self._owners: dict[tuple[int, str, str, bool], Answer | None] = {}
-        self._listeners: dict[tuple[int, str], list[Answer]] = {}
+        self._owners: dict[tuple[int, str, str, bool], HookImpl | None] = {}
+        self._listeners: dict[tuple[int, str], list[HookImpl]] = {}
         self._configs: dict[int, Config] = {}
         self._resolved: list[Config] = []
 
     def owner(
         self, hook: str, task: str, config: Config, evaluation: bool = False, chosen: DataTask | None = None
-    ) -> Answer | None:
-        """Who answers an owner hook for a task.
+    ) -> HookImpl | None:
+        """The implementation of an owner hook for a task.
 
         Raises:
             ConfigError: CFG04 the task names a plugin that is not loaded.
-            PluginError: PLG52 two answers of equal rank, or what loading a function by path raises.
+            PluginError: PLG52 two implementations of equal rank, or what loading a function by path raises.
         """
         self.hold(config)
         key = (id(config), hook, task, evaluation)
@@ -160,22 +159,22 @@ class HookRouter:
             self._owners[key] = self._choose(hook, task, config, evaluation, chosen)
         return self._owners[key]
 
-    def listeners(self, hook: str, config: Config) -> list[Answer]:
-        """Everyone who answers a vote or tell hook: functions by path, plugins in their order, core."""
+    def listeners(self, hook: str, config: Config) -> list[HookImpl]:
+        """All implementations of a vote or event hook: functions by path, plugins in their order, core."""
         self.hold(config)
         key = (id(config), hook)
         if key not in self._listeners:
             plugins = [*self._loaded.values(), *([self._core] if core_has_work(hook, config) else [])]
-            answers = [plugin.answers[hook] for plugin in plugins if hook in plugin.answers]
-            self._listeners[key] = [*self._functions.listeners(hook, config), *answers]
+            impls = [plugin.hooks[hook] for plugin in plugins if hook in plugin.hooks]
+            self._listeners[key] = [*self._functions.listeners(hook, config), *impls]
         return self._listeners[key]
 
     def replaces_rollout(self, task: str, config: Config, evaluation: bool) -> bool:
         """Whether `slime_rollout` makes this task's groups; core's does for the supervised loss alone."""
-        answer = self.owner("slime_rollout", task, config, evaluation)
-        if answer is None:
+        impl = self.owner("slime_rollout", task, config, evaluation)
+        if impl is None:
             return False
-        return answer.provider.source != "core" or (config.train.loss_type == SFT and not evaluation)
+        return impl.provider.source != "core" or (config.train.loss_type == SFT and not evaluation)
 
     def estimator_name(self, train: Any) -> str:
         """The name that a [train] section means: the supervised loss has an estimator of its own."""
@@ -208,69 +207,67 @@ class HookRouter:
 
         Raises:
             ConfigError: CFG04 an unknown reward type, estimator or loss, or a task's unknown plugin.
-            PluginError: PLG50 or PLG51 a function by path, PLG52 two answers of equal rank.
+            PluginError: PLG50 or PLG51 a function by path, PLG52 two implementations of equal rank.
         """
         self._resolved.append(config)
         for hook in OWNER_HOOKS:
             for task, evaluation in tasks_of(config):
                 self.owner(hook, task, config, evaluation)
-        for hook, info in HOOKS.items():
-            if info.kind in ("vote", "tell"):
-                self.listeners(hook, config)
+        for hook in LISTENER_HOOKS:
+            self.listeners(hook, config)
         self._functions.evaluation_listeners(config)
         names = [(config.reward.rm_type, "reward.rm_type")]
         names += [(t.reward, f"reward of the task '{t.name}'") for t in declared_tasks(config) if is_name(t.reward)]
         for name, key in names:
             if name:
-                self.named["slime_reward_types"].answer(name, key)
+                self.named["slime_reward_types"].impl(name, key)
         self.estimator(config.train)
         self.loss(config.train.loss_type)
 
     def rows(self) -> list[dict[str, str]]:
         """``hook task provider`` of every config that was resolved."""
-        rows = [row for config in self._resolved for row in self._rows(config)]
-        return [dict(row) for row in dict.fromkeys(tuple(row.items()) for row in rows)]
+        rows = dict.fromkeys(row for config in self._resolved for row in self._rows(config))
+        return [{"hook": hook, "task": task, "provider": provider} for hook, task, provider in rows]
 
-    def _rows(self, config: Config) -> Iterator[dict[str, str]]:
+    def _rows(self, config: Config) -> Iterator[tuple[str, str, str]]:
         for hook in OWNER_HOOKS:
             for task, evaluation in tasks_of(config):
-                answer = self.owner(hook, task, config, evaluation)
-                if answer is None or (hook == "slime_rollout" and not self.replaces_rollout(task, config, evaluation)):
+                impl = self.owner(hook, task, config, evaluation)
+                if impl is None or (hook == "slime_rollout" and not self.replaces_rollout(task, config, evaluation)):
                     continue
-                yield _row(hook, f"{task} (evaluation)" if evaluation else task, answer)
-        for hook, info in HOOKS.items():
-            if info.kind in ("vote", "tell"):
-                yield from (_row(hook, "*", answer) for answer in self.listeners(hook, config))
-        named = {"slime_advantage": self.estimator_name(config.train), "slime_loss": config.train.loss_type}
-        for hook, name in named.items():
-            yield _row(hook, name, self.named[hook].answer(name))
+                yield hook, f"{task} (evaluation)" if evaluation else task, str(impl.provider)
+        for hook in LISTENER_HOOKS:
+            yield from ((hook, "*", str(impl.provider)) for impl in self.listeners(hook, config))
+        names = {"slime_advantage": self.estimator_name(config.train), "slime_loss": config.train.loss_type}
+        for hook, name in names.items():
+            yield hook, name, str(self.named[hook].impl(name).provider)
 
     def _choose(
         self, hook: str, task: str, config: Config, evaluation: bool, chosen: DataTask | None
-    ) -> Answer | None:
+    ) -> HookImpl | None:
         declared = chosen or task_named(config, task, evaluation)
         owners = owners_of(config, self._loaded)
         inherited = "" if any(t.name == task for t in config.data.tasks) else owners.get(DEFAULT_TASK, "")
         owner = (declared.plugin if declared else "") or owners.get(task, inherited)
         from_buffer = hook == "slime_generate" and made_elsewhere(config, evaluation)
-        buffer = self._loaded[BUFFER].answers[hook] if from_buffer else None
+        buffer = self._loaded[BUFFER].hooks[hook] if from_buffer else None
         candidates = {
-            name: plugin.answers[hook]
+            name: plugin.hooks[hook]
             for name, plugin in self._loaded.items()
-            if hook in plugin.answers and name != BUFFER
+            if hook in plugin.hooks and name != BUFFER
         }
         ranks = (
             [buffer or self._functions.owner(hook, config, evaluation)],
             [self._own_choice(hook, declared, config)],
             [candidates.get(owner)],
-            [answer for name, answer in candidates.items() if name != owner and name not in owners.values()],
-            [self._core.answers.get(hook)],
+            [impl for name, impl in candidates.items() if name != owner and name not in owners.values()],
+            [self._core.hooks.get(hook)],
         )
-        best = next((answers for rank in ranks if (answers := [answer for answer in rank if answer])), [])
+        best = next((impls for rank in ranks if (impls := [impl for impl in rank if impl])), [])
         if len(best) > 1:
-            names = [answer.provider.name for answer in best]
+            names = [impl.provider.name for impl in best]
             raise PluginError(
-                f"{' and '.join(str(answer.provider) for answer in best)} both answer {hook} for task '{task}'",
+                f"{' and '.join(str(impl.provider) for impl in best)} both implement {hook} for task '{task}'",
                 code="PLG52",
                 where=f"task '{task}'",
                 why="their rank is equal, so which one would run is a matter of chance",
@@ -278,12 +275,12 @@ class HookRouter:
             )
         return best[0] if best else None
 
-    def _own_choice(self, hook: str, task: DataTask | None, config: Config) -> Answer | None:
+    def _own_choice(self, hook: str, task: DataTask | None, config: Config) -> HookImpl | None:
         path = {"slime_generate": task.generate, "slime_reward": task.reward}.get(hook, "") if task else ""
         if not path:
             return None
         if hook == "slime_reward" and is_name(path):
-            return self._core.answers[hook]  # it reads the task's name from the config
+            return self._core.hooks[hook]  # it reads the task's name from the config
         return self._functions.of_task(hook, path, config)
 
 
@@ -294,20 +291,18 @@ def owners_of(config: Config, loaded: Mapping[str, LoadedPlugin]) -> dict[str, s
         ConfigError: CFG04 a task names a plugin that the run does not load.
         PluginError: PLG52 several plugins could own the only task.
     """
-    owners: dict[str, str] = {}
-    for task in declared_tasks(config):
-        if task.plugin:
-            if task.plugin not in loaded:
-                raise ConfigError(
-                    f"task '{task.name}' belongs to plugin '{task.plugin}', which this run does not load",
-                    code="CFG04",
-                    where="data.tasks or eval.eval_tasks",
-                    why=f"loaded: {', '.join(loaded) or 'none'}",
-                    fix="\n".join(filter(None, [nearest(task.plugin, tuple(loaded)), f"--plugin {task.plugin}"])),
-                )
-            owners[task.name] = task.plugin
+    owners = {task.name: task.plugin for task in declared_tasks(config) if task.plugin}
+    for task, plugin in owners.items():
+        if plugin not in loaded:
+            raise ConfigError(
+                f"task '{task}' belongs to plugin '{plugin}', which this run does not load",
+                code="CFG04",
+                where="data.tasks or eval.eval_tasks",
+                why=f"loaded: {', '.join(loaded) or 'none'}",
+                fix="\n".join(filter(None, [nearest(plugin, tuple(loaded)), f"--plugin {plugin}"])),
+            )
     if not config.data.tasks and not config.data.prompt_data and not config.rollout.data_source_path:
-        sources = [name for name, plugin in loaded.items() if "slime_prompts" in plugin.answers]
+        sources = [name for name, plugin in loaded.items() if "slime_prompts" in plugin.hooks]
         if len(sources) > 1:
             raise PluginError(
                 f"plugins {' and '.join(sources)} both bring prompts, and no task says which is meant",
@@ -347,10 +342,6 @@ def tasks_of(config: Config) -> list[tuple[str, bool]]:
     return [*training, *((task.name, True) for task in config.eval.eval_tasks)]
 
 
-def _row(hook: str, task: str, answer: Answer) -> dict[str, str]:
-    return {"hook": hook, "task": task, "provider": str(answer.provider)}
-
-
 def collect(hook: str, plugins: Sequence[LoadedPlugin]) -> Registry:
     """Everything registered through ``hook``.
 
@@ -358,11 +349,11 @@ def collect(hook: str, plugins: Sequence[LoadedPlugin]) -> Registry:
         PluginError: PLG52 a name is registered twice, by plugins or by the core; PLG57 something of a wrong type.
     """
     kind, key = NAMED_HOOKS[hook]
-    entries: dict[str, tuple[Answer, Any]] = {}
-    for source in (plugin.answers[hook] for plugin in plugins if hook in plugin.answers):
+    entries: dict[str, tuple[HookImpl, Any]] = {}
+    for source in (plugin.hooks[hook] for plugin in plugins if hook in plugin.hooks):
         for name, value in _entries(source, call_now(source, {}, about="the run")).items():
             if name in entries:
-                core = source.provider.source == "core"  # it is asked last
+                core = source.provider.source == "core"  # it comes last
                 raise PluginError(
                     f"the {kind} '{name}' is registered by {entries[name][0].provider} and by {source.provider}",
                     code="PLG52",
@@ -370,11 +361,11 @@ def collect(hook: str, plugins: Sequence[LoadedPlugin]) -> Registry:
                     why="the config could not say which of them runs",
                     fix=f"rename the plugin's: name='my_{name}'" if core else "load one of the two plugins",
                 )
-            entries[name] = (_as_answer(source, value) if hook == "slime_reward_types" else source), value
+            entries[name] = (_as_impl(source, value) if hook == "slime_reward_types" else source), value
     return Registry(kind=kind, key=key, entries=entries)
 
 
-def _entries(source: Answer, entries: Any) -> dict[str, Any]:
+def _entries(source: HookImpl, entries: Any) -> dict[str, Any]:
     if source.hook == "slime_reward_types":
         if isinstance(entries, Mapping) and all(isinstance(n, str) and callable(f) for n, f in entries.items()):
             return dict(entries)
@@ -383,16 +374,13 @@ def _entries(source: Answer, entries: Any) -> dict[str, Any]:
     return {item.name: item for item in listed(source, entries, kind, "the run", f"slime_core.{kind.__name__}")}
 
 
-def _as_answer(source: Answer, fn: Callable[..., Any]) -> Answer:
-    """A reward type as an answer that takes ``sample`` and ``ctx``, whatever it calls them."""
+def _as_impl(source: HookImpl, fn: Callable[..., Any]) -> HookImpl:
+    """A reward type as an implementation that takes ``sample`` and ``ctx``, whatever it calls them."""
 
-    def given(sample: Any, ctx: Any) -> Any:
-        return fn(sample, ctx)
-
-    async def asked(sample: Any, ctx: Any) -> Any:
+    async def awaited(sample: Any, ctx: Any) -> Any:
         return await fn(sample, ctx)
 
-    function = asked if inspect.iscoroutinefunction(fn) else given
+    function = awaited if inspect.iscoroutinefunction(fn) else lambda sample, ctx: fn(sample, ctx)
     if getattr(fn, OWN_PROCESS, False):
-        setattr(function, OWN_PROCESS, True)
+        own_process(function)
     return replace(source, fn=function, takes=None)

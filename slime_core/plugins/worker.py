@@ -1,4 +1,4 @@
-"""A process that judges for another one: plugins from the config in the first line, then a question a line.
+"""A process that computes rewards for another one: plugins from the config in the first line, then a question a line.
 
     python -m slime_core.plugins.worker FD PARENT
 
@@ -31,25 +31,25 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Answer until the other side closes."""
+    """Serve until the other side closes."""
     die_with(int(sys.argv[2]))
     os.environ[INSIDE] = "1"
     os.dup2(2, 1)
-    file = socket.socket(fileno=int(sys.argv[1])).makefile("rwb")
-    judge = RewardWorker()
-    for line in file:
-        file.write(json.dumps(response_to(judge.answer, json.loads(line))).encode() + b"\n")
-        file.flush()
+    worker = RewardWorker()
+    with socket.socket(fileno=int(sys.argv[1])).makefile("rwb") as file:
+        for line in file:
+            file.write(json.dumps(response_to(worker.value, json.loads(line))).encode() + b"\n")
+            file.flush()
     os._exit(0)
 
 
 class RewardWorker:
-    """The plugins of this process; the first question names them, each later one asks for rewards."""
+    """The plugins of this process: the first question names them, each later one asks for rewards."""
 
     plugins: Plugins | None = None
     config: Config
 
-    def answer(self, question: dict[str, Any]) -> list[dict[str, Any]]:
+    def value(self, question: dict[str, Any]) -> list[dict[str, Any]]:
         """Rewards as dicts; none for the first question."""
         if self.plugins is None:
             sys.path[:] = question["path"]
@@ -66,9 +66,8 @@ class RewardWorker:
             return [await plugins.reward_by_type(question["type"], Sample.from_dict(question["sample"]), ctx)]
         samples = [Sample.from_dict(sample) for sample in question["samples"]]
         rollouts = {int(rollout): list(indices) for rollout, indices in question["rollouts"]}
-        return await plugins.reward(
-            Group(prompt=Prompt(**question["prompt"]), samples=samples, rollouts=rollouts), ctx
-        )
+        group = Group(prompt=Prompt(**question["prompt"]), samples=samples, rollouts=rollouts)
+        return await plugins.reward(group, ctx)
 
 
 def die_with(parent: int) -> None:

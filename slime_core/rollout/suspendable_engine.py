@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from slime_core.errors import EngineError
@@ -157,7 +157,8 @@ class SuspendableEngine:
     async def _room(self, name: str) -> int | None:
         """Tokens that the sample may make now, at least one; waits for them."""
         if self._at_limit(name):
-            with _paused_deadline():
+            deadline = DEADLINE.get(None)
+            with deadline.stopped() if deadline is not None else nullcontext():
                 while self._at_limit(name):
                     self.busy.discard(name)
                     self.held.add(name)
@@ -174,19 +175,3 @@ class SuspendableEngine:
     def __getattr__(self, name: str) -> Any:
         """The rest of an Engine, as it is."""
         return getattr(self._engine, name)
-
-
-@contextmanager
-def _paused_deadline() -> Iterator[None]:
-    """Time inside does not count towards the deadline of the running hook."""
-    scope, loop = DEADLINE.get(None), asyncio.get_running_loop()
-    if scope is None or (due := scope.when()) is None:
-        yield
-        return
-    remaining = due - loop.time()
-    scope.reschedule(None)
-    try:
-        yield
-    finally:
-        with suppress(RuntimeError):  # the hook has ended meanwhile
-            scope.reschedule(loop.time() + remaining)

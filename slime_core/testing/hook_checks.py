@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slime_core.notices import notice
-from slime_core.plugins.boundary import wrong
-from slime_core.plugins.provider import Answer
+from slime_core.plugins.boundary import HookImpl, wrong
 from slime_core.seeds import seed_of
 from slime_core.types import Batch, Group, Prompt, Reward, Sample, StepReport
 
@@ -63,20 +62,20 @@ class HookChecks:
         self._judged = self._unstable = 0
 
     @contextmanager
-    def watch(self, answer: Answer, arguments: Mapping[str, Any], about: str) -> Iterator[None]:
+    def watch(self, impl: HookImpl, arguments: Mapping[str, Any], about: str) -> Iterator[None]:
         """Compare what a call may not change before and after it. Changes by concurrent calls count as its own.
 
         Raises:
             PluginError: PLG61 with plugin, hook, field and id.
         """
-        fields, process, draws = dict(_fields(answer, arguments)), process_state(), generators()
+        fields, process, draws = dict(_fields(impl, arguments)), process_state(), generators()
         yield
-        now = dict(_fields(answer, arguments))
+        now = dict(_fields(impl, arguments))
         if changed := next((field for field in {**fields, **now} if fields.get(field) != now.get(field)), None):
             reason = "what was sampled and what others have found is not a hook's to change"
             fix = "work on a copy; annotations belong in sample.metadata"
-            raise wrong(answer, f"changed {changed}", about, code="PLG61", why=reason, fix=fix)
-        hook_name = f"{answer.provider.name}.{answer.hook}"
+            raise wrong(impl, f"changed {changed}", about, code="PLG61", why=reason, fix=fix)
+        hook_name = f"{impl.provider.name}.{impl.hook}"
         for name, value in process_state().items():
             if value != process[name]:
                 message = f"{hook_name} changed {name} from {process[name]} to {value}"
@@ -98,7 +97,7 @@ class HookChecks:
         chosen = seed_of(ctx.config.seed, "twice", group.prompt.position) % ONE_IN == 0
         return copy.deepcopy(group) if chosen and not free and not ctx.evaluation else None
 
-    def compare(self, answer: Answer, group: Group, first: Sequence[Reward], second: Sequence[Reward]) -> None:
+    def compare(self, impl: HookImpl, group: Group, first: Sequence[Reward], second: Sequence[Reward]) -> None:
         """Note the samples whose rewards are not those of the first time."""
         self._judged += 1
         pairs = list(zip(group.samples, first, second, strict=True))
@@ -108,7 +107,7 @@ class HookChecks:
             name, a, b = differ[0]
             notice(
                 ("twice", group.id),
-                f"{answer.provider.name}.{answer.hook} judged {', '.join(name for name, _, _ in differ)} twice and "
+                f"{impl.provider.name}.{impl.hook} judged {', '.join(name for name, _, _ in differ)} twice and "
                 f"did not say the same: {name} had {a.value:g}, then {b.value:g}; such a run does not repeat",
             )
 
@@ -135,13 +134,13 @@ def generators() -> dict[str, Any]:
     return states
 
 
-def _fields(answer: Answer, arguments: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+def _fields(impl: HookImpl, arguments: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     """Names and checksums of a hook's read-only arguments."""
-    fields = OF_SAMPLES.get(answer.hook, ()) if answer.provider.name not in OWN_SAMPLES else ()
+    fields = OF_SAMPLES.get(impl.hook, ()) if impl.provider.name not in OWN_SAMPLES else ()
     for value in arguments.values():
         if isinstance(value, Prompt):
             yield from _of(value, f"prompt '{value.id}'", PROMPT)
-        elif isinstance(value, Group) and (fields or answer.hook == "slime_generate"):
+        elif isinstance(value, Group) and (fields or impl.hook == "slime_generate"):
             name = f"group '{value.id}'"
             yield from _of(value.prompt, f"prompt '{value.id}'", PROMPT)
             if fields:
@@ -152,8 +151,8 @@ def _fields(answer: Answer, arguments: Mapping[str, Any]) -> Iterator[tuple[str,
         elif isinstance(value, Sample) and fields:
             yield from _of(value, "the sample", fields)
         elif isinstance(value, Batch):
-            yield from _of(value, "the batch", BATCH if answer.hook == "slime_batch" else SCORED)
-            if answer.hook != "slime_batch":
+            yield from _of(value, "the batch", BATCH if impl.hook == "slime_batch" else SCORED)
+            if impl.hook != "slime_batch":
                 yield from ((f"columns[{name!r}] of the batch", _checksum(c)) for name, c in value.columns.items())
         elif isinstance(value, StepReport):
             yield from _of(value, "the report", REPORT)

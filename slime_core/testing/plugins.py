@@ -81,7 +81,7 @@ def check_plugin(name: str) -> list[PluginFinding]:
         loaded = load_plugin(name)
     except SlimeError as error:
         return [_failed("import", error)]
-    hooks = ", ".join(sorted(loaded.answers)) or "no hook"
+    hooks = ", ".join(sorted(loaded.hooks)) or "no hook"
     findings = [PluginFinding(name="import", status="ok", found=hooks)]
     if not had_torch and TORCH_FREE in sys.modules:
         fix = "import torch inside the functions that need it"
@@ -142,7 +142,7 @@ class _Suite:
 
     def recipes(self) -> str | None:
         """Every recipe loads, names this plugin, and routes."""
-        declared = self.loaded.answers.get("slime_recipes")
+        declared = self.loaded.hooks.get("slime_recipes")
         if declared is None:
             return None
         recipes = dict(call_now(declared, {}, about="its recipes"))
@@ -157,7 +157,7 @@ class _Suite:
 
     def checks(self) -> str | None:
         """Rows of `slime doctor` are Checks."""
-        declared = self.loaded.answers.get("slime_checks")
+        declared = self.loaded.hooks.get("slime_checks")
         if declared is None:
             return None
         rows = call_now(declared, {}, about="its checks")
@@ -167,7 +167,7 @@ class _Suite:
 
     def command(self) -> str | None:
         """`slime NAME` is a click command."""
-        declared = self.loaded.answers.get("slime_command")
+        declared = self.loaded.hooks.get("slime_command")
         if declared is None:
             return None
         import click
@@ -179,7 +179,7 @@ class _Suite:
 
     def prompts(self) -> str | None:
         """Rows are Prompts, the same each time, and their source has a state that JSON holds."""
-        if "slime_prompts" not in self.loaded.answers:
+        if "slime_prompts" not in self.loaded.hooks:
             return None
         plugins, config = self._run()
         problems = []
@@ -200,7 +200,7 @@ class _Suite:
 
     def generation(self) -> str | None:
         """A generated group keeps its rollouts, and every token has a log-prob or mask 0."""
-        if "slime_generate" not in self.loaded.answers:
+        if "slime_generate" not in self.loaded.hooks:
             return None
         plugins, config = self._run()
         ctx = self._ctx(config)
@@ -219,7 +219,7 @@ class _Suite:
 
     def rewards(self) -> str | None:
         """Rewards of empty, random and labelled answers are finite, and the same on a second call."""
-        if not {"slime_reward", "slime_reward_types"} & set(self.loaded.answers):
+        if not {"slime_reward", "slime_reward_types"} & set(self.loaded.hooks):
             return None
         plugins, config = self._run()
         ctx = self._ctx(config)
@@ -241,15 +241,15 @@ class _Suite:
         return ", ".join(problems)
 
     async def _rewards(self, plugins: Plugins, group: Group, ctx: Context) -> list[Any]:
-        if "slime_reward" in self.loaded.answers:
+        if "slime_reward" in self.loaded.hooks:
             return await plugins.reward(group, ctx)
-        declared = call_now(self.loaded.answers["slime_reward_types"], {}, about="the run")
+        declared = call_now(self.loaded.hooks["slime_reward_types"], {}, about="the run")
         first = next(iter(declared))
         return [await plugins.reward_by_type(first, sample, ctx) for sample in group.samples]
 
     def filter(self) -> str | None:
         """A verdict is a Drop or None."""
-        if "slime_filter" not in self.loaded.answers:
+        if "slime_filter" not in self.loaded.hooks:
             return None
         plugins, config = self._run()
         ctx = self._ctx(config)
@@ -261,7 +261,7 @@ class _Suite:
 
     def names(self) -> str | None:
         """Estimators answer one finite advantage a response token."""
-        declared = self.loaded.answers.get("slime_advantage")
+        declared = self.loaded.hooks.get("slime_advantage")
         if declared is None:
             return None
         plugins, config = self._run()
@@ -275,7 +275,7 @@ class _Suite:
 
     def state(self) -> str | None:
         """What goes into a checkpoint is JSON, and comes back equal."""
-        if "slime_state" not in self.loaded.answers:
+        if "slime_state" not in self.loaded.hooks:
             return None
         plugins, _ = self._run()
         check_state(plugins.state())
@@ -288,7 +288,7 @@ class _Suite:
     def _run(self) -> tuple[Plugins, Config]:
         """The plugin in its default recipe's last stage, or alone."""
         if self._made is None:
-            declared = self.loaded.answers.get("slime_recipes")
+            declared = self.loaded.hooks.get("slime_recipes")
             recipes = dict(call_now(declared, {}, about="its recipes")) if declared else {}
             if "default" in recipes:
                 config = _watching(stages(load_config(Path(recipes["default"]), models=option_models))[-1])
@@ -315,7 +315,7 @@ class _Suite:
         """Two pending samples of the first row of the plugin's first task, or of an invented one."""
         task = self._tasks(config)[0][0]
         plugins, _ = self._run()
-        source: Any = plugins.prompts(task, ctx) if "slime_prompts" in self.loaded.answers else None
+        source: Any = plugins.prompts(task, ctx) if "slime_prompts" in self.loaded.hooks else None
         row = source.at(0) if source is not None else Prompt(id="", prompt="1+1=", label="2")
         tokens = row.tokens or ctx.tokenizer.encode(ascii(str(row.prompt)))
         return pending_group(replace(row, id="check/0", task=task.name, position=0, tokens=tokens), config, count=2)

@@ -25,7 +25,7 @@ def test_the_smallest_plugin_of_the_page_loads(install_plugin):
     page = (DOCS / "plugins.md").read_text()
     source = re.search(r"## The smallest plugin.*?```python\n(.*?)```", page, re.DOTALL).group(1)
     install_plugin("mine", source)
-    assert set(load_plugin("mine").answers) == {"slime_reward"}
+    assert set(load_plugin("mine").hooks) == {"slime_reward"}
 
 
 def test_every_function_by_path_is_on_the_page_with_its_arguments():

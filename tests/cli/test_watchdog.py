@@ -20,8 +20,7 @@ from pathlib import Path
 
 from slime_cli.signals import Signals
 from slime_cli.watched import watched
-from slime_core.plugins.boundary import HookThreads, call, call_now
-from slime_core.plugins.provider import Answer, Provider
+from slime_core.plugins.boundary import HookImpl, HookThreads, Provider, call, call_now
 from slime_core.preemption import StopSignal
 
 
@@ -61,7 +60,7 @@ async def waits(way):
 
 def asked(fn, limit=float(sys.argv[3])):
     provider = Provider(name="geo", origin="geo==1.0", source="plugin", home=Path(__file__))
-    answer = Answer(provider=provider, hook="slime_reward", fn=fn, takes=None)
+    answer = HookImpl(provider=provider, hook="slime_reward", fn=fn, takes=None)
     about = {"about": "prompt 'main/3'", "key": "reward.reward_timeout"}
     if sys.argv[2].endswith("now"):
         return call_now(answer, {"way": 1}, limit=limit, **about)

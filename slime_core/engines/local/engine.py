@@ -66,7 +66,7 @@ class LocalEngine:
             {"per_sample_seed", "score", "batch_invariant", "live_load", "release"}
         )
         self._folder, self._thread = folder, thread
-        self._seats, self._context_len = slots, context_len
+        self._slots, self._context_len = slots, context_len
         self._dtype, self._device = dtype, device
         self._scheduler: Scheduler | None = None  # from the first load on
         self._inbox: list[EngineJob] = []
@@ -138,7 +138,7 @@ class LocalEngine:
             await self._thread.run(self._load, update)
         except Exception as error:
             if is_out_of_memory(error):
-                raise self._short(error, "loading weights") from error
+                raise self._no_memory(error, "loading weights") from error
             raise
         self.version = update.version
         self._stir()
@@ -228,7 +228,7 @@ class LocalEngine:
             except Exception as error:
                 done, lost = await self._thread.run(self._reset)
                 self._deliver(done)
-                self._fail(lost, self._short(error, "decoding") if is_out_of_memory(error) else _wrapped(error))
+                self._fail(lost, self._no_memory(error, "decoding") if is_out_of_memory(error) else _wrapped(error))
             else:
                 self._deliver(done)
 
@@ -260,16 +260,16 @@ class LocalEngine:
             if not job.future.done():
                 job.future.set_exception(error)
 
-    def _short(self, error: Exception, what: str) -> EngineError:
+    def _no_memory(self, error: Exception, what: str) -> EngineError:
         scheduler = self._scheduler
-        seats = scheduler.seats if scheduler is not None else self._seats
-        size = f": {seats} slots of {scheduler.tokens} tokens" if scheduler is not None else ""
+        slots = scheduler.sequences if scheduler is not None else self._slots
+        size = f": {slots} slots of {scheduler.tokens} tokens" if scheduler is not None else ""
         return EngineError(
             f"memory ran out while {what}{size}",
             code="ENG05",
             where=f"the embedded engine, {self._device}",
             why=f"{first_line(error)}; what was running is lost with it and is generated again by a resume",
-            fix=f"rollout.rollout_slots={max(1, seats // 2)}\nrollout.rollout_max_response_len: what responses need",
+            fix=f"rollout.rollout_slots={max(1, slots // 2)}\nrollout.rollout_max_response_len: what responses need",
         )
 
     # -- torch thread side
@@ -283,7 +283,7 @@ class LocalEngine:
         served.load(update)
         if not served.batch_invariant:
             self.abilities -= {"batch_invariant"}
-        self._scheduler = Scheduler(served, self._folder.tokenizer, self._seats)
+        self._scheduler = Scheduler(served, self._folder.tokenizer, self._slots)
 
     def _hop(self, incoming: list[EngineJob], leavers: list[EngineJob]) -> list[EngineJob]:
         assert self._scheduler is not None

@@ -1,6 +1,6 @@
 """Scheduler of jobs: slots are refilled at the next step, prompts run packed, every step draws for all slots.
 
-    queue -> seat (copy what another cache shares) -> packed prefill of all but the last token -> [decode] -> out
+    queue -> slot (copy what another cache shares) -> packed prefill of all but the last token -> [decode] -> out
                                                                                                ^______|
 
 The last token of a prompt is fed by the first decode step, so logits are only ever made by decode steps. Everything
@@ -46,16 +46,16 @@ MARGIN = 8
 
 
 class Scheduler:
-    """Owns the slots. ``seats`` is how many sequences run at once, fewer where memory is short.
+    """Owns the slots. ``sequences`` is how many sequences run at once, fewer where memory is short.
 
     ``load_tokenizer`` is called when a token is first decoded.
     """
 
-    def __init__(self, served: ServedModel, load_tokenizer: Callable[[], Any], seats: int) -> None:
-        self.served, self._load_tokenizer, self._wished = served, load_tokenizer, seats
-        self.seats, self.tokens = seats, 0  # sequences at once, and what a slot has for each: nothing yet
+    def __init__(self, served: ServedModel, load_tokenizer: Callable[[], Any], sequences: int) -> None:
+        self.served, self._load_tokenizer, self._configured = served, load_tokenizer, sequences
+        self.sequences, self.tokens = sequences, 0  # sequences at once, and what a slot has for each: nothing yet
         self._most = 0  # what the longest request since the last weights may come to
-        self._slots = Slots(served.counts.pad(seats), 1)
+        self._slots = Slots(served.counts.pad(sequences), 1)
         self._queue: deque[EngineJob] = deque()
         self._done: list[EngineJob] = []  # ended and not yet handed over
 
@@ -92,32 +92,32 @@ class Scheduler:
     def end(self, jobs: Iterable[EngineJob]) -> list[EngineJob]:
         """Stop these jobs, wherever they are, with what they have."""
         job_ids = set(map(id, jobs))
-        ended = [self._unseat(slot) for slot in self._seated(job_ids)]
+        ended = [self._vacate(slot) for slot in self._slots_of(job_ids)]
         ended += [job for job in self._queue if id(job) in job_ids]
         self._queue = deque(job for job in self._queue if id(job) not in job_ids)
         return [self._finish(job, "abort") for job in ended]
 
     def jobs(self) -> list[EngineJob]:
-        """All jobs, seated first."""
+        """All jobs, running ones first."""
         return [job for job in self._slots.jobs if job is not None] + list(self._queue)
 
     def retract(self) -> None:
         """Take every sequence off its slot and put it, with its tokens, at the head of the queue."""
-        seated = [self._unseat(int(slot)) for slot in np.flatnonzero(self._slots.active)]
-        self._queue.extendleft(reversed(seated))
+        running = [self._vacate(int(slot)) for slot in np.flatnonzero(self._slots.active)]
+        self._queue.extendleft(reversed(running))
 
     def forget(self) -> None:
         """New weights, or no cache: nothing in it may be reused by another sequence."""
         self._slots.forget()
         self._most = max((len(job.prompt) + job.limit for job in self.jobs()), default=0)
-        if self.seats < self._wished and not self.busy:
+        if self.sequences < self._configured and not self.busy:
             self.drop()
 
     def drop(self) -> None:
-        """Give the cache back, in which nothing is seated; the next sequences choose its size anew."""
+        """Give the cache back, in which nothing runs; the next sequences choose its size anew."""
         self.served.drop()
         self._slots.forget()
-        self.seats, self.tokens = self._wished, 0
+        self.sequences, self.tokens = self._configured, 0
 
     @torch.inference_mode()
     def score(self, tokens: NDArray[np.int64], start: int) -> NDArray[np.float32]:
@@ -137,30 +137,30 @@ class Scheduler:
             raise self._not_finite("score")
         return out
 
-    def _unseat(self, slot: int) -> EngineJob:
-        """Give up a seat; a cache from which nothing was drawn yet is not known to be finite."""
+    def _vacate(self, slot: int) -> EngineJob:
+        """Free a slot; a cache from which nothing was drawn yet may not be finite."""
         slots = self._slots
         if slots.position[slot] < slots.start[slot]:
             slots.filled[slot] = 0
             self.served.cache.clear(slot)
         return slots.give_up(slot)
 
-    def _seated(self, job_ids: set[int]) -> list[int]:
+    def _slots_of(self, job_ids: set[int]) -> list[int]:
         return [slot for slot, job in enumerate(self._slots.jobs) if job is not None and id(job) in job_ids]
 
     def _admit(self) -> list[EngineJob]:
-        """Seat waiting jobs and fill their caches."""
+        """Give waiting jobs slots and fill their caches."""
         done: list[EngineJob] = []
-        while self._queue and not self._slots.active[: self.seats].all():
-            free = int(self.seats - self._slots.active[: self.seats].sum())
+        while self._queue and not self._slots.active[: self.sequences].all():
+            free = int(self.sequences - self._slots.active[: self.sequences].sum())
             self._make_room(max(len(job.prompt) + len(job.completion.tokens) for job in islice(self._queue, free)))
             pieces: list[tuple[int, int, int]] = []  # slot, and [begin, end) of its content without keys and values
             copies: list[tuple[int, int, int]] = []  # source, target, tokens; after the prefill, in order
-            while self._queue and not self._slots.active[: self.seats].all():
+            while self._queue and not self._slots.active[: self.sequences].all():
                 job = self._queue[0]
                 if job.limit <= len(job.completion.tokens):
                     done.append(self._finish(self._queue.popleft(), "length"))
-                elif self._seat(job, pieces, copies):
+                elif self._place(job, pieces, copies):
                     self._queue.popleft()
                 else:
                     break  # it begins like one that is about to be computed: next round
@@ -169,7 +169,7 @@ class Scheduler:
                 self.served.cache.copy(source, target, 0, count)
         return done
 
-    def _seat(self, job: EngineJob, pieces: list[tuple[int, int, int]], copies: list[tuple[int, int, int]]) -> bool:
+    def _place(self, job: EngineJob, pieces: list[tuple[int, int, int]], copies: list[tuple[int, int, int]]) -> bool:
         """Give the job a slot; False where it should rather wait for a prefill of this round that it can share."""
         slots, tokens = self._slots, job.history()
         last = len(tokens) - 1
@@ -184,7 +184,7 @@ class Scheduler:
             if count >= COMMON:
                 return False
             count = 0
-        in_place = count and not slots.active[source] and source < self.seats
+        in_place = count and not slots.active[source] and source < self.sequences
         target = source if in_place else int(slots.free()[0])
         slots.take(target, job, tokens)
         if count and source in pending:
@@ -219,24 +219,24 @@ class Scheduler:
         memory = free_memory(served.device, allocated)
         check_size(need, size, memory)
         positions = SHARE * memory / size if size else math.inf
-        seats, tokens = fitting(
-            need, self._most, seats=self._wished, tokens=self.tokens, context_len=context, positions=positions
+        sequences, tokens = fitting(
+            need, self._most, sequences=self._configured, tokens=self.tokens, context_len=context, positions=positions
         )
         while True:
             try:
-                self._resize(seats, tokens)
+                self._resize(sequences, tokens)
                 break
             except Exception as error:
                 self.served.drop()
                 self.tokens = 0
-                if not is_out_of_memory(error) or seats == 1:
+                if not is_out_of_memory(error) or sequences == 1:
                     raise
-            seats, tokens = seats // 2, need
-        if seats < self._wished:
-            log.info("memory holds %d of %d slots of %d tokens", seats, self._wished, tokens)
+            sequences, tokens = sequences // 2, need
+        if sequences < self._configured:
+            log.info("memory holds %d of %d slots of %d tokens", sequences, self._configured, tokens)
 
-    def _resize(self, seats: int, tokens: int) -> None:
-        count, length = self.served.counts.pad(seats), slot_length(tokens)
+    def _resize(self, sequences: int, tokens: int) -> None:
+        count, length = self.served.counts.pad(sequences), slot_length(tokens)
         if self.tokens and count == self._slots.count:
             self.served.cache.grow(tokens, self._slots.held().tolist())
             self._slots.grow(length)
@@ -244,7 +244,7 @@ class Scheduler:
             self.retract()
             self.served.allocate(count, tokens)
             self._slots = Slots(count, length)
-        self.seats, self.tokens = seats, tokens
+        self.sequences, self.tokens = sequences, tokens
 
     def _step(self) -> list[EngineJob]:
         self._make_room(int(self._slots.position[self._slots.active].max()) + 1)

@@ -16,9 +16,9 @@ ever attends to it.
 
 How long slots are and how many there are is what requests need, within the memory that is there:
 
-    all seats, as long as the longest request may get     where that fits
-    all seats, as long as sequences are now               where that fits; longer as they grow
-    fewer seats
+    all sequences, as long as the longest request may get     where that fits
+    all sequences, as long as they are now                    where that fits; longer as they grow
+    fewer sequences
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class EngineJob:
     prompt: NDArray[np.int64]
     limit: int  # new tokens, at most
     stop_ids: tuple[int, ...]
-    completion: Completion  # with the tokens of seats that were given up
+    completion: Completion  # with the tokens of slots that it has left
     error: EngineError | None = None
 
     @property
@@ -80,7 +80,7 @@ class EngineJob:
         return np.concatenate([self.prompt, np.asarray(self.completion.tokens, dtype=np.int64)])
 
     def earlier(self, count: int) -> list[int]:
-        """The last ``count`` tokens of this response that were made before its present seat, or by an aborted try."""
+        """The last ``count`` tokens of this response that were made before it took its slot, or by an aborted try."""
         prefix = self.prompt[len(self.prompt) - self.request.kept :].tolist() if self.request.kept else []
         return [*prefix, *self.completion.tokens][-count:] if count else []
 
@@ -179,7 +179,7 @@ class Slots:
         return np.flatnonzero(~self.active)
 
     def take(self, slot: int, job: EngineJob, tokens: NDArray[np.int64]) -> None:
-        """Seat a job whose history is ``tokens``; the cache holds nothing for it yet."""
+        """Give a slot to a job whose history is ``tokens``; the cache holds nothing for it yet."""
         params = job.request.params
         last = len(tokens) - 1
         self.jobs[slot] = job
@@ -200,7 +200,7 @@ class Slots:
         self.mixed[slot] = False
 
     def give_up(self, slot: int) -> EngineJob:
-        """Unseat a job, moving what was drawn into it. The cache keeps what it holds."""
+        """Take a job off its slot, moving what was drawn into it. The cache keeps what it holds."""
         job = self.jobs[slot]
         assert job is not None
         new = slice(int(self.start[slot]), int(self.position[slot]) + 1)
@@ -213,12 +213,12 @@ class Slots:
         return job
 
     def new_tokens(self, slot: int, count: int) -> list[int]:
-        """The last ``count`` tokens drawn in this seat."""
+        """The last ``count`` tokens drawn in this slot."""
         end = int(self.position[slot]) + 1
         return self.content[slot, max(int(self.start[slot]), end - count) : end].tolist()  # type: ignore[no-any-return]
 
     def move(self, source: int, target: int) -> None:
-        """Reseat a sequence in a free slot (the cache is moved by the caller)."""
+        """Move a sequence to a free slot (the cache is moved by the caller)."""
         self.jobs[target], self.jobs[source] = self.jobs[source], None
         for array in (
             *(self.active, self.position, self.token, self.start, self.left, self.seed, self.temperature),
@@ -281,16 +281,18 @@ def free_memory(device: str, own_bytes: int) -> int:
     return int(torch.cuda.mem_get_info()[0]) + cached + own_bytes
 
 
-def fitting(need: int, most: int, *, seats: int, tokens: int, context_len: int, positions: float) -> tuple[int, int]:
-    """Seats and tokens of a slot for sequences of ``need`` tokens that may get ``most``.
+def fitting(
+    need: int, most: int, *, sequences: int, tokens: int, context_len: int, positions: float
+) -> tuple[int, int]:
+    """Sequences at once and tokens of a slot for sequences of ``need`` tokens that may get ``most``.
 
-    ``seats`` is how many are wished for, ``tokens`` what a slot has now, ``positions`` what memory holds in all.
+    ``sequences`` is how many may run, ``tokens`` what a slot has now, ``positions`` what memory holds in all.
     """
     whole = min(context_len, up(max(need, most), STEP))
     part = min(whole, up(max(need, tokens + tokens // 2), STEP))
     for length in (whole, part, need):
-        if (seats + 1) * slot_length(length) <= positions:
-            return seats, length
+        if (sequences + 1) * slot_length(length) <= positions:
+            return sequences, length
     for length in (part, need):
         fewer = int(positions // slot_length(length)) - 1
         if fewer >= 1:

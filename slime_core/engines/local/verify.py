@@ -124,19 +124,19 @@ class _Trial:
                 return False
         return True
 
-    def _prefill(self, seats: dict[int, torch.Tensor]) -> None:
+    def _prefill(self, by_slot: dict[int, torch.Tensor]) -> None:
         segments, used = [], 0
-        for slot, tokens in seats.items():
+        for slot, tokens in by_slot.items():
             segments.append(Segment(slot, 0, used, used + len(tokens) - 1))
             used += len(tokens) - 1
-        flat = torch.cat([tokens[:-1] for tokens in seats.values()]).cpu().numpy()
+        flat = torch.cat([tokens[:-1] for tokens in by_slot.values()]).cpu().numpy()
         rows = pack(segments, flat, self._counts, self._cache, self._device)
         self._plan.forward(rows, self._cache, logits=False)
 
-    def _decode(self, seats: dict[int, torch.Tensor]) -> torch.Tensor:
+    def _decode(self, by_slot: dict[int, torch.Tensor]) -> torch.Tensor:
         tokens, positions = np.zeros((2, self._rows), dtype=np.int64)
         active = np.zeros(self._rows, dtype=bool)
-        for slot, ids in seats.items():
+        for slot, ids in by_slot.items():
             tokens[slot], positions[slot], active[slot] = int(ids[-1]), len(ids) - 1, True
         rows = decode_rows(tokens, positions, active, self._cache, self._device)
         return self._plan.forward(rows, self._cache, logits=True)  # type: ignore[no-any-return]

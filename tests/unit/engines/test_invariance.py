@@ -118,12 +118,12 @@ def test_a_cache_that_grows_or_loses_slots_changes_nothing(bench, ask, monkeypat
             found = await asyncio.gather(*(tight.generate(r) for r in asked))
             assert all(same(one, other) for one, other in zip(wanted, found, strict=True))
             assert lengths
-            assert (roomy._scheduler.seats, roomy._scheduler.tokens) == (20, 512)
-            assert tight._scheduler.seats < 10
+            assert (roomy._scheduler.sequences, roomy._scheduler.tokens) == (20, 512)
+            assert tight._scheduler.sequences < 10
             assert "of 20 slots" in caplog.text
             await tight.load(b.update(1))
             await tight.generate(asked[0])
-            assert tight._scheduler.seats == 20, "shorter requests get all slots again"
+            assert tight._scheduler.sequences == 20, "shorter requests get all slots again"
 
     bench(name).run(go)
 

@@ -48,8 +48,8 @@ def test_a_pause_holds_requests_and_changes_no_bit(bench, ask, mode):
             want = await asyncio.gather(*(engine.generate(r) for r in asked))
             tasks = await running(engine, asked)
             await engine.pause(mode)
-            seats = engine._scheduler._slots.active.sum()
-            assert seats == (2 if mode == "keep" else 0)
+            active = engine._scheduler._slots.active.sum()
+            assert active == (2 if mode == "keep" else 0)
             before = engine._scheduler._slots.position.copy()
             late = asyncio.create_task(engine.generate(ask("late")))
             await settle()
@@ -64,7 +64,7 @@ def test_a_pause_holds_requests_and_changes_no_bit(bench, ask, mode):
 
 
 def test_a_pause_on_a_cpu_gives_memory_to_the_trainer(bench, ask):
-    """The lean plan's copies of weights, and a cache in which nothing is seated; the first use makes both again."""
+    """The lean plan's copies of weights, and a cache in which nothing runs; the first use makes both again."""
 
     async def go(b):
         async with b.engine() as engine:
@@ -87,7 +87,7 @@ def test_a_pause_on_a_cpu_gives_memory_to_the_trainer(bench, ask):
     bench().run(go)
 
 
-def test_a_pause_that_aborts_ends_seated_waiting_and_new_requests_alike(bench, ask):
+def test_a_pause_that_aborts_ends_running_waiting_and_new_requests_alike(bench, ask):
     async def go(b):
         async with b.engine(slots=2) as engine:
             asked = [ask(str(i), new=200) for i in range(4)]

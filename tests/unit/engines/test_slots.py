@@ -16,7 +16,7 @@ pytestmark = pytest.mark.unit
 
 
 @pytest.fixture
-def seat(ask):
+def take(ask):
     def take(slots, slot, tokens):
         loop = asyncio.new_event_loop()
         job = make_job(ask(tokens=tokens), loop.create_future(), vocab_size=100, context_len=50, eos=())
@@ -27,29 +27,29 @@ def seat(ask):
     return take
 
 
-def test_common_beginnings_are_counted_up_to_what_the_cache_holds(seat):
+def test_common_beginnings_are_counted_up_to_what_the_cache_holds(take):
     slots = Slots(3, 64)
-    seat(slots, 0, [1, 2, 3, 4, 5])  # caches 1 2 3 4: the last token is fed by the first step
-    seat(slots, 1, [1, 2, 9])
+    take(slots, 0, [1, 2, 3, 4, 5])  # caches 1 2 3 4: the last token is fed by the first step
+    take(slots, 1, [1, 2, 9])
     assert slots.shared(np.array([1, 2, 3, 4, 5, 6])).tolist() == [4, 2, 0]
     assert slots.shared(np.array([1, 2])).tolist() == [2, 2, 0]
     assert slots.shared(np.array([], dtype=np.int64)).tolist() == [0, 0, 0]
 
 
-def test_new_weights_end_sharing_also_for_sequences_that_go_on(seat):
+def test_new_weights_end_sharing_also_for_sequences_that_go_on(take):
     slots = Slots(2, 64)
-    seat(slots, 0, [1, 2, 3])
+    take(slots, 0, [1, 2, 3])
     slots.forget()
     slots.advance(np.array([0]), np.array([7]), 2)
     assert slots.shared(np.array([1, 2, 3])).tolist() == [0, 0]
     slots.give_up(0)
-    seat(slots, 0, [1, 2, 3])
+    take(slots, 0, [1, 2, 3])
     assert slots.shared(np.array([1, 2, 3])).tolist() == [2, 0]
 
 
-def test_a_job_that_gives_up_its_seat_keeps_what_was_drawn_and_goes_on_from_it(seat):
+def test_a_job_that_gives_up_its_slot_keeps_what_was_drawn_and_goes_on_from_it(take):
     slots = Slots(1, 64)
-    job = seat(slots, 0, [1, 2])
+    job = take(slots, 0, [1, 2])
     for token in (5, 6):
         slots.advance(np.array([0]), np.array([token]), 3)
     assert slots.give_up(0) is job
@@ -61,9 +61,9 @@ def test_a_job_that_gives_up_its_seat_keeps_what_was_drawn_and_goes_on_from_it(s
     assert (job.completion.tokens, job.completion.versions) == ([5, 6, 7], [3, 3, 4])
 
 
-def test_a_moved_sequence_takes_its_state_along(seat):
+def test_a_moved_sequence_takes_its_state_along(take):
     slots = Slots(3, 64)
-    job = seat(slots, 2, [1, 2])
+    job = take(slots, 2, [1, 2])
     slots.advance(np.array([2]), np.array([5]), 3)
     slots.move(2, 0)
     assert (slots.rows, slots.active.tolist()) == (1, [True, False, False])
@@ -89,7 +89,7 @@ def test_a_sequence_that_does_not_fit_says_how_large_its_cache_is():
 
 
 @pytest.mark.parametrize(
-    ("positions", "seats", "tokens"),
+    ("positions", "sequences", "tokens"),
     [
         pytest.param(65 * 1025, 64, 1024, id="all that responses may need"),
         pytest.param(65 * 1024, 64, 384, id="longer slots as sequences grow"),
@@ -100,11 +100,11 @@ def test_a_sequence_that_does_not_fit_says_how_large_its_cache_is():
         pytest.param(math.inf, 64, 1024, id="no cache at all"),
     ],
 )
-def test_slots_are_as_many_and_as_long_as_requests_need_and_memory_holds(positions, seats, tokens):
+def test_slots_are_as_many_and_as_long_as_requests_need_and_memory_holds(positions, sequences, tokens):
     """300 tokens are needed, a request may come to 1000, slots have 128; slots are whole blocks and one of scratch."""
-    size = fitting(300, 1000, seats=64, tokens=128, context_len=8192, positions=positions)
-    assert size == (seats, tokens)
-    assert fitting(300, 1000, seats=64, tokens=128, context_len=1000, positions=math.inf) == (64, 1000)
+    size = fitting(300, 1000, sequences=64, tokens=128, context_len=8192, positions=positions)
+    assert size == (sequences, tokens)
+    assert fitting(300, 1000, sequences=64, tokens=128, context_len=1000, positions=math.inf) == (64, 1000)
 
 
 def test_a_longer_cache_holds_what_it_held_and_zeros():

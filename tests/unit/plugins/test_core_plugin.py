@@ -205,7 +205,7 @@ def test_the_supervised_loss_is_the_negative_log_prob(load):
     import torch
 
     columns = {"loss_mask": torch.ones(2)}
-    loss, _ = load().loss("sft_loss").fn(torch.tensor([-1.5, -0.25]), torch.zeros(2), columns, TrainSection())
+    loss, _ = load().loss("sft_loss").fn(torch.tensor([-1.5, -0.25]), torch.zeros(2), columns, settle(TrainSection()))
     assert loss.tolist() == [1.5, 0.25]
 
 

@@ -18,8 +18,8 @@ from slime_core.backends import ClusterBackend, EngineBackend, ServedEngines, Tr
 from slime_core.config.problems import conflict
 from slime_core.config.schema import Config
 from slime_core.hookspecs import HOOKS
-from slime_core.plugins.load import answers_of
-from slime_core.plugins.provider import Provider
+from slime_core.plugins.boundary import Provider
+from slime_core.plugins.load import hooks_of
 from slime_core.types import Group, Prompt, Reward, Sample, SamplingParams, Status
 
 pytestmark = pytest.mark.unit
@@ -59,7 +59,7 @@ def plugin_of(hook):
 @pytest.mark.parametrize("hook", HOOKS)
 def test_the_example_of_every_hook_is_a_plugin_that_loads(hook):
     provider = Provider(name="example", origin="docs", source="plugin")
-    assert set(answers_of(provider, plugin_of(hook))) == {hook}
+    assert set(hooks_of(provider, plugin_of(hook))) == {hook}
 
 
 @pytest.mark.parametrize("hook", [hook for hook, info in HOOKS.items() if info.may_await])

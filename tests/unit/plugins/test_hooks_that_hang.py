@@ -68,13 +68,12 @@ def test_an_async_hook_that_waits_for_ever_is_cancelled_and_told_where_it_waited
 PROGRAM = """
 import asyncio, sys
 from pathlib import Path
-from slime_core.plugins.boundary import HookThreads, call
-from slime_core.plugins.provider import Answer, Provider
+from slime_core.plugins.boundary import HookImpl, HookThreads, Provider, call
 
 provider = Provider(name="geo", origin="dist-geo==1.0", source="plugin", home=Path("<string>"))
 
 def ask(fn, deadline):
-    answer = Answer(provider=provider, hook="slime_reward", fn=fn, takes=frozenset())
+    answer = HookImpl(provider=provider, hook="slime_reward", fn=fn, takes=frozenset())
     return asyncio.run(call(HookThreads(), answer, {}, about="prompt 'main/3'", deadline=deadline, key="k"))
 
 def reads():

@@ -64,7 +64,7 @@ def test_a_reward_that_repeats_is_counted_and_not_told(load, ctx, said):
     [
         ("class H:\n    def load(self, s): pass\n", "returned a H without state()"),
         ("class H:\n    state = {}\n    load = None\n", "returned a H without state and load()"),
-        ("class H:\n    def state(self): return 3\n    def load(self, s): pass\n", "gave a int"),
+        ("class H:\n    def state(self): return 3\n    def load(self, s): pass\n", "returned a int"),
         ("class H:\n    def state(self): return {}['a']\n    def load(self, s): pass\n", "KeyError: 'a'"),
     ],
 )

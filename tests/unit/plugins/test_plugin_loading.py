@@ -65,7 +65,7 @@ def test_a_hook_that_asks_for_unknown_arguments_is_shown_the_right_signature(ins
 def test_arguments_may_be_left_out_and_come_in_any_order(install_plugin):
     install_plugin("geo", GOOD.replace("(group, ctx)", "(ctx, group)"))
     install_plugin("short", GOOD.replace("(group, ctx)", "(group)"))
-    assert set(load_plugin("geo").answers) == set(load_plugin("short").answers) == {"slime_reward"}
+    assert set(load_plugin("geo").hooks) == set(load_plugin("short").hooks) == {"slime_reward"}
 
 
 def test_a_misspelt_hook_is_refused_with_the_nearest_name(install_plugin):
@@ -119,7 +119,7 @@ def test_a_plugin_may_be_a_class(install_plugin):
     site = install_plugin("geo", source)
     points = site / "dist_geo-1.0.dist-info" / "entry_points.txt"
     points.write_text("[slime.plugins]\ngeo = geo_plugin_module:plugin\n")
-    assert set(load_plugin("geo").answers) == {"slime_reward"}
+    assert set(load_plugin("geo").hooks) == {"slime_reward"}
 
 
 def test_a_table_for_a_plugin_that_is_not_loaded_is_refused(install_plugin):

@@ -211,12 +211,11 @@ MADE = """
     import asyncio, os, signal, sys, threading, time
     from pathlib import Path
     from slime_core.errors import PluginError
-    from slime_core.plugins.boundary import HookThreads, call, call_now
-    from slime_core.plugins.provider import Answer, Provider
+    from slime_core.plugins.boundary import HookImpl, HookThreads, Provider, call, call_now
 
     def answer(fn, hook="slime_reward"):
         provider = Provider(name="geo", origin="dist-geo==1.0", source="plugin", home=Path("<string>"))
-        return Answer(provider=provider, hook=hook, fn=fn, takes=frozenset())
+        return HookImpl(provider=provider, hook=hook, fn=fn, takes=frozenset())
 
     def ask(fn, deadline=0.3):
         return asyncio.run(call(HookThreads(), answer(fn), {}, about="prompt 'main/3'", deadline=deadline, key="k"))

@@ -23,10 +23,10 @@ def find_bridge(loaded: Iterable[LoadedPlugin], hf_config: Any) -> Any:
         ConfigError: CFG200 none of the plugins has one.
         PluginError: PLG56 a hook raised, PLG57 its result is no bridge.
     """
-    plugins = [plugin for plugin in loaded if HOOK in plugin.answers]
+    plugins = [plugin for plugin in loaded if HOOK in plugin.hooks]
     family = str(getattr(hf_config, "model_type", ""))
     for plugin in plugins:
-        answer, about = plugin.answers[HOOK], f"model_type '{family}'"
+        answer, about = plugin.hooks[HOOK], f"model_type '{family}'"
         bridge = call_now(answer, {"hf_config": hf_config}, about=about)
         if bridge is None:
             continue

@@ -57,7 +57,7 @@ class MegatronWorker(Worker):
         self.dp_rank = DataParallelRank(
             number=number, size=layout.dp, context_parallel=layout.cp, flops=Flops.of(self.folder.config)
         )
-        self.plugins.tell("slime_megatron_init", "a Megatron rank's start", self.ctx, args=self.settings)
+        self.plugins.notify("slime_megatron_init", "a Megatron rank's start", self.ctx, args=self.settings)
         self.policy: Model = build_model(self.settings, self.bridge, self.folder, self.device, seed=self.config.seed)
         self.actor: MegatronLearner = MegatronLearner(self.policy.stage)
         self.actor.wrap(build(self.settings))
@@ -93,7 +93,7 @@ class MegatronWorker(Worker):
 
     def columns(self, rank_batch: RankBatch, model: Model, role: Role, count: int) -> NDArray[np.float32]:
         columns = torch.zeros(count, len(rank_batch.batch.loss_mask), dtype=torch.float32, device=self.device)
-        self.plugins.tell(
+        self.plugins.notify(
             "slime_megatron_before_log_prob",
             f"log-probs of {role}",
             self.ctx,
@@ -125,7 +125,7 @@ class MegatronWorker(Worker):
 
     def _ready(self, learner: MegatronLearner) -> None:
         learner.ready()
-        self.plugins.tell(
+        self.plugins.notify(
             "slime_megatron_before_train_step",
             f"optimizer step {learner.steps}",
             self.ctx,
