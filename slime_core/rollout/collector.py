@@ -106,7 +106,7 @@ class Collector(GroupSource):
             await self._advance(count)
         if not await self._selection.end_step(last=self._steps_left == 1):
             await self._drop_rest(positions)  # a stop may cancel it: until it is done, no group has left
-        groups = [self._finished.pop(position).group for position in sorted(positions)]
+        groups = [self._finished.pop(position).data for position in sorted(positions)]
         self._groups.in_training = len(groups)
         self._drop_limit.step()
         if self._ctx.config.rollout.partial_rollout:
@@ -165,7 +165,7 @@ class Collector(GroupSource):
             while count > 0 and not self._source.ended:
                 groups = await self._source.next(count, self._ctx.config)
                 count -= len(groups)
-                await self._ledger.issue([group.group for group in groups if group.record.state == "new"])
+                await self._ledger.issue([group.data for group in groups if group.record.state == "new"])
                 self.counts.issued += sum(group.position >= self._source.first_new for group in groups)
                 await self._start(groups)
                 self._source.started()
@@ -173,7 +173,7 @@ class Collector(GroupSource):
     async def _start(self, groups: Sequence[OpenGroup]) -> None:
         config, plugins, selection = self._ctx.config, self._plugins, self._selection
         for group in groups:
-            task = group.group.prompt.task
+            task = group.data.prompt.task
             group.by_plugin = plugins.replaces_rollout(task, config) or plugins.generates_itself(task, config)
         await selection.start(groups, self._ctx.version)
         ctx, together = self._ctx, []
@@ -182,7 +182,7 @@ class Collector(GroupSource):
             self._drop_limit.issued(group.position)
             if can_reuse(group.record, ctx.version, ranks_ends=selection.ranks_ends):
                 group.task = self._tasks.spawn(self._run_stored, group, ctx)
-            elif plugins.replaces_rollout(group.group.prompt.task, config):
+            elif plugins.replaces_rollout(group.data.prompt.task, config):
                 together.append(group)
             else:
                 group.task = self._tasks.spawn(self._run, group, ctx)
@@ -193,10 +193,10 @@ class Collector(GroupSource):
 
     async def _run(self, group: OpenGroup, ctx: Context) -> None:
         """Generate, check and score a group."""
-        ids = issued_ids(group.group)
+        ids = issued_ids(group.data)
         try:
-            group_ctx = replace(ctx, sampling=self._plugins.sampling(group.group.prompt, ctx))
-            generated = await self._plugins.generate(group.group, group_ctx)
+            group_ctx = replace(ctx, sampling=self._plugins.sampling(group.data.prompt, ctx))
+            generated = await self._plugins.generate(group.data, group_ctx)
             if group.stale:
                 return  # its requests were stopped
             self._generated(group, generated)
@@ -210,7 +210,7 @@ class Collector(GroupSource):
                 return
             if self._plugins.ends_run(error, ctx.config):
                 raise
-            scored, drops = None, [(group.group.samples, Drop(reason=PLUGIN))]
+            scored, drops = None, [(group.data.samples, Drop(reason=PLUGIN))]
         if scored is None:
             await self._drop(group, drops)
         else:
@@ -218,14 +218,14 @@ class Collector(GroupSource):
 
     async def _run_replaced(self, groups: list[OpenGroup], ctx: Context) -> None:
         """Let a plugin make these groups, rewards and all (`slime_rollout`)."""
-        ids = {group.position: issued_ids(group.group) for group in groups}
+        ids = {group.position: issued_ids(group.data) for group in groups}
         try:
-            generated = await self._plugins.rollout([group.group for group in groups], ctx)
+            generated = await self._plugins.rollout([group.data for group in groups], ctx)
         except PluginError as error:
             if self._plugins.ends_run(error, ctx.config):
                 raise
             for group in groups:
-                await self._drop(group, [(group.group.samples, Drop(reason=PLUGIN))])
+                await self._drop(group, [(group.data.samples, Drop(reason=PLUGIN))])
             return
         for group, result in zip(groups, generated, strict=True):
             self._generated(group, result)
@@ -240,11 +240,11 @@ class Collector(GroupSource):
         again = self._selection.ranks_ends  # it was over-sampled, and is dropped again when its step ends
         rolled_out = ctx.config.rollout.debug_rollout_only and record.last_reason != OVER_SAMPLED
         if record.samples and (record.state != "dropped" or again or rolled_out):
-            stored = stored_group(group.group.prompt, record)
+            stored = stored_group(group.data.prompt, record)
             self._generated(group, stored)
             await self._finish(group, stored)
         else:
-            await self._drop(group, [(group.group.samples, Drop(reason=record.last_reason))])
+            await self._drop(group, [(group.data.samples, Drop(reason=record.last_reason))])
 
     def _generated(self, group: OpenGroup, generated: Group) -> None:
         group.generated = True
@@ -257,11 +257,11 @@ class Collector(GroupSource):
         if not record.ended:
             await self._ledger.finish(scored, drops)
         elif record.samples:
-            scored = stored_group(group.group.prompt, record)  # generated again: what is stored is not replaced
+            scored = stored_group(group.data.prompt, record)  # generated again: what is stored is not replaced
         self.counts.add(drops, record)
         self.counts.tokens += sum(sample.response_length for sample in scored.samples)
         self._drop_limit.ended(position, dropped=False)
-        group.group, group.samples = scored, scored.samples
+        group.data, group.samples = scored, scored.samples
         if not group.stale:
             group.version, group.newest = version_span(scored, group.version)
             self._finished[position], group.task = self._in_flight.pop(position), None
@@ -301,7 +301,7 @@ class Collector(GroupSource):
         if self._staleness.restarts:
             attempt, without_successor = group.next_attempt(self._ctx.config)
             await self._ledger.drop([(without_successor, Drop(reason=RESTARTED))])
-            await self._ledger.issue([attempt.group])
+            await self._ledger.issue([attempt.data])
             self.counts.add([(group.samples, Drop(reason=RESTARTED))])
             return await self._start([attempt])
         drops = [(group.samples, Drop(reason=STALE))]

@@ -46,7 +46,7 @@ ROLLED_OUT = "debug_rollout_only"  # why samples of a run that only rolls out ar
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class DumpHeader:
-    """What a dump file says of itself."""
+    """The header of a dump file."""
 
     version: int  # that the step made; of the weights, for an evaluation
     stage: str = "main"
@@ -64,7 +64,7 @@ def evaluation_path(folder: Path, name: str, version: int) -> Path:
     return folder / f"eval-{name}-{version:06d}{SUFFIX}"
 
 
-def write_dump(path: Path, groups: Sequence[Group], about: DumpHeader, *, arrays: Path | None = None) -> None:
+def write_dump(path: Path, groups: Sequence[Group], header: DumpHeader, *, arrays: Path | None = None) -> None:
     """Write one file, whole and durable. ``arrays`` is the run's ``segments/`` folder, whose arrays are copied.
 
     Raises:
@@ -74,7 +74,7 @@ def write_dump(path: Path, groups: Sequence[Group], about: DumpHeader, *, arrays
     bodies: list[bytes] = []
     rows = [_group_row(group, bodies, arrays) for group in groups]
     try:
-        text = json.dumps({**asdict(about), "groups": rows}, separators=(",", ":"), default=plain).encode("ascii")
+        text = json.dumps({**asdict(header), "groups": rows}, separators=(",", ":"), default=plain).encode("ascii")
     except (TypeError, ValueError, RecursionError) as error:
         raise PluginError(
             f"the prompts of {path.name} cannot be stored: {error}",
@@ -103,9 +103,9 @@ def read_dump(path: Path, *, arrays: segments.Segments | None = None) -> list[Gr
 
 
 def read_dump_with_header(path: Path, *, arrays: segments.Segments | None = None) -> tuple[list[Group], DumpHeader]:
-    """:func:`read_dump`, and what the file says of itself."""
+    """:func:`read_dump`, and the file's header."""
     file = _open(path)
-    about, rows = _header(file, path)
+    header, rows = _header(file, path)
     groups = []
     for row in rows:
         samples = [_sample(item, file, path, arrays) for item in row["samples"]]
@@ -113,7 +113,7 @@ def read_dump_with_header(path: Path, *, arrays: segments.Segments | None = None
         groups.append(Group(prompt=Prompt(**row["prompt"]), samples=samples, rollouts=rollouts))
     if arrays is not None:
         arrays.sync()
-    return groups, about
+    return groups, header
 
 
 class Dump:
@@ -137,8 +137,8 @@ class Dump:
         """
         if self._folder is not None:
             path = evaluation_path(self._folder, name, version) if name else step_path(self._folder, version)
-            about = DumpHeader(version=version, stage=stage, set=name, run=str(self._run_dir))
-            write_dump(path, groups, about, arrays=self._run_dir / "segments")
+            header = DumpHeader(version=version, stage=stage, set=name, run=str(self._run_dir))
+            write_dump(path, groups, header, arrays=self._run_dir / "segments")
 
 
 async def drop_groups(ledger: Ledger, groups: Sequence[Group]) -> None:

@@ -80,7 +80,7 @@ class Counts:
 class OpenGroup:
     """A group that is issued and neither trained nor dropped, and where it is in its life."""
 
-    group: Group  # pending, then scored; whoever generates may change it in place
+    data: Group  # pending, then scored; whoever generates may change it in place
     version: int = 0  # in training when it started; once finished, the lowest that made a trainable token
     newest: int = 0  # once finished, the highest that made a trainable token
     record: GroupRecord = field(default_factory=GroupRecord)  # in the ledger, of an earlier process
@@ -94,12 +94,12 @@ class OpenGroup:
     samples: list[Sample] = field(init=False)  # as they were issued; once finished, the group's
 
     def __post_init__(self) -> None:
-        self.samples = list(self.group.samples)
+        self.samples = list(self.data.samples)
 
     @property
     def position(self) -> int:
         """Of its prompt."""
-        return self.group.prompt.position
+        return self.data.prompt.position
 
     @property
     def ids(self) -> list[str]:
@@ -108,7 +108,7 @@ class OpenGroup:
 
     def next_attempt(self, config: Config) -> tuple[OpenGroup, list[Sample]]:
         """The same prompt once more, as its next attempt; and the samples of this one that have no successor."""
-        attempt = OpenGroup(pending_group(self.group.prompt, config, attempt=self.samples[0].attempt + 1))
+        attempt = OpenGroup(pending_group(self.data.prompt, config, attempt=self.samples[0].attempt + 1))
         return attempt, [sample for sample in self.samples if sample.id not in attempt.ids]
 
 
