@@ -25,6 +25,6 @@ def problem_of(source: str) -> KernelProblem:
     return problem(source.splitlines()[0].removeprefix("# problem: "))
 
 
-def row_of(source: str) -> str:
-    """The attack that a cheat is an instance of."""
-    return source.splitlines()[1].removeprefix("# row: ")
+def attacks_of(source: str) -> list[str]:
+    """The attacks that a cheat is an instance of."""
+    return source.splitlines()[1].removeprefix("# attack: ").split(", ")

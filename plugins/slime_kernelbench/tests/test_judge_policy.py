@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from corpus_of_kernels import row_of, sources
+from corpus_of_kernels import attacks_of, sources
 
 from slime_kernelbench.judge import policy
 
@@ -38,10 +38,38 @@ def test_honest_kernels_are_let_through(name: str) -> None:
     assert reading.kernels
 
 
-def test_the_corpus_has_every_row_of_the_attacks() -> None:
-    rows = {row for source in CHEATS.values() for row in row_of(source).removeprefix("kernelbench 4.1 ").split(", ")}
-    on_gpus_alone = {"22 in time", "25", "28", "29"}
-    assert {str(number) for number in range(1, 28)} - on_gpus_alone <= rows
+ATTACKS = {
+    "cache residency",
+    "cached output",
+    "changed inputs",
+    "compiler or vendor library",
+    "computed by torch",
+    "constant answer",
+    "decoy kernel",
+    "dummy launch",
+    "fall back to torch",
+    "foreign or hidden code",
+    "forged result",
+    "graph replay",
+    "heavy part in torch",
+    "lazy or overridden tensor",
+    "lower precision",
+    "memory of the process",
+    "patched timer or comparison",
+    "sabotaged baseline",
+    "search for the answer",
+    "side stream",
+    "skipped work",
+    "smaller problem",
+    "stale output",
+    "thread or process",
+    "trial detection",
+    "uninitialised memory",
+}
+
+
+def test_the_corpus_has_a_cheat_for_every_attack() -> None:
+    assert {attack for source in CHEATS.values() for attack in attacks_of(source)} >= ATTACKS
     assert len(CHEATS) >= 40
 
 
