@@ -38,12 +38,12 @@ def show(session: CliSession, words: tuple[str, ...], stage: str | None, as_card
     With --card, or an --advantage-estimator on the command line, the algorithm's card stands before it, and keys that
     are left to the algorithm show its values.
     """
-    from slime_cli.settings import load_words, split_words
+    from slime_cli.settings import load_words
     from slime_core.config.dump import redacted, to_toml
-    from slime_core.config.load import stage_name, stages
+    from slime_core.config.load import split, stage_name, stages
     from slime_core.errors import ConfigError
 
-    selection = split_words(words)
+    selection = split(words)
     loaded = load_words(selection, session)
     config = loaded.config
     if stage is not None:

@@ -44,13 +44,14 @@ def check(session: CliSession, file: str, words: tuple[str, ...], run_dir: Path 
     tokens of that model, its chat template applied where data.apply_chat_template says so. Exit code 3 where a run
     would refuse the data.
     """
-    from slime_cli.settings import load_words, split_words
+    from slime_cli.settings import load_words
     from slime_cli.survey import survey
+    from slime_core.config.load import split
     from slime_core.config.sections.data import DataTask
     from slime_core.data.opening import open_rows
     from slime_core.data.prompts import Keys, check_columns
 
-    config = load_words(split_words([*words, "--prompt-data", file]), session).config
+    config = load_words(split([*words, "--prompt-data", file]), session).config
     keys = Keys.of(config, DataTask(name="default"))
     rows = open_rows(config.data.prompt_data, max_line_bytes=config.data.max_line_bytes)
     try:

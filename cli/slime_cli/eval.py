@@ -89,16 +89,16 @@ def evaluate(
     model: str, words: tuple[str, ...], session: CliSession, at: Path | None
 ) -> tuple[dict[str, dict[str, float]], str]:
     """Metrics by set name, and the directory that holds them."""
-    from slime_cli.settings import Settings, load_words, split_words
+    from slime_cli.settings import Settings, load_words
     from slime_core.clusters.machine import resolve_machine
-    from slime_core.config.load import stages
+    from slime_core.config.load import split, stages
     from slime_core.errors import ConfigError
     from slime_core.plugins import load_plugins
     from slime_core.report import RunDir
 
     quiet_libraries()
     folder, own_config = find_model(model)
-    arguments = split_words([*words, "--hf-checkpoint", folder, "--init-weights", "load"])
+    arguments = split([*words, "--hf-checkpoint", folder, "--init-weights", "load"])
     if arguments.recipe is None and own_config is not None:
         arguments.recipe = str(own_config)
     loaded = load_words(arguments, session, data_keys=OWN_SETS)

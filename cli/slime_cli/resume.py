@@ -20,7 +20,7 @@ from slime_cli.live import total_steps
 from slime_cli.starts import starts_of
 from slime_core.config.command_line import Word
 from slime_core.config.dump import REDACTED, texts_in
-from slime_core.config.load import CommandLine, stages
+from slime_core.config.load import CommandLine, split, stages
 from slime_core.errors import ConfigError, PluginError
 from slime_core.report.rundir import RunDir
 from slime_core.report.text import say
@@ -100,9 +100,9 @@ def load_saved(path: Path, words: Sequence[str], session: CliSession) -> Setting
     Raises:
         ConfigError: CFG01 to CFG11, CFG09 with every key whose secret was not saved.
     """
-    from slime_cli.settings import load_words, split_words, with_plugins
+    from slime_cli.settings import load_words, with_plugins
 
-    arguments = split_words(words)
+    arguments = split(words)
     sources: dict[str, str] = {}
     if arguments.recipe is None:
         arguments.recipe = str(path / "config.toml")

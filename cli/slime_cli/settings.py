@@ -44,7 +44,7 @@ def load_settings(words: Sequence[str], session: CliSession) -> Settings:
         ConfigError: CFG01 to CFG11 and CFG15.
         PluginError: PLG50 to PLG55.
     """
-    loaded = load_words(split_words(words), session)
+    loaded = load_words(split(words), session)
     loaded.require_complete()
     return with_plugins(loaded)
 
@@ -72,15 +72,6 @@ def plugin_problems(plugins: Plugins, config: Config) -> Iterator[Problem]:
         if rules is not None:
             value = call_now(rules, {"config": config}, about="the config")
             yield from listed(rules, value, Problem, "the config", "slime_core.config.problems.Problem")
-
-
-def split_words(words: Sequence[str]) -> CommandLine:
-    """A command line taken apart; a trainer's own flags are known by name.
-
-    Raises:
-        ConfigError: CFG01 a second recipe, CFG02 a flag without its value.
-    """
-    return split(words)
 
 
 def load_words(

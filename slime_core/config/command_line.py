@@ -48,7 +48,7 @@ class Word:
 
     @property
     def place(self) -> str:
-        """Where it stands."""
+        """Its place, for messages."""
         return f"command line: {self.shown}"
 
 
@@ -109,7 +109,7 @@ def split(tokens: Sequence[str], tables: BackendTables | None = None) -> Command
 
 
 def unexpected(token: str, why: str = "") -> ConfigError:
-    """That an argument is no flag, key or recipe."""
+    """An error for an argument that is no flag, key or recipe."""
     fix = "write keys as --key VALUE or section.key=VALUE"
     return ConfigError(
         f"unexpected argument '{token}'", code="CFG01", where=f"command line: {token}", why=why, fix=fix

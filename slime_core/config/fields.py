@@ -38,13 +38,13 @@ class ConfigKey:
 
     @property
     def resume(self) -> ResumeClass:
-        """What a changed value makes of a resumed run."""
+        """How a resumed run treats a changed value."""
         resume: ResumeClass = fact(self.info, "resume")
         return resume
 
     @property
     def once(self) -> bool:
-        """Whether it is of what is built once a run."""
+        """Whether it belongs to what is built once a run."""
         return self.section == "cluster" or bool(fact(self.info, "once"))
 
 

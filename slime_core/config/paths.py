@@ -181,6 +181,6 @@ def _missing(path: KeyPath, file: str) -> Problem:
         code="CFG05",
         what=f"{dotted(path)}: no such file or folder",
         keys=(path,),
-        why=f"it stands for {file}; the current folder is {Path.cwd()}; a recipe's paths start at its own folder",
+        why=f"it resolves to {file}; the current folder is {Path.cwd()}; a recipe's paths start at its own folder",
         fix="\n".join(filter(None, [near, f"correct the path in {dotted(path)}"])),
     )

@@ -34,7 +34,7 @@ def conflict(what: str, keys: Sequence[str], *, why: str = "", fix: str = "", co
 
 
 def either(one: str, other: str, *, why: str) -> Problem:
-    """That one of two keys must go."""
+    """A conflict of two keys of which one must go."""
     message = f"{one.partition('.')[2]} with {other.partition('.')[2]}"
     return conflict(message, [one, other], why=why, fix="remove one of them")
 

@@ -36,7 +36,7 @@ ABSENT = {
     "peft": "LoRA and other adapters are not supported: all weights are trained",
     "vllm": "vLLM is not supported: rollout.rollout_engine is local or sglang",
     "deepspeed": "DeepSpeed is not supported: train.train_backend is fsdp or megatron",
-    "tensorboard": "there is no TensorBoard: --use-wandb, or a plugin with slime_sinks; figures lie in metrics.jsonl",
+    "tensorboard": "there is no TensorBoard: --use-wandb, or a plugin with slime_sinks; metrics are in metrics.jsonl",
 }
 """What others have and slime has not, by a word of a key's name."""
 
@@ -128,7 +128,7 @@ def unknown(path: KeyPath, siblings: Sequence[str]) -> Problem:
             code="CFG01",
             what=f"unknown key '{dotted(path)}'",
             keys=(path,),
-            why="it stands in the wrong table",
+            why="it is in the wrong table",
             fix=fix,
         )
     parent = dotted(path[:-1])

@@ -1,7 +1,7 @@
 """Keys by section: type, bounds, default, meaning and resume class of each, with the rules that it is about.
 
-A new key is a line of its section, and the code that reads it; docs/config.md is `slime config keys --markdown`. A
-rule between sections stands where the key is that it is about, and takes the other sections as arguments.
+A new key is a line of its section and the code that reads it; `slime config keys --markdown` prints docs/config.md.
+A rule between sections is a method of the section whose key it is about; the other sections are its arguments.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Verdict = Literal["safe", "notice", "unsafe"]
 
 @dataclass(slots=True, frozen=True)
 class ResumeClass:
-    """What a changed key makes of a resumed run, and why.
+    """How a resumed run treats a changed key, and why.
 
     safe      the same weights                              resumes
     notice    the same mathematics, perhaps other bits      resumes with a notice
@@ -37,7 +37,7 @@ PROMPTS = ResumeClass("unsafe", "other prompts, or in another order")
 MODEL = ResumeClass("unsafe", "another model")
 
 Reader = Literal["servers", "placed engines", "separate engines", "other machines", "megatron hooks"]
-"""Who alone reads a key: servers; embedded engines too where they are placed on a cluster, or apart from training."""
+"""Only readers of a key. Placed engines are servers, or on other machines; separate ones also run beside training."""
 
 
 def key(
@@ -55,24 +55,24 @@ def key(
     """A key's ``Field``.
 
     Args:
-        resume: what a change makes of a resumed run; keys of tasks have the class of their array.
-        path: what a local path in it leads to, which must exist where it is read; a function for names in _path.
-        reader: who alone reads it.
-        switch: the key of its section without which it does nothing.
-        once: whether it is of what is built once a run, so that stages cannot change it.
-        fills: whether its function may fill samples, as with log-probs of a teacher.
+        resume: how a resumed run treats a change; None for keys of a task, which have the class of their array.
+        path: what a local path leads to; it must exist, except for an output. Keys named ``*_path`` name functions.
+        reader: the only reader.
+        switch: the key of the same section without which this one does nothing.
+        once: whether it belongs to what is built once a run, so that stages cannot change it.
+        fills: whether its function may fill samples, such as with a teacher's log-probs.
     """
     facts = {"resume": resume, "path": path, "reader": reader, "switch": switch, "once": once, "fills": fills}
     return Field(default, description=text, json_schema_extra=facts, **bounds)  # type: ignore[arg-type]
 
 
 def fact(info: FieldInfo, name: str) -> Any:
-    """What :func:`key` says of a field under ``name``; None for a field that it did not make."""
+    """The fact ``name`` that :func:`key` was given; None for a field of another origin."""
     return info.json_schema_extra.get(name) if isinstance(info.json_schema_extra, dict) else None
 
 
 def empty_for(default: str) -> BeforeValidator:
-    """Empty a key that names ``default``: THUDM/slime's own function, whose place is the core's own way."""
+    """Leave a key empty that names ``default``, THUDM/slime's own function: the core does the same."""
     return BeforeValidator(lambda value: "" if str(value).replace(":", ".") == default else value)
 
 

@@ -43,7 +43,9 @@ class DataSection(Section):
     apply_chat_template_kwargs: dict[str, Any] = key({}, "Keyword arguments of the chat template.", PROMPTS)
     rollout_shuffle: bool = key(False, "A new permutation every epoch, from (seed, epoch).", PROMPTS)
     rollout_max_prompt_len: int = key(0, "Tokens; 0 is what the context leaves.", PROMPTS, ge=0)
-    overlong_prompt: Literal["drop", "truncate", "error"] = key("drop", "What a longer prompt meets.", PROMPTS)
+    overlong_prompt: Literal["drop", "truncate", "error"] = key(
+        "drop", "For longer prompts: drop, truncate or refuse them.", PROMPTS
+    )
     max_bad_rows: int = key(0, "Unreadable rows that are skipped, counted and copied out.", LIMIT, ge=0)
     max_line_bytes: int = key(8 << 20, "Longest line of a JSONL file.", PROMPTS, ge=1024)
     tasks: tuple[DataTask, ...] = key((), "Several data sets, with weights and their own functions.", PROMPTS)

@@ -223,7 +223,7 @@ class RolloutSection(Section):
             )
 
     def no_room(self, path: str, length: int) -> Problem:
-        """That responses of the length at ``path`` leave no room for a prompt."""
+        """A conflict: responses of the length at ``path`` leave no room for a prompt."""
         return conflict(
             f"{path.partition('.')[2]} = {length} leaves no room in "
             f"rollout_max_context_len = {self.rollout_max_context_len}",

@@ -390,7 +390,7 @@ class TrainSection(Section):
 
 
 def selective() -> dict[str, tuple[str, ...]]:
-    """Keys that some estimators read and others do not, with those that do; setting one says what is believed."""
+    """Keys that only some estimators read, with the names of those."""
     learners = [algorithm for algorithm in algorithms().values() if algorithm.terms]
     keys = dict.fromkeys(option for one in learners for option in one.options if option in TrainSection.model_fields)
     readers = {name: tuple(one.name for one in learners if name in one.options) for name in keys}
