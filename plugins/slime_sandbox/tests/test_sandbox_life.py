@@ -21,7 +21,7 @@ from slime_sandbox.wire import collect, packet_pair, post
 
 pytestmark = pytest.mark.integration
 
-DRIVER = Path(__file__).with_name("sandbox_driver.py")
+DRIVER = Path(__file__).with_name("test_sandbox_levels.py")
 ENTRY = "sandbox_entries:run_source"
 SECONDS = 30
 LIMIT = """

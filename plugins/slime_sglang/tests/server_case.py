@@ -16,6 +16,7 @@ QUICK = WatchLimits(interval=0.05, timeout=3600.0, start_timeout=LONG, max_resta
 
 
 def seen(path):
+    """A file's text; nothing where it cannot be read."""
     try:
         return Path(path).read_bytes().decode(errors="replace")
     except OSError:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from raw_server import ENVIRONMENT, Loop, RawServer, start, words
-from served_run import Driver, Work
 
 from slime_sglang.host import Launch
 from slime_sglang.ports import server_launch
@@ -100,18 +99,3 @@ def server(shared_server: RawServer) -> Iterator[RawServer]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The tests that kill the shared server are the last that have it."""
     items.sort(key=lambda item: item.path.name == "test_kill_and_recover.py")
-
-
-@pytest.fixture
-def work(tmp_path: Path, served_model: Path, sglang_python: str) -> Work:
-    """The recipe of a run, in a folder of the test."""
-    return Work.make(tmp_path / "work", served_model, sglang_python)
-
-
-@pytest.fixture
-def drivers() -> Iterator[list[Driver]]:
-    """Runs that were started; none outlives its test."""
-    started: list[Driver] = []
-    yield started
-    for driver in started:
-        driver.close()

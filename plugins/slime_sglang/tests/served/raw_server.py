@@ -10,10 +10,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeVar
+
+from server_case import seen
 
 from slime_sglang import held_ports as ports
 from slime_sglang.host import Launch
@@ -121,28 +122,17 @@ class RawServer:
 
     def generate(self, tokens: Sequence[int], count: int, *, rid: str | None = None, **sampling: Any) -> Any:
         """``count`` tokens, whatever they are, with log-probs."""
-        params = {"max_new_tokens": count, "temperature": 1.0, "ignore_eos": True, **sampling}
-        named = {"rid": rid} if rid else {}
-        body = {"input_ids": list(tokens), "sampling_params": params, "return_logprob": True, **named}
-        return self.ask("/generate", body)
+        return self.ask("/generate", body_of(tokens, count, rid, **sampling))
 
     def begin(self, tokens: Sequence[int], count: int, *, rid: str) -> Future[Any]:
         """A request whose first token has come when this returns; the future has its last answer."""
         first: Future[None] = Future()
-        done = self.pool.submit(self._stream, tokens, count, rid, first)
+        done = self.pool.submit(self._stream, {**body_of(tokens, count, rid), "stream": True}, first)
         done.add_done_callback(lambda _: first.done() or first.set_result(None))
         first.result(60)
         return done
 
-    def _stream(self, tokens: Sequence[int], count: int, rid: str, first: Future[None]) -> Any:
-        params = {"max_new_tokens": count, "temperature": 1.0, "ignore_eos": True}
-        body = {
-            "input_ids": list(tokens),
-            "sampling_params": params,
-            "return_logprob": True,
-            "rid": rid,
-            "stream": True,
-        }
+    def _stream(self, body: object, first: Future[None]) -> Any:
         last = None
         with DIRECT.open(self._request("/generate", body), timeout=60) as reply:
             for line in reply:
@@ -161,11 +151,8 @@ class RawServer:
 
     def processes(self) -> dict[int, str]:
         """Its processes that live, and what they call themselves; the first is the launcher."""
-        found = {}
-        for pid in ports.members(self.server.pid):
-            with suppress(OSError):
-                found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-        return found
+        names = {pid: title(pid) for pid in ports.members(self.server.pid)}
+        return {pid: name for pid, name in names.items() if name}
 
     def scheduler(self) -> int:
         """The process that computes."""
@@ -199,12 +186,16 @@ def start(loop: Loop, launch: Launch, model: Path) -> RawServer:
     return RawServer(loop.run(up(), START_TIMEOUT + 20), model, loop)
 
 
-def seen(path: Path | str | None) -> str:
-    """A file's text; nothing where it cannot be read."""
-    try:
-        return Path(path or "").read_bytes().decode(errors="replace")
-    except OSError:
-        return ""
+def body_of(tokens: Sequence[int], count: int, rid: str | None, **sampling: Any) -> dict[str, Any]:
+    """A request for ``count`` tokens, whatever they are, with log-probs."""
+    params = {"max_new_tokens": count, "temperature": 1.0, "ignore_eos": True, **sampling}
+    named = {"rid": rid} if rid else {}
+    return {"input_ids": list(tokens), "sampling_params": params, "return_logprob": True, **named}
+
+
+def title(pid: int) -> str:
+    """What a process calls itself; nothing where it is gone."""
+    return seen(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
 
 
 def temporary(session: int) -> str:

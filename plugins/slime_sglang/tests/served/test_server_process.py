@@ -8,7 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from raw_server import ENVIRONMENT, START_TIMEOUT, seen, shared, temporary, words
+from raw_server import ENVIRONMENT, START_TIMEOUT, shared, temporary, words
+from server_case import seen
 
 from slime_sglang import held_ports as ports
 

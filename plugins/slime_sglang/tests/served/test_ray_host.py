@@ -1,12 +1,10 @@
-"""SGLang's servers and a Ray cluster: one that a host starts, alone and in a run, and a run before another's server."""
+"""SGLang's server that a host of a Ray cluster starts; runs with it are in `test_runs.py`."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -15,7 +13,6 @@ import pytest
 from raw_server import START_TIMEOUT, Loop, RawServer, shared, temporary
 from ray_nodes import ray_cluster
 from served_engine import assert_holds, begin, computing, keep_contract, load, request, serving, whole
-from served_run import SERVED, WARMUP, Driver, Work, children, in_order, served_samples, title
 
 pytest.importorskip("ray", reason="not proven: Ray is not installed")
 
@@ -32,7 +29,6 @@ from slime_sglang.server import Server
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 IN_FLIGHT, COUNT = 16, 600
-RAY = ("--cluster", "ray", "--ray-address", "local")
 
 
 @pytest.fixture(scope="module")
@@ -101,60 +97,3 @@ def test_a_server_on_a_host_that_is_killed_comes_back_with_its_weights_and_its_r
     assert any(f"scheduler_0 ({scheduler}) was killed by SIGKILL; restart 1 of 3" in note for note in notes), notes
     assert ports.members(session) == []
     assert [path for path in (folder, *files) if os.path.exists(path)] == []
-
-
-@pytest.fixture
-def temporary_files() -> Iterator[Path]:
-    """Where processes of a run put theirs; Ray's sockets lie there, and their names are short."""
-    folder = Path(tempfile.mkdtemp(prefix="slime-ray-", dir="/tmp"))
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def test_ranks_on_a_cluster_send_weights_to_a_server_that_runs_already(
-    server: RawServer, work: Work, drivers: list[Driver], temporary_files: Path
-) -> None:
-    """Every step's samples are of the version before, and every tensor is the rank's, on another's server."""
-    address = server.server.address
-    flags = ("--rollout-external-engine-addrs", address.url, "--check-weights", "all")
-    drivers.append(work.start(*RAY, *flags, SLIME_SGLANG_TOKEN=address.token, TMPDIR=str(temporary_files)))
-    ended = drivers[-1].wait(200)
-    assert ended.code == 0, ended.output[-6000:]
-    assert "1 trainer rank(s), 0 engine(s)" in ended.output
-    in_order(work)
-    assert served_samples(work, SERVED) == {version: {version - 1} for version in SERVED}
-    for line in work.lines():
-        assert line["metrics"]["canary/tensors"] == 18
-        assert line["metrics"]["canary/logprob_diff_mean"] < line["metrics"]["canary/band"]
-    assert address.token not in ended.output
-
-
-@pytest.mark.nightly  # three starts of the server
-@pytest.mark.timeout(1800)
-def test_a_run_whose_server_and_then_whose_host_is_killed_comes_to_its_end_by_itself(
-    work: Work, drivers: list[Driver], temporary_files: Path
-) -> None:
-    """The server comes back on its host; without the host the run goes on from its checkpoint, and nothing is lost."""
-    drivers.append(work.start(*RAY, "--max-restarts", "1", TMPDIR=str(temporary_files)))
-    run = drivers[-1]
-    run.until(lambda: len(work.lines()) > WARMUP, "a step of the second stage", START_TIMEOUT + 120)
-    seen = below(run.process.pid)
-    (scheduler,) = [pid for pid in seen if title(pid).startswith("sglang::scheduler")]
-    os.kill(scheduler, signal.SIGKILL)
-    run.until(lambda: "serves again" in work.output(), "the server's second generation", START_TIMEOUT)
-    seen |= below(run.process.pid)
-    (host,) = [pid for pid in seen if title(pid).startswith("ray::Host")]
-    os.kill(host, signal.SIGKILL)
-    ended = run.wait(2 * START_TIMEOUT)
-    assert ended.code == 0, ended.output[-6000:]
-    assert "restart 1 of 3" in ended.output
-    assert "was lost with its host" in ended.output
-    in_order(work)
-    assert [title(pid) for pid in seen if title(pid)] == []
-    assert list(temporary_files.glob("slime-server-*")) == []
-
-
-def below(pid: int) -> set[int]:
-    """Processes that a process has started, and theirs."""
-    found = set(children(pid))
-    return found.union(*map(below, found))
