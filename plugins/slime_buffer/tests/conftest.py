@@ -55,35 +55,21 @@ class World:
 
 def wanted(name, samples=2, attempt=0):
     return models.AskedGroup(
-        id=name,
-        attempt=attempt,
-        tokens=[1, 2, 3],
-        prompt="1+1=",
-        label="2",
+        id=name, attempt=attempt, tokens=[1, 2, 3], prompt="1+1=", label="2",
         samples=[models.Wanted(id=f"{name}-{j}", seed=j) for j in range(samples)],
         sampling=models.Sampling(max_new_tokens=4),
-    )
-
-
-def sequence(mark=7, reward=1.0):
-    return models.Sequence(
-        tokens=[1, 2, 3, mark, 5],
-        response_length=2,
-        log_probs=[-0.25, -1.5],
-        weight_versions=[3, 4],
-        response="ab",
-        reward=reward,
-    )
+    )  # fmt: skip
 
 
 def trajectory(name, j, *, sample="", attempt=0, failed="", reward=1.0, parts=1):
+    sequence = models.Sequence(
+        tokens=[1, 2, 3, 10 + j, 5], response_length=2, log_probs=[-0.25, -1.5], weight_versions=[3, 4], response="ab",
+        reward=reward,
+    )  # fmt: skip
     return models.Trajectory(
-        group=name,
-        attempt=attempt,
-        sample=sample or f"{name}-{j}",
-        sequences=[] if failed else [sequence(10 + j, reward)] * parts,
+        group=name, attempt=attempt, sample=sample or f"{name}-{j}", sequences=[] if failed else [sequence] * parts,
         failed=failed,
-    )
+    )  # fmt: skip
 
 
 @pytest.fixture

@@ -271,7 +271,7 @@ def test_a_later_attempt_takes_the_place_of_an_earlier_one(serving):
     asyncio.run(body())
 
 
-def test_what_has_ended_is_handed_out_again_to_whoever_asks_again(serving):
+def test_a_group_that_has_ended_is_claimed_again_where_its_run_asks_again(serving):
     async def body():
         async with serving() as world:
             await world.ask("a")

@@ -153,7 +153,7 @@ def test_a_resumed_run_finds_what_was_made_meanwhile_and_acknowledges_what_it_ha
     asyncio.run(body())
 
 
-def test_what_does_not_come_in_time_is_dropped_at_the_buffer_with_its_reason(serving, exchange):
+def test_a_group_that_does_not_come_in_time_is_dropped_at_the_buffer_with_its_reason(serving, exchange):
     async def body():
         async with serving() as world:
             run = exchange(world, Books())
@@ -189,7 +189,7 @@ def test_a_group_that_is_dropped_by_others_does_not_keep_the_run_waiting(serving
     asyncio.run(body())
 
 
-def test_what_the_run_dropped_itself_is_dropped_at_the_buffer(serving, exchange):
+def test_a_group_that_the_run_dropped_is_dropped_at_the_buffer(serving, exchange):
     """A group that over-sampling left out: whoever asked is gone, and the ledger says why."""
 
     async def body():
@@ -268,7 +268,7 @@ def made(mark, reward=None):
     )
 
 
-def test_what_comes_back_fills_the_groups_own_samples(group):
+def test_rollouts_from_the_buffer_fill_the_groups_own_samples(group):
     rollouts = [
         models.Rollout(sample="grpo/5-2", sequences=[made(7, 1.0), made(8, 0.5)]),
         models.Rollout(sample="grpo/5-0", sequences=[made(6)]),

@@ -56,7 +56,7 @@ def test_groups_are_made_and_written_sample_by_sample(serving, working):
     asyncio.run(body())
 
 
-def test_what_raises_is_tried_again_and_then_told_as_failed(serving, working):
+def test_a_generator_that_raises_is_called_again_and_then_its_sample_has_failed(serving, working):
     """The exception is the sample's, and never a reward of 0."""
 
     async def body():
@@ -113,7 +113,7 @@ def test_giving_up_is_not_tried_again(serving, working):
 
 
 @pytest.mark.parametrize(("away", "counted"), [(EngineAway, "engine_away"), (Away, "away")])
-def test_what_is_away_costs_no_try(serving, working, away, counted):
+def test_an_address_that_is_away_costs_no_try(serving, working, away, counted):
     """A run that was killed: its address is dead until it is resumed, and the work is not lost. So with an environment."""
 
     async def body():

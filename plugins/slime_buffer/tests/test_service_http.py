@@ -248,7 +248,7 @@ def _big(name):
     ).model_dump_json()
 
 
-def test_what_breaks_inside_is_logged_and_told_without_a_stack(serving, caplog):
+def test_an_internal_error_is_logged_and_answered_without_a_stack(serving, caplog):
     async def body():
         async with serving(check=False) as world:
             await world.service.close()

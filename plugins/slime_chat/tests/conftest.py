@@ -1,10 +1,9 @@
 """Sessions of agents before an engine that answers from a script."""
 
 import asyncio
-from dataclasses import replace
 
 import pytest
-from talking import Client, LetterTokenizer, ScriptedEngine
+from agent_session import Client, LetterTokenizer, LineEngine
 
 from slime_chat import open_session
 from slime_core.config.schema import Config
@@ -21,12 +20,9 @@ def letters():
 def context(letters):
     """A context around an engine that answers with ``script``."""
 
-    def context(*script, **changes):
-        config = changes.pop("config", Config())
-        sampling = changes.pop("sampling", SamplingParams(max_new_tokens=64))
-        return Context(
-            config=config, engine=ScriptedEngine(letters, script), tokenizer=letters, sampling=sampling, **changes
-        )
+    def context(*script, config=Config(), sampling=SamplingParams(max_new_tokens=64), **more):  # noqa: B008
+        engine = LineEngine(letters, script)
+        return Context(config=config, engine=engine, tokenizer=letters, sampling=sampling, **more)
 
     return context
 
@@ -53,18 +49,11 @@ def talk(issue):
 
     def talk(ctx, agent, *, sample=None, **options):
         async def run():
-            async with (
-                open_session(sample or issue().samples[0], ctx, **options) as session,
-                Client(session) as client,
-            ):
+            opened = open_session(sample or issue().samples[0], ctx, **options)
+            async with opened as session, Client(session) as client:
                 await agent(client, session)
             return session
 
         return asyncio.run(run())
 
     return talk
-
-
-@pytest.fixture
-def evaluating():
-    return lambda ctx: replace(ctx, evaluation=True)

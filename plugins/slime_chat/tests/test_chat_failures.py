@@ -5,7 +5,7 @@ import socket
 from dataclasses import replace
 
 import pytest
-from talking import Client, ScriptedEngine
+from agent_session import Client, LineEngine
 
 from slime_chat import converse, open_session
 from slime_core.config.schema import Config
@@ -257,7 +257,7 @@ def test_the_environment_of_an_agent_leads_past_any_proxy(context, talk, monkeyp
 
 
 def test_a_request_belongs_to_the_hook_whose_clock_stands_while_the_run_holds_it(context):
-    class Watched(ScriptedEngine):
+    class Watched(LineEngine):
         async def generate(self, request):
             self.scope = DEADLINE.get(None)
             return await super().generate(request)

@@ -15,7 +15,7 @@ def test_the_plugin_keeps_its_contract():
     assert [finding for finding in check_plugin("chat") if finding.status in ("fail", "warn")] == []
 
 
-def test_it_loads_neither_torch_nor_transformers():
+def test_the_plugin_loads_neither_torch_nor_transformers():
     code = "import sys, slime_chat.plugin; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -4,8 +4,8 @@ import asyncio
 from collections import Counter
 
 import pytest
+from agent_session import Client, LetterTokenizer, LineEngine
 from hypothesis import HealthCheck, given, settings, strategies as st
-from talking import Client, LetterTokenizer, ScriptedEngine
 
 from slime_chat import open_session
 
@@ -58,7 +58,7 @@ def test_every_token_trains_once_and_samples_are_what_the_engine_read_and_made(i
     letters, ctx = LetterTokenizer(), context(*answers)
     made = []  # (asked, answered, log-probs, temperature), as the engine saw it
 
-    class Recording(ScriptedEngine):
+    class Recording(LineEngine):
         async def generate(self, request):
             done = await super().generate(request)
             made.append((tuple(request.tokens), tuple(done.tokens), tuple(done.log_probs), request.params.temperature))

@@ -4,8 +4,8 @@ import asyncio
 import re
 
 import pytest
+from agent_session import Client, LineEngine
 from speakers import speaker
-from talking import Client, ScriptedEngine
 
 from slime_chat import open_session
 from slime_core.config.schema import Config
@@ -44,7 +44,7 @@ def test_reasoning_and_odd_splits_stay_as_they_were_sampled(style, issue):
     tokenizer, end = speaker(style), ENDS[style]
     opened = "" if style == "r1" else "<think>\n"
     letters = Letters(tokenizer)
-    engine = ScriptedEngine(letters, [f"{opened}two.\n\nand two\n</think>\n\nfour{end}", f"yes{end}"])
+    engine = LineEngine(letters, [f"{opened}two.\n\nand two\n</think>\n\nfour{end}", f"yes{end}"])
     ctx = Context(config=Config(), engine=engine, tokenizer=tokenizer, sampling=SamplingParams(max_new_tokens=99))
 
     async def run():

@@ -75,7 +75,7 @@ def test_a_shared_beginning_is_trained_in_one_branch_and_prompt_of_the_other(con
     ]
 
 
-def test_what_the_client_rewrote_is_prompt_and_the_rest_is_reused(context, talk, letters):
+def test_a_rewritten_answer_is_prompt_and_the_others_are_reused(context, talk, letters):
     ctx = context("one|", "two|", "three|")
 
     async def agent(client, session):
@@ -204,7 +204,7 @@ def test_a_tool_call_that_says_something_else_is_a_rewrite(context, talk, change
     assert sum(second.loss_mask) == 2
 
 
-def test_other_tools_are_another_dialogue(context, talk):
+def test_other_tools_begin_another_dialogue(context, talk):
     ctx = context("one|")
 
     async def agent(client, session):
@@ -227,7 +227,7 @@ def test_reasoning_stays_in_the_ids_whether_the_client_keeps_it_or_not(context, 
     assert shown(sample, letters)[1] == "<think>hm</think>\n\n4|Ugo|A5|"
 
 
-def test_of_two_like_answers_the_ids_of_calls_tell_which_is_meant(context, talk, letters):
+def test_ids_of_tool_calls_tell_like_answers_apart(context, talk, letters):
     ctx = context("<think>a</think>" + CALL + "|", "<think>b</think>" + CALL + "|", "3|")
 
     async def agent(client, session):
@@ -255,14 +255,14 @@ def test_another_temperature_trains_in_a_sample_of_its_own(context, talk, letter
     assert [request.params.temperature for request in ctx.engine.requests] == [1.0, 0.5, 1.0]
 
 
-def test_an_evaluation_has_the_last_dialogue_alone_unless_it_wants_all(context, talk, letters, evaluating):
+def test_an_evaluation_has_the_last_dialogue_alone_unless_it_wants_all(context, talk, letters):
     async def agent(client, session):
         await client.say([HI])
         await client.say([HI], temperature=0)
 
-    (last,) = talk(evaluating(context("one|", "two|")), agent).samples()
+    (last,) = talk(context("one|", "two|", evaluation=True), agent).samples()
     assert shown(last, letters)[1] == "two|"
-    assert len(talk(evaluating(context("one|", "two|")), agent, branches="all").samples()) == 2
+    assert len(talk(context("one|", "two|", evaluation=True), agent, branches="all").samples()) == 2
 
 
 def test_an_agent_that_asks_nothing_leaves_its_sample_without_a_response(context, talk, letters):

@@ -133,7 +133,7 @@ def test_a_limit_may_only_lower_the_runs_own_and_a_cut_answer_says_length(contex
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else value,
 )
-def test_what_would_change_the_result_and_is_not_served_is_refused_by_name(context, talk, given, param):
+def test_a_parameter_that_is_not_served_and_would_change_the_result_is_refused_by_name(context, talk, given, param):
     ctx = context("4|")
 
     async def agent(client, session):
@@ -170,7 +170,7 @@ def test_a_call_whose_arguments_say_half_a_character_may_come_back(context, talk
     talk(context("4|"), agent)
 
 
-def test_what_changes_nothing_is_served(context, talk):
+def test_parameters_that_change_nothing_are_accepted(context, talk):
     async def agent(client, session):
         for given in (
             {"user": "me", "store": True, "metadata": {"a": "b"}},
@@ -196,8 +196,8 @@ def test_a_task_may_let_the_runs_values_replace_the_agents_and_it_is_counted(con
     assert session.samples()[0].temperature == 0.8
 
 
-def test_an_evaluation_honours_what_training_refuses(context, talk, evaluating):
-    ctx = evaluating(context("4|"))
+def test_an_evaluation_honours_what_training_refuses(context, talk):
+    ctx = context("4|", evaluation=True)
 
     async def agent(client, session):
         await client.say([HI], temperature=0, top_p=0.5, top_k=3)
@@ -286,7 +286,7 @@ def test_a_prompt_that_fills_the_context_is_told_in_openais_words(context, talk)
 
 
 @pytest.mark.parametrize("key", ["y", "x", "slime-0-", "slime-9-ab", "slime-0-" + "0" * 64, "slime-²-a"])
-def test_another_key_opens_nothing(context, talk, key):
+def test_a_session_refuses_another_key(context, talk, key):
     async def agent(client, session):
         url = f"{session.base_url}/chat/completions"
         async with httpx.AsyncClient(trust_env=False) as stranger:

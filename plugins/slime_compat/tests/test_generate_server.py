@@ -115,7 +115,7 @@ def test_no_new_tokens_means_the_log_probs_of_the_prompt(ask, tokenizer):
         ([1], 400, "not a JSON object"),
     ],
 )
-def test_what_cannot_be_served_is_refused_and_not_tried_again(ask, payload, status, told):
+def test_a_payload_that_cannot_be_served_is_refused_and_not_tried_again(ask, payload, status, told):
     with pytest.raises(HttpStatusError) as caught:
         ask(payload)
     assert caught.value.status == status

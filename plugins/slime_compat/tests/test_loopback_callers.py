@@ -105,6 +105,6 @@ def test_a_caller_who_hangs_up_cancels_what_was_begun():
 
 
 @pytest.mark.parametrize("given", [b"", b"Bearer other", b"Basic secret"])
-def test_who_bears_no_token_is_told_before_the_body_is_parsed(given):
+def test_a_request_without_the_token_is_refused_before_its_body_is_parsed(given):
     request = post_of(b"no json", b"connection: close").replace(b"bearer secret", given)
     assert with_server(echo, lambda server: talk_to(server, request)).startswith(b"HTTP/1.1 401")

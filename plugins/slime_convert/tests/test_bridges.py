@@ -69,7 +69,7 @@ def test_without_a_plugin_of_bridges_the_error_says_which_to_load(load):
     assert "--plugin models" in error.value.fix
 
 
-def test_what_is_no_bridge_is_the_plugin_s_fault(load):
+def test_a_plugin_that_returns_no_bridge_is_named(load):
     source = "@slime_core.hookimpl\ndef slime_model_bridge(hf_config): return 'qwen3'\n"
     with pytest.raises(PluginError, match="returned a str") as error:
         find_bridge(load(wrong=source), config("qwen3"))

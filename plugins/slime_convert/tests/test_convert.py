@@ -51,7 +51,7 @@ def test_a_size_that_is_none_is_a_usage_error(cli, hf, size):
     assert "is not a size" in done.err
 
 
-def test_nothing_takes_the_place_of_what_it_is_made_from(cli, hf, tmp_path):
+def test_a_conversion_refuses_to_replace_its_own_source(cli, hf, tmp_path):
     own = shutil.copytree(hf, tmp_path / "models" / "own")
     checkpoint(tmp_path / "run" / "checkpoints" / "step-4", own, 1)
     before = {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()}

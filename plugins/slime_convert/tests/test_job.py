@@ -99,7 +99,7 @@ def test_a_disk_that_fails_loses_nothing_and_the_same_job_goes_on(tmp_path, monk
 
 
 @pytest.mark.parametrize("change", ["flipped", "shorter", "gone", "unlisted", "torn line"])
-def test_of_an_earlier_try_only_what_holds_is_kept(tmp_path, change):
+def test_only_whole_files_of_an_earlier_try_are_kept(tmp_path, change):
     with Job(tmp_path / "out", PLAN, Making().files) as job:
         job.write()
     aside, journal = tmp_path / ".tmp-out", tmp_path / ".tmp-out.journal"
@@ -121,7 +121,7 @@ def test_of_an_earlier_try_only_what_holds_is_kept(tmp_path, change):
     assert content(tmp_path / "out") == WHOLE
 
 
-def test_another_plan_begins_anew_and_says_so(tmp_path):
+def test_a_job_of_another_plan_begins_anew_and_says_so(tmp_path):
     with Job(tmp_path / "out", PLAN, Making().files) as job:
         job.write()
     again, notes = Making(), []

@@ -187,7 +187,7 @@ def test_metrics_tell_of_each_turn(tmp_path):
     assert 0 < step["reward/solved/mean"] <= 1
 
 
-def test_what_cannot_be_judged_is_dropped_with_its_reason_and_never_trained(tmp_path):
+def test_a_group_with_an_infra_verdict_is_dropped_with_its_reason_and_never_trained(tmp_path):
     run = Run(tmp_path / "run", verdicts={"broken": INFRA, "right": RIGHT})
     assert run.start() == 3
     counts, _, samples = run.ledger()

@@ -136,7 +136,7 @@ def test_a_context_that_is_full_ends_a_dialogue_without_an_empty_turn():
         play([fenced("a"), EngineError("the server is gone", code="ENG75")])
 
 
-def test_what_could_not_be_judged_ends_a_dialogue_and_masks_what_depends_on_it():
+def test_an_infra_verdict_ends_a_dialogue_and_masks_the_turns_that_depend_on_it():
     group, judge, ctx = play(THREE, {"b": INFRA})
     assert (len(group.samples), turns(group)[-1]["ended"]) == (2, "unjudged")
     assert judge.asked == ["a\n", "b\n", "b\n"], "asked once more, by judge_retries"

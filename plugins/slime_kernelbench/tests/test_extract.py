@@ -83,7 +83,7 @@ def test_reasoning_that_the_prompt_opened_and_nobody_closed_hides_its_drafts():
     assert source_of(fenced(CODE)) == CODE
 
 
-def test_what_is_found_is_always_a_part_of_the_answer():
+def test_extracted_code_is_always_a_part_of_the_answer():
     draw = random.Random(5)
     parts = [
         "```",

@@ -43,7 +43,7 @@ def test_an_answer_that_is_kept_is_told_wherever_it_is() -> None:
     assert before.restore(x.view(1, 2)) == ["first"]
 
 
-def test_what_was_there_before_is_no_answer_and_models_may_be_anything() -> None:
+def test_attributes_of_before_are_no_change_and_models_may_be_anything() -> None:
     model = Keeping()
     assert Attributes(model).restore(model.before) == []
     assert Attributes(len).restore(torch.ones(1)) == []

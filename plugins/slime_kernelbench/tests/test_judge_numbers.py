@@ -169,7 +169,7 @@ def test_proposals_keep_the_order_of_sizes(style: str) -> None:
 # Messages.
 
 
-def test_what_is_packed_is_unpacked() -> None:
+def test_a_packed_tree_is_unpacked_with_dtypes_and_shapes() -> None:
     tree = {"a": [1, 2.5, None, True, "x"], "b": (leaf([[1, 2]], "int64"), leaf([], "float32"))}
     again = unpack(pack(tree))
     assert again["a"] == tree["a"]

@@ -144,7 +144,7 @@ def test_plumbing_is_let_through(body: str) -> None:
         ("tl.sum(x); " + LAUNCH, "forbidden_name"),
     ],
 )
-def test_what_is_no_plumbing_is_refused(body: str, rule: str) -> None:
+def test_a_body_that_is_no_plumbing_is_refused(body: str, rule: str) -> None:
     reading = of_body(body)
     assert reading.status == "rejected"
     assert rule in {flag.rule for flag in reading.flags}

@@ -45,7 +45,7 @@ def files_of(library: Path) -> dict[str, Leaf]:
     return prepared.heard(asyncio.run(ask()))
 
 
-def test_it_is_compiled_in_the_sandbox_and_needs_no_compiler_where_it_was_put(
+def test_tritons_driver_is_compiled_in_the_sandbox_and_needs_no_compiler_afterwards(
     library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = files_of(library)

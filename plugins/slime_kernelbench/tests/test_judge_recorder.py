@@ -25,7 +25,7 @@ def test_operators_are_heard_where_dispatch_modes_are_off():
     assert heard(work) == {"aten::add"}
 
 
-def test_what_is_made_of_other_operators_is_heard_as_those():
+def test_composite_operators_are_recorded_as_those_that_they_are_made_of():
     assert "aten::reshape" not in heard(lambda x: x.reshape(2, 8))
     assert heard(lambda x: torch.nn.functional.silu(x).flatten()) == {"aten::silu", "aten::view"}
 

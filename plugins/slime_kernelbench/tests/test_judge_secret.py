@@ -31,7 +31,7 @@ def test_a_key_is_kept_for_its_owner_alone_and_is_the_same_when_it_is_read_again
 
 
 @pytest.mark.unit
-def test_what_is_no_key_is_refused(tmp_path):
+def test_a_secret_of_another_length_is_refused(tmp_path):
     (tmp_path / "secret").write_bytes(b"short")
     with pytest.raises(StorageError, match="key of the judge's inputs") as caught:
         Secret.kept(tmp_path / "secret")

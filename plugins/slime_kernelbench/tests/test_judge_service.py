@@ -116,7 +116,7 @@ async def sent(url, raw):
     return answer
 
 
-def test_what_is_no_http_is_refused_without_a_line_in_the_log(folder, caplog):
+def test_bytes_that_are_no_http_are_refused_without_a_line_in_the_log(folder, caplog):
     async def scenario():
         async with service(folder) as (url, _, _):
             for raw in (b"GET / HTTP/1.1\r\nbad header\r\n\r\n", b"\x16\x03\x01\0\r\n\r\n"):
@@ -169,7 +169,7 @@ def test_a_key_is_judged_once_and_another_candidate_under_it_is_refused(folder):
     assert [word for _, word in judged(folder)] == ["wait"]
 
 
-def test_who_has_gone_is_not_judged(folder):
+def test_a_request_whose_client_has_gone_is_not_judged(folder):
     async def scenario():
         async with service(folder) as (url, pool, _), remote(url) as judge:
             first = asyncio.create_task(judge.judge("wait 1", RELU))

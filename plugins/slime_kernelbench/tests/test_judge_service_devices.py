@@ -32,7 +32,7 @@ def test_a_candidate_whose_worker_died_is_judged_once_more_after_a_canary(folder
         ("infra", "WorkerLost", ""),
     ],
 )
-def test_what_cannot_be_judged_twice_is_infra_and_the_device_comes_back(folder, word, kind, told):
+def test_a_candidate_that_fails_twice_is_infra_and_the_device_comes_back(folder, word, kind, told):
     async def scenario():
         async with service(folder, judging=1.5 if word == "hang" else 60.0) as (url, pool, _), remote(url) as judge:
             verdict = await judge.judge(word, RELU)
@@ -114,7 +114,7 @@ def test_a_canary_waits_for_the_other_lanes_and_they_for_it(folder):
     assert told(folder) == ["canary", "wait", "timeout", "canary", "correct"]
 
 
-def test_who_was_judged_beside_one_that_killed_the_worker_is_judged_again(folder):
+def test_a_candidate_beside_one_that_killed_the_worker_is_judged_again(folder):
     async def scenario():
         async with service(folder, lanes=2) as (url, _, _), remote(url) as judge:
             first = asyncio.create_task(judge.judge("wait", RELU))

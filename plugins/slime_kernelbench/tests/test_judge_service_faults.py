@@ -166,7 +166,7 @@ def test_a_server_that_is_asked_to_end_finishes_what_it_took(folder):
         assert ended(worker)
 
 
-def test_what_is_not_judged_in_the_grace_is_infra_and_no_worker_is_left(folder):
+def test_a_candidate_that_the_grace_is_too_short_for_is_infra_and_no_worker_is_left(folder):
     async def scenario(server):
         async with at_work(server, folder, tries=2) as (_, first, worker):
             server.process.send_signal(signal.SIGTERM)

@@ -39,7 +39,7 @@ def test_one_judgement_serves_all_who_wait():
     assert all(verdict.correct for verdict in found)
 
 
-def test_who_is_cancelled_takes_nobody_along():
+def test_a_cancelled_caller_leaves_others_of_the_same_judgement_alone():
     async def play():
         judge = Slow([RIGHT])
         first, second = (asyncio.create_task(judge.judge("x", PROBLEM)) for _ in range(2))
@@ -84,7 +84,7 @@ def test_trouble_is_not_remembered():
         (len, "aab", "ab"),
     ],
 )
-def test_what_was_asked_for_last_is_kept_as_far_as_its_weight_allows(weigh, asked, made):
+def test_the_cache_keeps_the_latest_entries_up_to_its_weight(weigh, asked, made):
     kept, seen = RecentCache(5, weigh), []
 
     async def play():

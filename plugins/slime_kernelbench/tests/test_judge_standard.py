@@ -355,7 +355,7 @@ def test_code_behind_it_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["partial_of_stars", "reduce_of_stars", "property_called", "enum_of_code"])
-def test_what_cannot_be_followed_is_refused_for_that(name: str) -> None:
+def test_code_that_cannot_be_followed_is_refused_as_dynamic_code(name: str) -> None:
     assert "dynamic_code" in {flag.rule for flag in read(CHEATS[name]).flags}
 
 
@@ -380,7 +380,7 @@ def test_a_module_on_the_shelf_has_its_names_and_no_others(name: str) -> None:
     assert {held for held in vars(module) if not held.startswith("__")} == names.SHELF[name]
 
 
-def test_what_is_cached_is_asked_again_and_what_is_partial_hides_nothing() -> None:
+def test_cached_functions_run_again_and_partials_hide_no_function() -> None:
     module = imported(
         "from functools import lru_cache, partial\nseen = []\n"
         "@lru_cache(maxsize=None)\ndef asked(n, extra=0):\n    seen.append(n)\n    return n + extra\n"

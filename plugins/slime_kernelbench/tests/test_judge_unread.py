@@ -69,7 +69,7 @@ def test_read_functions_are_as_they_were_and_errors_in_their_lines() -> None:
     assert [frame.lineno for frame in traceback.extract_tb(caught.tb)[1:]] == [2, 7]
 
 
-def test_of_a_candidate_what_its_answer_is_made_by_runs() -> None:
+def test_only_code_that_makes_the_answer_of_a_candidate_runs() -> None:
     text = sources("honest")["submodules"].split("\n", 1)[1]
     left = "\n\ndef get_inputs():\n    return [torch.rand(3)]\n\n\n"
     left += "class Left(nn.Module):\n    def forward(self, x):\n        return x\n"
@@ -80,7 +80,7 @@ def test_of_a_candidate_what_its_answer_is_made_by_runs() -> None:
 
 
 @pytest.mark.parametrize("name", sources("honest"))
-def test_of_honest_candidates_nothing_that_runs_is_closed_out(name: str) -> None:
+def test_no_function_that_honest_candidates_run_is_shut(name: str) -> None:
     text = sources("honest")[name]
     tree = ast.parse(policy.read(text).text)
     shut = {

@@ -29,7 +29,7 @@ def test_as_many_of_the_same_shapes_are_taken_in_order() -> None:
     assert held(made) == {"a": GAMMA.tolist(), "b": BETA.tolist(), "c": MATRIX.flatten().tolist()}
 
 
-def test_of_another_make_those_that_were_alike_are_found_by_size_and_value() -> None:
+def test_weights_of_another_model_are_matched_by_size_and_value() -> None:
     made = model(shift=torch.zeros(1, 3), both=torch.arange(12.0), gain=torch.ones(3, 1), rest=torch.ones(4))
     assert give(made, STATE, WOKEN) == []
     want = {"shift": BETA.tolist(), "both": list(range(12)), "gain": GAMMA.tolist(), "rest": [1.0] * 4}
@@ -47,7 +47,7 @@ def test_a_name_goes_before_a_size() -> None:
     assert torch.equal(made.first, torch.ones(3))
 
 
-def test_what_has_no_place_is_told() -> None:
+def test_weights_without_a_place_are_named() -> None:
     assert give(model(a=torch.ones(3)), STATE, WOKEN) == ["ln.bias"]
     assert give(model(a=torch.ones(4), b=torch.zeros(3)), STATE, WOKEN) == ["ln.weight"]
     assert give(model(), STATE, WOKEN) == ["ln.weight", "ln.bias"]

@@ -158,7 +158,7 @@ def test_a_side_is_a_hash_of_the_id_and_does_not_move_when_others_come():
     assert 2862 <= count <= 3138  # three standard deviations of a binomial around 3000
 
 
-def test_what_differs_in_sizes_names_and_comments_alone_is_never_on_both_sides():
+def test_problems_that_differ_in_sizes_names_and_comments_alone_are_on_one_side():
     renamed = '"""Another."""\n' + RELU.replace("x", "values").replace("N = 16", "SIZE = 512  # more").replace(
         "(N)", "(SIZE)"
     )

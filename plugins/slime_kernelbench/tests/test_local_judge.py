@@ -63,7 +63,7 @@ def test_an_examination_has_every_style_and_regime() -> None:
     with_judge(asked)
 
 
-def test_what_cannot_be_judged_is_infra_and_not_remembered() -> None:
+def test_a_failed_judgement_is_infra_and_not_remembered() -> None:
     broken = KernelProblem(id="broken", name="broken", source="raise ValueError('a broken problem')")
 
     async def asked(judge: LocalJudge) -> None:

@@ -73,7 +73,7 @@ def test_there_is_no_step_at_the_speed_up_that_ends_a_dialogue():
     assert 0 <= gap < 1e-8
 
 
-def test_what_could_not_be_judged_has_no_value_and_says_why():
+def test_an_infra_verdict_has_no_value_and_says_why():
     infra = Verdict(
         status="infra", reached="static", diagnostics=(Diagnostic(stage="static", kind="x", message="disk is full"),)
     )

@@ -13,41 +13,24 @@ LAYER, OF = "decoder.layers.{layer}", "model.layers.{layer}"
 ROWS = (
     BridgeRow("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocabulary", shape="vocab hidden"),
     BridgeRow("decoder.final_layernorm.weight", ("model.norm.weight",), shape="hidden"),
-    BridgeRow(
-        "output_layer.weight", ("lm_head.weight",), "vocabulary", when="not tie_word_embeddings", shape="vocab hidden"
-    ),
+    BridgeRow("output_layer.weight", ("lm_head.weight",), "vocabulary", when="not tie_word_embeddings",
+              shape="vocab hidden"),
     BridgeRow(f"{LAYER}.input_layernorm.weight", (f"{OF}.input_layernorm.weight",), shape="hidden"),
     BridgeRow(f"{LAYER}.pre_mlp_layernorm.weight", (f"{OF}.post_attention_layernorm.weight",), shape="hidden"),
-    BridgeRow(
-        f"{LAYER}.self_attention.linear_qkv.weight",
-        tuple(f"{OF}.self_attn.{n}_proj.weight" for n in "qkv"),
-        "qkv",
-        shape="q hidden, kv hidden, kv hidden",
-    ),
-    BridgeRow(
-        f"{LAYER}.self_attention.linear_proj.weight", (f"{OF}.self_attn.o_proj.weight",), "columns", shape="hidden q"
-    ),
-    BridgeRow(
-        f"{LAYER}.mlp.linear_fc1.weight",
-        (f"{OF}.mlp.gate_proj.weight", f"{OF}.mlp.up_proj.weight"),
-        "gate_up",
-        shape="ffn hidden",
-    ),
+    BridgeRow(f"{LAYER}.self_attention.linear_qkv.weight", tuple(f"{OF}.self_attn.{n}_proj.weight" for n in "qkv"),
+              "qkv", shape="q hidden, kv hidden, kv hidden"),
+    BridgeRow(f"{LAYER}.self_attention.linear_proj.weight", (f"{OF}.self_attn.o_proj.weight",), "columns",
+              shape="hidden q"),
+    BridgeRow(f"{LAYER}.mlp.linear_fc1.weight", (f"{OF}.mlp.gate_proj.weight", f"{OF}.mlp.up_proj.weight"), "gate_up",
+              shape="ffn hidden"),
     BridgeRow(f"{LAYER}.mlp.linear_fc2.weight", (f"{OF}.mlp.down_proj.weight",), "columns", shape="hidden ffn"),
-)
-BRIDGE = Bridge(
-    family="llama",
-    rows=ROWS,
-    fields={
-        "num_layers": "num_hidden_layers",
-        "hidden_size": "hidden_size",
-        "ffn_hidden_size": "intermediate_size",
-        "num_attention_heads": "num_attention_heads",
-        "num_query_groups": "num_key_value_heads",
-        "kv_channels": "head_dim",
-        "gated_linear_unit": Given(True),
-    },
-)
+)  # fmt: skip
+FIELDS = {
+    "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads", "num_query_groups": "num_key_value_heads", "kv_channels": "head_dim",
+    "gated_linear_unit": Given(True),
+}  # fmt: skip
+BRIDGE = Bridge(family="llama", rows=ROWS, fields=FIELDS)
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 99, "hidden_size": 16,
     "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,

@@ -85,13 +85,13 @@ def test_a_size_that_is_none_is_a_usage_error(cli, hf, size):
     assert "is not a size" in done.err
 
 
-def test_what_is_there_is_replaced_by_force_alone(cli, hf, dist, tmp_path):
+def test_an_existing_folder_is_replaced_by_force_alone(cli, hf, dist, tmp_path):
     assert "CFG12" in cli("convert", "hf-to-dist", hf, dist).err
     assert cli("convert", "hf-to-dist", hf, dist, "--force").code == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dist"]
 
 
-def test_nothing_takes_the_place_of_what_it_is_made_from(cli, hf, dist, tmp_path):
+def test_a_conversion_refuses_to_replace_its_own_source(cli, hf, dist, tmp_path):
     own = shutil.copytree(hf, tmp_path / "models" / "own")
     (tmp_path / "link").symlink_to(own)
     before = {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()}

@@ -133,7 +133,7 @@ def test_a_folder_is_found_through_the_tracker_the_trainers_folder_and_directly(
 
 
 @pytest.mark.parametrize("path", ["", "nothing"])
-def test_what_is_no_checkpoint_is_told(tmp_path, path):
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path, path):
     with pytest.raises(DataError, match="TOK201"):
         DistFolder.open(tmp_path / path)
 

@@ -69,7 +69,7 @@ def paths():
 
 
 @pytest.mark.parametrize("path", paths())
-def test_what_a_row_sets_is_a_field_that_exists(installed, path):
+def test_every_flag_sets_a_field_that_exists(installed, path):
     config, _, name = path.partition(".")
     own = {
         "layout": {field.name for field in dataclasses.fields(Layout)} | {"sequence"},
@@ -145,7 +145,7 @@ def test_a_shared_name_is_set_once_and_goes_to_all():
     assert (found.ddp, found.optimizer) == ({"use_distributed_optimizer": False},) * 2
 
 
-def test_what_a_bridge_leaves_out_is_megatrons_default(installed):
+def test_a_field_that_a_bridge_leaves_out_has_megatrons_default(installed):
     from megatron.core.transformer import TransformerConfig
 
     plain = {field.name: field for field in dataclasses.fields(TransformerConfig)}
@@ -214,7 +214,7 @@ def test_every_refusal_says_why_and_what_instead(flag):
     assert min(len(reason), len(instead)) > 5
 
 
-def test_what_does_no_harm_is_accepted_with_a_notice():
+def test_a_flag_that_does_no_harm_is_accepted_with_a_notice():
     table = {"use_flash_attn": True, "spec": ["slime_plugins.models.glm4", "get_glm_spec"], "seq_length": 4096}
     assert problems(table) == []
     assert [text.split(" has no effect")[0] for text in values(table).notices] == [

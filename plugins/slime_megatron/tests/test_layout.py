@@ -261,7 +261,9 @@ def test_ranks_that_do_not_divide_say_how_many_there_are_and_how_many_would_do()
         ),
     ],
 )
-def test_what_a_model_does_not_divide_by_is_refused_with_numbers_and_layouts(asked, sizes, fields, what, why, fix):
+def test_a_layout_that_does_not_divide_the_model_is_refused_with_numbers_and_layouts(
+    asked, sizes, fields, what, why, fix
+):
     error = refused(layout(16, **asked), sizes, fields)
     assert error.code == "CFG04"
     assert error.what == what

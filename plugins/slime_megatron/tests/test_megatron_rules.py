@@ -77,7 +77,7 @@ def test_a_name_in_two_spellings_is_given_twice():
     assert (problem.code, problem.what) == ("CFG07", "megatron.num_layers is given twice")
 
 
-def test_what_a_resumed_run_may_change_are_flags_of_the_run():
+def test_a_resumed_run_may_change_flags_of_the_run():
     known = flags()
     assert {known[name].role for name in RESUMABLE} == {"run"}
 

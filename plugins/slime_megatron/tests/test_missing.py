@@ -22,7 +22,7 @@ def test_an_optimizer_in_main_memory_leaves_no_masters_on_the_device():
     assert not plain.use_precision_aware_optimizer_no_fp8_or_ds_fp8
 
 
-def test_its_other_flags_reach_megatron():
+def test_other_flags_of_optimizer_offload_reach_megatron():
     table = {"overlap_cpu_optimizer_d2h_h2d": True, "no_pin_cpu_params": True, ENGINE: True}
     config = built(made({**OFFLOAD, **table}, device="cuda")).optimizer
     assert (config.overlap_cpu_optimizer_d2h_h2d, config.pin_cpu_params, config.pin_cpu_grads) == (True, False, True)
@@ -39,7 +39,7 @@ def test_its_other_flags_reach_megatron():
         pytest.param({"main_params_dtype": "fp16"}, "CFG04", "leave main_params_dtype out", id="halves"),
     ],
 )
-def test_what_it_does_not_go_with_is_refused(table, code, words):
+def test_flags_that_optimizer_offload_excludes_are_refused(table, code, words):
     error = refused({**OFFLOAD, **table}, device="cuda")
     assert error.code == code
     assert f"megatron.{next(iter(table))}" in error.what

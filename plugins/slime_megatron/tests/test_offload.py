@@ -59,7 +59,7 @@ def test_steps_are_those_of_an_optimizer_on_the_device(ranks, case):
 
 
 @pytest.mark.parametrize("case", OFFLOADS)
-def test_what_is_published_is_the_updated_weights(ranks, case):
+def test_published_tensors_are_the_updated_weights(ranks, case):
     for found in ranks:
         assert all(found["cases"][case]["published"])
     assert len(ranks[0]["cases"][case]["published"]) > 10

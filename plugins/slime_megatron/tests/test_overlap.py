@@ -37,7 +37,7 @@ def test_steps_and_whatever_reads_weights_are_those_of_ranks_that_wait(ranks):
         assert found["compared"] > 15
 
 
-def test_there_was_something_to_wait_for(ranks):
+def test_weights_of_other_ranks_were_pending_and_buckets_were_several(ranks):
     for found in ranks:
         assert found["ungathered"]
         assert found["micro_batches"] > 1

@@ -173,7 +173,7 @@ def test_megatron_core_itself_loads_every_weight(alone):
         ("no critic", "TRN108", "critic"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_nothing_changes(alone, damage, code, word):
+def test_a_checkpoint_that_does_not_fit_is_refused_and_nothing_changes(alone, damage, code, word):
     found, text, same = alone[damage]
     assert found == code
     assert word in text
@@ -199,7 +199,7 @@ def test_masters_of_bfloat16_weights_come_back(alone):
     assert after == again != restored
 
 
-def test_what_the_trainer_gave_away_is_saved_from_the_host(alone):
+def test_offloaded_state_is_saved_from_the_host(alone):
     assert alone["away"] == [[], 0]
 
 

@@ -360,7 +360,7 @@ def test_settings_that_make_passes_smaller_are_those_that_the_layout_allows():
 
 
 @pytest.mark.parametrize("flag", ["use_precision_aware_optimizer", "cpu_offloading", "use_te_activation_func"])
-def test_what_needs_a_library_that_is_not_there_is_refused(flag):
+def test_a_flag_whose_library_is_missing_is_refused(flag):
     error = refused({flag: True})
     assert error.what == f"megatron.{flag} needs transformer_engine, which cannot be used here"
     assert error.fix == f"install transformer_engine, or leave {flag} out"
@@ -378,7 +378,7 @@ def test_the_vocabulary_is_filled_to_a_multiple_that_ranks_divide():
     assert (found.vocabulary_multiple, found.sizes.padded_vocab) == (40, 320)
 
 
-def test_what_megatron_refuses_is_an_error_of_ours():
+def test_settings_that_megatron_refuses_are_a_config_error():
     table = {"recompute_granularity": "full", "distribute_saved_activations": True, "tensor_model_parallel_size": 2}
     found = made(table, world=2)
     with pytest.raises(

@@ -95,7 +95,7 @@ def test_classes_of_megatrons_metadata_become_nothing():
 
 
 @pytest.mark.parametrize("data", [b"", b"garbage", pickle.dumps({"a": 1}), pickle.dumps(metadata())[:-20]])
-def test_what_is_no_metadata_is_damage(data):
+def test_a_file_that_is_no_metadata_is_damage(data):
     with pytest.raises(DataError, match="TOK201"):
         read_metadata(data, "f")
 

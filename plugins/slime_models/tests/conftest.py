@@ -12,51 +12,24 @@ from slime_core.weights.shards import Shards
 from slime_models.families import BRIDGES
 
 COMMON = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "max_position_embeddings": 16384,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
+    "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 16384, "pad_token_id": 0, "eos_token_id": 1,
     "bos_token_id": 2,
-}
+}  # fmt: skip
 SCALED = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}
+}  # fmt: skip
 YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e4,
-    "factor": 4.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 4096,
-}
+}  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LATENT = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "moe_intermediate_size": 16,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 20,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 6,
-    "num_key_value_heads": 8,
-    "head_dim": 8,
-}
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16,
+    "n_shared_experts": 2, "first_k_dense_replace": 1, "q_lora_rank": 12, "kv_lora_rank": 20, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8, "v_head_dim": 6, "num_key_value_heads": 8, "head_dim": 8,
+}  # fmt: skip
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rope_parameters": SCALED},
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},

@@ -24,7 +24,7 @@ def test_a_round_trip_is_bit_identical(small, tmp_path):
         assert torch.equal(first.view(-1).view(torch.uint8), second.view(-1).view(torch.uint8)), name
 
 
-def test_what_comes_back_loads(small, tmp_path):
+def test_a_folder_that_was_converted_and_back_loads_in_transformers(small, tmp_path):
     from transformers import AutoModelForCausalLM
 
     hf_to_dist(small.folder, tmp_path / "dist", lambda config: small.bridge, How())

@@ -136,7 +136,7 @@ def test_rotary_settings_are_read_in_both_ways_they_are_written():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_the_layers_cannot_express_is_refused_by_name_and_value(models, name, values, field):
+def test_a_field_that_the_layers_cannot_express_is_refused_by_name_and_value(models, name, values, field):
     small = models[name]
     small.bridge.megatron(changed(small))  # fine as it was
     with pytest.raises(DataError) as error:

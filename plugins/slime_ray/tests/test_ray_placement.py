@@ -148,7 +148,7 @@ def test_engines_that_would_lie_on_two_machines_are_refused(each, size):
     assert f"each machine has {each}" in caught.value.why
 
 
-def test_what_finds_no_room_is_known_before_anything_waits():
+def test_requests_that_find_no_room_are_known_before_anything_waits():
     four, one = {"GPU": 4, "CPU": 4}, {"GPU": 1, "CPU": 1}
     machines = {"a": {"GPU": 4, "CPU": 8}, "b": {"GPU": 2, "CPU": 8}}
     assert lacking([one, four, one], machines) == []
@@ -159,7 +159,7 @@ def test_what_finds_no_room_is_known_before_anything_waits():
     assert machines["a"] == {"GPU": 4, "CPU": 8}, "it only looks"
 
 
-def test_what_would_have_to_lie_on_several_machines_is_told_so():
+def test_a_request_that_no_single_machine_can_hold_is_named():
     """An engine of 16 GPUs on machines of 8: more machines would not help."""
     machines = {"a": {"GPU": 8, "CPU": 64}, "b": {"GPU": 8, "CPU": 64}}
     told = oversize([{"GPU": 2, "CPU": 2}, {"GPU": 16, "CPU": 1}], machines)

@@ -43,7 +43,7 @@ def test_a_wheel_tells_its_distribution_and_plugins(tmp_path):
     assert (wheel.name, wheel.version, wheel.plugins) == ("dist-mine", "1.0", {"mine": "mine_module"})
 
 
-def test_what_is_no_wheel_is_refused_with_its_name(tmp_path):
+def test_a_file_that_is_no_wheel_is_refused_with_its_name(tmp_path):
     text, empty = tmp_path / "a.whl", tmp_path / "b.whl"
     text.write_text("no zip")
     with zipfile.ZipFile(empty, "w") as archive:

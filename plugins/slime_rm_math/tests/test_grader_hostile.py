@@ -235,7 +235,7 @@ def test_with_the_default_limits_neither():
 @pytest.mark.parametrize(
     "text", ["2^{3^2}", "10^{9999}", r"(x^{17})^{13}", "9999!", "1e300", "7" * 1000, "(" * 48, r"\sqrt{2^{10}}"]
 )
-def test_what_is_only_unusual_is_not_refused(text):
+def test_an_unusual_answer_is_not_refused(text):
     assert refusal(text) is None
 
 
@@ -280,7 +280,7 @@ def test_the_corpus_runs_code_where_text_is_evaluated(tmp_path):
     assert canary.exists()
 
 
-def test_nothing_of_the_corpus_runs(tmp_path):
+def test_no_code_of_the_corpus_runs(tmp_path):
     canary = tmp_path / "canary"
     texts = injected(str(canary))
     assert len(texts) == len(INJECTED) >= 50

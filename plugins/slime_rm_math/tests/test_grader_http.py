@@ -193,7 +193,7 @@ def test_half_a_character_in_an_answer_is_sent_like_any_other():
     "url", ["127.0.0.1:8000", "/reward", "ftp://host/", "http://", "http://localhost:99999/", "not a url"]
 )
 @pytest.mark.parametrize("key", ["rm_url", "judge_url"])
-def test_what_is_no_address_is_refused_before_anything_starts(key, url):
+def test_a_judges_url_that_is_no_address_is_refused_before_anything_starts(key, url):
     with pytest.raises(ValueError, match="is not an address like http://"):
         Options(**{key: url})
 

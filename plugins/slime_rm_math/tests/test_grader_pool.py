@@ -82,7 +82,7 @@ def test_without_the_parent_of_workers_nothing_is_judged_and_nothing_is_wrong():
     assert (found.outcome, found.why[:17]) == ("infra_error", "no grading worker")
 
 
-def test_who_waits_too_long_for_a_worker_is_not_judged():
+def test_an_answer_that_waits_too_long_for_a_worker_is_not_judged():
     equal = Equivalence(workers=1, seconds=1.0, memory_mb=512)
     equal.pool().start()
 

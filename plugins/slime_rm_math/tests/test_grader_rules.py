@@ -197,7 +197,7 @@ def test_the_majority_counts_what_only_mathematics_calls_equal():
     assert [value for value, _ in found] == [0, 0, 1, 1, 1]
 
 
-def test_of_right_answers_the_longest_gets_half():
+def test_the_longest_right_answer_gets_half():
     rewards = [Reward(value=1.0), Reward(value=1.0), Reward(value=1.0), Reward(value=0.0)]
     assert [reward.value for reward in brevity(samples("a", "b", "c", "d"), rewards)] == [1.0, 0.75, 0.5, 0.0]
     assert [reward.value for reward in brevity(samples("a", "b"), [Reward(value=0.0), Reward(value=1.0)])] == [

@@ -145,7 +145,7 @@ def test_the_answer_of_every_rule_by_hand(graders, name, response, label, value,
     assert answered(graders, name, response, label) == (value, answer)
 
 
-def test_what_ran_into_the_length_limit_is_no_answer(graders):
+def test_a_truncated_response_is_no_answer(graders):
     assert answered(graders, "exact_match", "42", "42", Status.TRUNCATED) == (0, "")
 
 
@@ -159,7 +159,7 @@ def test_a_sample_that_the_grader_calls_silent_does_not_vote_by_its_text():
     assert answer_of(Sample(response="Answer: 7")) == "7"
 
 
-def test_nothing_is_noted_in_training(graders):
+def test_grading_adds_no_metadata_in_training(graders):
     sample = Sample(response=r"\boxed{7}", label="7", status=Status.COMPLETED)
     asyncio.run(graders.grade("math", sample, Context(config=Config(), options=Options())))
     assert sample.metadata == {}

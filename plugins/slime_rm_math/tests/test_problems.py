@@ -63,7 +63,7 @@ def test_both_operations_are_held_out_independently():
     assert 0 < len(heldout & other) < len(heldout) / 2
 
 
-def test_nothing_is_below_zero_unless_asked_for():
+def test_no_value_is_below_zero_unless_asked_for():
     kept = [*problems(), *problems(side="heldout")]
     assert len(kept) == 100 * 100 + 100 * 101 // 2
     assert min(p.value for p in kept) == 0

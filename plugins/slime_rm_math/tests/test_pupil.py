@@ -33,7 +33,7 @@ def demonstrations(carry_lost=0.65, seed=0, **style):
         (ArithmeticProblem(17, "-", 42), ALWAYS, -35),
     ],
 )
-def test_what_is_lost_is_what_is_carried(problem, slips, written):
+def test_a_pupil_that_slips_loses_the_carry(problem, slips, written):
     assert answer(problem, slips) == written
 
 

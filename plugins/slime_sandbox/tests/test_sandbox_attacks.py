@@ -88,7 +88,7 @@ UNCOUNTED = {
 
 
 @pytest.mark.parametrize("name", TRIES)
-def test_what_is_denied_is_counted(sandbox, name):
+def test_denied_calls_are_counted(sandbox, name):
     source, answer, counted = TRIES[name]
     outcome = sandbox.candidate(f"{CALL}\nanswer = {source}.encode()")
     assert outcome.violations == {counted: 1}, outcome.stdout
@@ -96,13 +96,13 @@ def test_what_is_denied_is_counted(sandbox, name):
 
 
 @pytest.mark.parametrize("name", UNCOUNTED)
-def test_what_the_innocent_try_is_denied_and_not_counted(sandbox, name):
+def test_calls_that_libraries_try_are_denied_and_not_counted(sandbox, name):
     source, answer = UNCOUNTED[name]
     outcome = sandbox.candidate(f"{CALL}\nanswer = {source}.encode()")
     assert (outcome.result.decode(), outcome.violations) == (answer, {}), outcome.stdout
 
 
-def test_what_kernels_need_works_and_counts_nothing(sandbox):
+def test_calls_that_kernels_need_work_and_count_nothing(sandbox):
     source = """
 import multiprocessing, subprocess, tempfile, threading, getpass, mmap
 with tempfile.NamedTemporaryFile() as file, open('/dev/shm/x', 'wb') as shared:
@@ -176,7 +176,7 @@ def test_a_scan_of_its_memory_finds_no_secret_of_the_driver(sandbox, monkeypatch
     assert len(kept) == 100
 
 
-def test_its_descriptors_are_its_streams_and_its_channel(sandbox):
+def test_a_candidates_descriptors_are_its_streams_and_its_channel(sandbox):
     outcome = sandbox.candidate(
         "answer = repr([os.readlink(f'/proc/self/fd/{n}').split(':')[0] for n in range(4)]).encode()"
     )
@@ -187,7 +187,7 @@ def test_its_descriptors_are_its_streams_and_its_channel(sandbox):
     )
 
 
-def test_one_that_poisons_all_it_can_leaves_nothing_for_the_next(sandbox):
+def test_a_candidate_that_poisons_its_process_leaves_nothing_for_the_next(sandbox):
     poison = """
 import builtins, json, sys, sandbox_entries
 json.loads = builtins.open = builtins.sorted = lambda *a, **k: 'poisoned'
@@ -209,7 +209,7 @@ answer = repr((json.loads('[1]'), math.pi > 3, found, 'POISON' in os.environ, so
     assert sandbox.candidate(clean).result == b"([1], True, [], False, [1, 2])"
 
 
-def test_it_has_no_capability_and_can_get_none(sandbox):
+def test_a_candidate_has_no_capability_and_can_get_none(sandbox):
     source = """
 words = open('/proc/self/status').read().split()
 sets = {name: words[words.index(f'Cap{name}:') + 1] for name in ('Inh', 'Prm', 'Eff', 'Bnd', 'Amb')}

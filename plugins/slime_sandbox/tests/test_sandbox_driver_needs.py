@@ -45,7 +45,7 @@ def test_the_driver_finds_what_it_needs_and_nothing_is_counted(sandbox):
         ("tried(open, '/proc/self/comm', 'w')", "PermissionError", {}),
     ],
 )
-def test_what_else_looks_like_it_is_denied_with_a_gpu_too(sandbox, source, answer, counted):
+def test_sockets_unlike_a_drivers_are_denied_with_a_gpu_too(sandbox, source, answer, counted):
     outcome = sandbox.candidate(f"{SOCKET}\nanswer = {source}.encode()", gpu="GPU-0")
     assert (outcome.result.decode(), outcome.violations) == (answer, counted), outcome
 

@@ -83,7 +83,7 @@ def test_ten_megabytes_of_source_are_run(sandbox):
     assert (outcome.status, outcome.result) == ("ok", b"ok")
 
 
-def test_what_it_printed_is_kept_with_its_traceback(sandbox):
+def test_output_of_a_candidate_that_raises_is_kept_with_its_traceback(sandbox):
     outcome = sandbox.candidate("import sys\nprint('seen')\nprint('too', file=sys.stderr)\nraise KeyError('mine')")
     assert outcome.stdout.startswith("seen\ntoo\n") or outcome.stdout.startswith("too\n")
     assert "KeyError: 'mine'" in outcome.stdout

@@ -97,7 +97,7 @@ def machine(request):
         pytest.param((62, 129), (1, 9), ALLOW, id="a signal, where the namespace sees to it"),
     ],
 )
-def test_what_the_filter_of_level_strong_says(machine, pair, words, said):
+def test_the_filter_of_level_strong_returns_by_call_and_arguments(machine, pair, words, said):
     assert machine(STRONG, pair, *words) == said
 
 
@@ -117,7 +117,7 @@ def test_what_the_filter_of_level_strong_says(machine, pair, words, said):
         pytest.param((200, 130), (77, 9), COUNT, id="to a thread by number alone"),
     ],
 )
-def test_what_the_filter_of_level_medium_says(machine, pair, words, said):
+def test_the_filter_of_level_medium_returns_by_call_and_arguments(machine, pair, words, said):
     assert machine(MEDIUM, pair, *words) == said
 
 
@@ -177,6 +177,6 @@ def test_the_numbers_are_the_kernels():
         ("/result.json", os.O_RDONLY | os.O_TRUNC, "write"),
     ],
 )
-def test_what_opening_a_file_counts_as(path, flags, counted):
+def test_opening_a_file_counts_by_path_and_flags(path, flags, counted):
     counting = Counting("/sandbox", ["/usr", f"{OURS}/venv/lib"])
     assert counting.of(path, flags) == counted

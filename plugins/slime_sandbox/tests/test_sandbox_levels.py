@@ -70,7 +70,7 @@ def test_a_plain_user_has_every_layer_and_the_worst_end_well(processes, level):
     assert processes.with_words("sleep 9753") == []
 
 
-def test_whoever_runs_this_has_every_layer_of_level_strong(sandbox):
+def test_this_user_has_every_layer_of_level_strong(sandbox):
     assert sandbox.box.missing is None, sandbox.box.missing
     assert [one.layer for one in sandbox.box.witnesses if one.holds] == list(WAYS["strong"][0])
     assert (sandbox.box.level, sandbox.box.layers) == ("strong", WAYS["strong"][0])

@@ -188,10 +188,6 @@ async def reset(exchange):
     exchange.writer.transport.abort()
 
 
-async def vanish(_):
-    """Close in order, before any answer."""
-
-
 async def hang(_):
     """Never answer."""
     await asyncio.Event().wait()
@@ -204,14 +200,6 @@ async def slow(exchange):
     for i in range(len(body)):
         await exchange.chunk(body[i : i + 1])
         await asyncio.sleep(0.02)
-
-
-async def cut_chunk(exchange):
-    """Half of a chunk."""
-    _, body = await exchange.ask()
-    await exchange.start()
-    exchange.writer.write(f"{len(body):x}\r\n".encode() + body[: len(body) // 2])
-    await exchange.writer.drain()
 
 
 def cut(share=1.0, more=0, *, headers=(), closed=False):
@@ -284,15 +272,6 @@ def in_meta(**changes):
     return rewrite(change)
 
 
-def log_prob(value, at=1):
-    """Rewrite the log-prob of one new token."""
-
-    def change(answer):
-        answer["meta_info"]["output_token_logprobs"][at][0] = value
-
-    return rewrite(change)
-
-
 def _emptied(answer):
     answer["output_ids"] = []
     reason = {"type": "abort", "message": "Aborted"}
@@ -301,41 +280,3 @@ def _emptied(answer):
 
 emptied = rewrite(_emptied)
 """As if the server had ended the request by itself, before its first token."""
-
-
-def _one_more(answer):
-    answer["output_ids"].append(5)
-    answer["meta_info"]["output_token_logprobs"].append([-1.0, 5, None])
-
-
-def _echo(answer):
-    answer["output_ids"][:0] = [3, 4, 12]
-
-
-BROKEN = {
-    "reset": reset,
-    "vanish": vanish,
-    "cut_body": cut(0.5),
-    "cut_chunk": cut_chunk,
-    "half_json": cut(0.5, closed=True),
-    "short_length": cut(more=-7),
-    "long_length": cut(more=7),
-    "gzip_garbage": cut(headers=["Content-Encoding: gzip"]),
-}
-"""Answers that are lost on the way."""
-
-REJECTED = {
-    "fewer log-probs": (in_meta(output_token_logprobs=lambda old: old[:-1]), "ENG79"),
-    "no log-probs": (in_meta(output_token_logprobs=None), "ENG79"),
-    "NaN": (log_prob(float("nan")), "ENG80"),
-    "null": (log_prob(None), "ENG80"),
-    "above zero": (log_prob(0.25), "ENG80"),
-    "minus infinity": (log_prob(float("-inf")), "ENG80"),
-    "more tokens": (rewrite(_one_more), "ENG82"),
-    "prompt echoed": (rewrite(_echo), "ENG82"),
-    "no version": (in_meta(weight_version=None, weight_versions=None), "ENG83"),
-    "older": (in_meta(weight_version="3.6", weight_versions=None), "ENG83"),
-    "newer": (in_meta(weight_version="3.8", weight_versions=None), "ENG83"),
-    "of another epoch": (in_meta(weight_version="2.7", weight_versions=None), "ENG83"),
-}
-"""Answers that cannot be, to a request of tokens 3, 4, 12 for 8 tokens where version 7 of epoch 3 alone may serve."""

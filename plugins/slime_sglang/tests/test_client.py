@@ -287,7 +287,7 @@ def test_scores_come_as_an_array():
                 ([3] * 65, 1, "ENG72"),
             ):
                 assert (await error_of(client.score(tokens, start))).code == code
-            proxy.add(faults.status(503), faults.BROKEN["cut_body"])
+            proxy.add(faults.status(503), faults.cut(0.5))
             assert len(await client.score([3, 4, 12], 1)) == 2
             assert client.progress.retries == 2
 

@@ -7,12 +7,71 @@ from contextlib import suppress
 import faults
 import pytest
 from client_case import ask, both, client_of, error_of, held, right
-from faults import BROKEN, REJECTED
+from faults import cut, in_meta, reset, rewrite
 
 from slime_sglang import calls, client as client_module
 from slime_sglang.client import ServerFault
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("short_pauses")]
+
+
+async def vanish(_):
+    """Close in order, before any answer."""
+
+
+async def cut_chunk(exchange):
+    """Half of a chunk."""
+    _, body = await exchange.ask()
+    await exchange.start()
+    exchange.writer.write(f"{len(body):x}\r\n".encode() + body[: len(body) // 2])
+    await exchange.writer.drain()
+
+
+def log_prob(value, at=1):
+    """Rewrite the log-prob of one new token."""
+
+    def change(answer):
+        answer["meta_info"]["output_token_logprobs"][at][0] = value
+
+    return rewrite(change)
+
+
+def one_more(answer):
+    answer["output_ids"].append(5)
+    answer["meta_info"]["output_token_logprobs"].append([-1.0, 5, None])
+
+
+def echo(answer):
+    answer["output_ids"][:0] = [3, 4, 12]
+
+
+BROKEN = {
+    "reset": reset,
+    "vanish": vanish,
+    "cut_body": cut(0.5),
+    "cut_chunk": cut_chunk,
+    "half_json": cut(0.5, closed=True),
+    "short_length": cut(more=-7),
+    "long_length": cut(more=7),
+    "gzip_garbage": cut(headers=["Content-Encoding: gzip"]),
+}
+"""Answers that are lost on the way."""
+
+REJECTED = {
+    "fewer log-probs": (in_meta(output_token_logprobs=lambda old: old[:-1]), "ENG79"),
+    "no log-probs": (in_meta(output_token_logprobs=None), "ENG79"),
+    "NaN": (log_prob(float("nan")), "ENG80"),
+    "null": (log_prob(None), "ENG80"),
+    "above zero": (log_prob(0.25), "ENG80"),
+    "minus infinity": (log_prob(float("-inf")), "ENG80"),
+    "more tokens": (rewrite(one_more), "ENG82"),
+    "prompt echoed": (rewrite(echo), "ENG82"),
+    "no version": (in_meta(weight_version=None, weight_versions=None), "ENG83"),
+    "older": (in_meta(weight_version="3.6", weight_versions=None), "ENG83"),
+    "newer": (in_meta(weight_version="3.8", weight_versions=None), "ENG83"),
+    "of another epoch": (in_meta(weight_version="2.7", weight_versions=None), "ENG83"),
+}
+"""Answers that cannot be, to a request of tokens 3, 4, 12 for 8 tokens where version 7 of epoch 3 alone may serve."""
 
 
 @pytest.mark.parametrize("spoiled", [faults.slow, faults.hang])
@@ -199,7 +258,7 @@ async def forgetful(reader, writer):
     writer.close()
 
 
-def test_what_cannot_be_sent_twice_goes_over_a_connection_of_its_own():
+def test_a_call_that_cannot_be_sent_twice_goes_over_a_connection_of_its_own():
     """A kept connection that the server has closed by now; what it was to carry is not known to have begun."""
 
     async def main():

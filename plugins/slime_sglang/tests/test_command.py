@@ -71,7 +71,7 @@ def test_a_server_on_a_cpu_gets_what_sglang_needs_there():
     assert not {"--enable-memory-saver", "--trust-remote-code", "--context-length", "--load-format"} & set(words)
 
 
-def test_what_a_person_writes_wins_over_what_slime_would_choose():
+def test_options_of_the_user_win_over_those_that_slime_chooses():
     written = {"attention-backend": "intel_amx", "dtype": "bfloat16", "sleep_on_idle": False}
     words = words_of(config_of(sglang=written))
     assert words.count("--attention-backend") == words.count("--dtype") == 1
@@ -163,7 +163,7 @@ def test_a_fault_in_a_groups_options_is_named_with_its_place():
     assert caught.value.fix == OWN["tp_size"]
 
 
-def test_what_the_run_needs_and_the_installation_lacks_is_refused():
+def test_a_feature_that_the_installation_lacks_is_refused():
     shared = config_of(device="cuda")
     bare = installed()
     poor = Installation(**{**{k: getattr(bare, k) for k in bare.__slots__}, "features": frozenset({"disk_update"})})

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.unit
 QUICK = WatchLimits(interval=0.01, timeout=30.0, start_timeout=PATIENCE, max_restarts=2)
 
 
-def test_nothing_is_sent_before_the_first_load(tmp_path):
+def test_no_request_is_sent_before_the_first_load(tmp_path):
     async def work():
         async with serving(tmp_path) as (engine, fakes):
             for call in (engine.generate(request("a-0")), engine.score([1, 2, 3], 1)):

@@ -153,7 +153,7 @@ def test_each_contradiction_names_its_keys_and_the_way_out(cluster, rollout, wha
         ({}, {"engine_topology": "f.toml", "min_healthy_engines": 9}),
     ],
 )
-def test_what_holds_together_is_no_problem(cluster, rollout):
+def test_settings_that_hold_together_are_no_problem(cluster, rollout):
     assert list(engine_rules.conflicts(config_of(cluster, **rollout))) == []
 
 
@@ -171,7 +171,7 @@ def test_what_holds_together_is_no_problem(cluster, rollout):
         "",
     ],
 )
-def test_what_is_no_address_of_a_server_is_refused(address):
+def test_an_external_engine_that_is_no_address_is_refused(address):
     (problem,) = engine_rules.conflicts(config_of(rollout_external_engine_addrs=(address,)))
     assert problem.code == "CFG03"
     assert "http://" in problem.fix
@@ -271,7 +271,7 @@ def test_options_of_sglang_without_sglang_are_said():
         ({"max_staleness": 1}, {}, "lockstep repeats which weights made which group, not its tokens"),
     ],
 )
-def test_what_has_another_effect_than_one_may_think_is_said(rollout, sglang, said):
+def test_options_with_an_unexpected_effect_have_a_notice(rollout, sglang, said):
     assert [text for text in engine_rules.notices(config_of(sglang=sglang, **rollout)) if said in text]
 
 
@@ -289,7 +289,7 @@ def test_gpus_that_are_counted_on_a_cpu_are_said():
         {"rollout_deterministic": True, "rollout_external_engine_addrs": ("http://127.0.0.1:1", "https://h:1")},
     ],
 )
-def test_nothing_is_said_where_everything_has_its_effect(rollout):
+def test_options_that_all_have_their_effect_have_no_notice(rollout):
     assert list(engine_rules.notices(config_of(**rollout))) == []
 
 

@@ -287,7 +287,7 @@ def test_prefill_and_decode_servers_are_told_with_their_ports_and_serve_only_tog
     run(work())
 
 
-def test_of_servers_with_one_request_between_them_the_one_that_has_it_and_stands_still_is_fenced(tmp_path):
+def test_a_server_that_stands_still_with_the_only_request_is_fenced(tmp_path):
     """It is not known here which server has the request: each says how many it has."""
 
     async def work():

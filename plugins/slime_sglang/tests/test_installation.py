@@ -134,7 +134,7 @@ def test_a_second_reading_imports_nothing(make_sglang, read, tmp_path, metadata)
     assert imports(tmp_path) == 1
 
 
-def test_what_has_changed_is_read_anew(make_sglang, read, tmp_path):
+def test_an_installation_that_has_changed_is_read_anew(make_sglang, read, tmp_path):
     env = make_sglang()
     read(env)
     os.utime(tmp_path / "site" / "sglang/srt/server_args.py", (2e9, 2e9))
@@ -209,7 +209,7 @@ def test_an_import_that_fails_is_shown_in_its_own_words(make_sglang, read, tmp_p
     assert not (tmp_path / "cache").exists()
 
 
-def test_what_it_says_on_the_way_shows_no_secret(make_sglang, read):
+def test_an_error_of_the_probe_shows_no_secret(make_sglang, read):
     secret = "hf_" + "x" * 30
     env = make_sglang(server_args=f'raise RuntimeError("token {secret}")\n')
     with pytest.raises(ConfigError) as caught:
@@ -229,7 +229,7 @@ def test_a_python_that_is_none_is_refused(read, tmp_path):
         read_installation(str(script), {}, tmp_path / "cache")
 
 
-def test_one_that_never_answers_is_ended_with_its_children(make_sglang, read, tmp_path, monkeypatch):
+def test_a_probe_that_never_answers_is_killed_with_its_children(make_sglang, read, tmp_path, monkeypatch):
     pids = tmp_path / "pids"
     hangs = (
         "import os, subprocess, sys, threading\n"
@@ -350,7 +350,7 @@ def test_variables_are_text():
     assert environment_of({}, "cuda") == {}
 
 
-def test_what_has_no_build_for_a_cpu_is_stood_in_for_there_and_what_is_installed_is_not(monkeypatch):
+def test_modules_without_a_build_for_cpus_are_stood_in_for_and_installed_ones_are_not(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/ours")
     env = environment_of({}, "cpu")
     assert env["PYTHONPATH"].split(os.pathsep) == ["/ours", str(STAND_INS)]

@@ -43,7 +43,7 @@ def served(config, tp, ep=1, **more):
     ],
     ids=str,
 )
-def test_what_ranks_hold_is_what_the_layout_says(changes, tp):
+def test_ranks_hold_the_bytes_that_the_layout_says(changes, tp):
     """Every byte of every rank, with more and with fewer ranks than key and value heads."""
     config = small_config(**changes)
     ranks, tensors, names = served(config, tp)
@@ -143,7 +143,7 @@ def test_sizes_that_ranks_do_not_divide_are_refused(changes):
     assert error.value.code == "ENG86"
 
 
-def test_what_is_not_covered_is_listed():
+def test_tensors_that_are_not_covered_are_listed():
     rows = [RankTensor(name="a", pieces=(Piece(name="x"), Piece(name="", stop=3)))]
     assert uncovered(rows, ["y", "x", "z"]) == ["y", "z"]
 

@@ -138,7 +138,7 @@ def test_a_damaged_folder_never_reaches_the_server(tmp_path, damage):
     asyncio.run(damaged())
 
 
-def test_what_a_server_refuses_is_told_with_its_message(tmp_path):
+def test_an_update_that_a_server_refuses_ends_with_its_message(tmp_path):
     async def refused():
         async with Updating(update_weights_from_disk=(400, "Failed to get weights iterator: no.")) as server:
             with pytest.raises(EngineError, match="server 2 did not take version 4 by disk") as error:
@@ -254,7 +254,7 @@ def test_a_group_that_the_server_cannot_join_ends_the_broadcast_too():
     asyncio.run(refused())
 
 
-def test_what_the_trainer_says_ends_a_load_that_waits_for_the_server():
+def test_an_error_of_the_trainer_ends_a_load_that_waits_for_the_server():
     """The server hangs in a broadcast that never comes; the load has the trainer's words."""
 
     async def waits():

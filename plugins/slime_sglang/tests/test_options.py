@@ -106,7 +106,7 @@ def test_words_stand_in_the_order_of_the_table():
         ("enable-deterministic-inference", True, "CFG04", ["--rollout-deterministic"]),
     ],
 )
-def test_what_sglang_would_not_take_is_refused_with_the_way_out(name, value, code, parts):
+def test_an_option_that_sglang_would_not_take_is_refused_with_the_way_out(name, value, code, parts):
     with pytest.raises(ConfigError) as caught:
         arguments(OPTIONS, {name: value}, version="0.5.23")
     error = caught.value

@@ -126,7 +126,7 @@ def test_a_host_that_is_not_of_this_machine_is_an_error():
         ports.hold("192.0.2.1")
 
 
-def test_who_listens_is_told_by_process():
+def test_the_process_that_listens_on_a_port_is_named():
     with ports.hold() as held:
         assert ports.listeners(held.port) == frozenset()  # held, but nobody listens
         with socket.create_server(("127.0.0.1", held.port)):

@@ -18,7 +18,7 @@ async def asked(engine, name, count=8):
     return await asyncio.gather(*(engine.generate(request(f"{name}{n}-0")) for n in range(count)))
 
 
-def test_it_keeps_its_weights_through_updates_and_gets_no_other_requests(tmp_path):
+def test_a_lent_server_keeps_its_weights_through_updates_and_gets_no_other_requests(tmp_path):
     async def work():
         async with serving(tmp_path, 2) as (engine, fakes):
             await engine.load(update(tmp_path, 1))
@@ -86,7 +86,7 @@ def test_an_update_whose_route_was_made_without_it_does_not_reach_it(tmp_path):
     run(work())
 
 
-def test_what_it_ran_ends_on_it_with_its_version(tmp_path):
+def test_requests_on_a_lent_server_end_there_with_its_version(tmp_path):
     async def work():
         async with serving(tmp_path, 2) as (engine, fakes):
             await engine.load(update(tmp_path, 1))

@@ -151,7 +151,7 @@ def test_a_waiting_request_that_is_cancelled_takes_no_place():
     asyncio.run(run())
 
 
-def test_nothing_is_given_while_the_router_is_held():
+def test_no_lane_is_given_while_the_router_is_held():
     async def run():
         router = routed(lane(0))
         router.hold()
@@ -170,7 +170,7 @@ def test_nothing_is_given_while_the_router_is_held():
     asyncio.run(run())
 
 
-def test_whoever_waits_is_told_when_no_server_will_come_back():
+def test_waiting_requests_fail_when_no_server_will_come_back():
     async def run():
         router = routed()
         task = asyncio.create_task(router.pick(request("a-0")))

@@ -60,7 +60,7 @@ def test_slime_turns_off_what_would_do_things_twice_and_asks_for_a_longer_time_t
     assert "--pd-disaggregation" in router_arguments(config(), installation(), paired=True)
 
 
-def test_what_a_person_writes_comes_after_and_wins():
+def test_options_of_the_user_come_after_and_win():
     written = config("--sglang-router-policy", "manual", "--sglang-router-log-level", "info")
     words = router_arguments(written, installation(), paired=False)
     assert words[-4:] == ("--policy", "manual", "--log-level", "info")
@@ -84,7 +84,7 @@ def test_what_a_person_writes_comes_after_and_wins():
         ),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_way_out(words, code, said, fix):
+def test_a_router_option_that_cannot_be_is_refused_with_the_way_out(words, code, said, fix):
     with pytest.raises(ConfigError) as caught:
         router_arguments(config(*words), installation(), paired=False)
     assert caught.value.code == code
@@ -111,7 +111,7 @@ def test_a_router_that_is_not_installed_is_named_with_the_command_that_does_it()
         ("builtin", 9, "0.3.2", False, False),
     ],
 )
-def test_who_spreads_requests(asked, servers, installed, paired, chosen):
+def test_the_router_is_chosen_by_servers_installation_and_disaggregation(asked, servers, installed, paired, chosen):
     found = wanted(config("--rollout-router", asked), servers=servers, installed=installed, paired=paired)
     assert found is chosen
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.integration
 LONG = 120.0
 
 
-def test_nothing_is_left_of_servers_that_were_stopped_together(stand_in, shared_memory):
+def test_servers_that_were_stopped_together_leave_no_process(stand_in, shared_memory):
     async def work():
         servers = [stand_in("children", number=number) for number in range(3)]
         await _start(servers, LONG)
@@ -26,7 +26,7 @@ def test_nothing_is_left_of_servers_that_were_stopped_together(stand_in, shared_
     asyncio.run(asyncio.wait_for(work(), 2 * LONG))
 
 
-def test_nothing_is_left_where_one_of_them_never_came_up(stand_in):
+def test_servers_are_stopped_while_they_start_where_one_never_came_up(stand_in):
     """Its siblings are stopped while they still start."""
 
     async def work():

@@ -40,7 +40,7 @@ def read(data):
      torch.Tensor, torch.UntypedStorage],
     ids=repr,
 )  # fmt: skip
-def test_what_is_written_by_opcode_is_read_as_it_was(value):
+def test_a_value_written_by_opcode_is_read_back_with_its_type(value):
     found = read(tensor.dumped({"value": value}))["value"]
     assert found == value
     assert type(found) is type(value)

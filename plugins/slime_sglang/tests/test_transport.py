@@ -96,7 +96,7 @@ def test_tensor_that_was_asked_for_and_cannot_work_is_refused_with_both_versions
 
 
 @pytest.mark.parametrize(("torch", "said"), [(OTHER, OTHER), ("", "is not known")])
-def test_it_is_refused_before_a_server_starts(torch, said):
+def test_a_transport_that_torchs_versions_exclude_is_refused_before_a_server_starts(torch, said):
     there = Installation(
         python="/sg/python", env={}, version="0.5.23", options={}, features=NEW, torch=torch
     )  # fmt: skip
@@ -118,7 +118,7 @@ def test_a_trainer_elsewhere_has_a_torch_of_its_own(tmp_path):
     assert ways(tmp_path, device="cuda", trainer=OTHER).transport == "disk"
 
 
-def test_another_way_than_one_may_think_is_said(tmp_path):
+def test_weights_that_go_by_disk_for_torchs_versions_are_noted(tmp_path):
     notes = []
     WeightRoutes(ways(tmp_path, device="cuda", torch=OTHER), notes.append)
     WeightRoutes(ways(tmp_path, device="cuda"), notes.append)

@@ -100,7 +100,7 @@ def test_a_server_that_comes_back_with_another_model_is_not_let_in(tmp_path):
     run(work())
 
 
-def test_what_a_server_does_not_tell_is_said_and_does_not_end_the_run(tmp_path):
+def test_a_vocabulary_that_a_server_does_not_tell_is_noted_and_does_not_end_the_run(tmp_path):
     notes = []
 
     def silent(fake):

@@ -43,7 +43,7 @@ def test_every_sampling_parameter_is_sent_and_none_is_left_to_the_server():
     }
 
 
-def test_what_is_off_is_sent_in_the_way_that_sglang_takes_it():
+def test_top_k_and_stops_that_are_off_are_sent_as_sglang_takes_them():
     sent = body(request(), dp_rank=1)
     assert sent["sampling_params"]["top_k"] == -1
     assert "stop" not in sent["sampling_params"]

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import faults
 import numpy as np
 import pytest
-from faults import BROKEN, REJECTED, FaultProxy
+from faults import FaultProxy
 from raw_server import RawServer
 
 from slime_core.errors import EngineError
@@ -246,18 +246,6 @@ def test_the_deadline_is_of_the_whole_answer(run: Run, spoiled: Any) -> None:
     run(work, timeout=1.5)
 
 
-@pytest.mark.parametrize("spoiled", BROKEN.values(), ids=BROKEN)
-def test_an_answer_that_was_lost_on_the_way_is_asked_for_again(run: Run, spoiled: Any) -> None:
-    """Truncated JSON, chunked cut, wrong Content-Length, gzip garbage."""
-
-    async def work(client: Client, proxy: FaultProxy) -> None:
-        proxy.add(spoiled)
-        assert_right(await ask(client))
-        assert proxy.paths == ["/generate", "/abort_request", "/generate"]
-
-    run(work)
-
-
 def test_the_old_try_is_over_before_the_next_begins(run: Run, server: RawServer) -> None:
     """The connection breaks while the server computes: its request is aborted there, not left to run."""
 
@@ -274,19 +262,6 @@ def test_the_old_try_is_over_before_the_next_begins(run: Run, server: RawServer)
         assert len(answer["output_ids"]) < 1200
 
     run(work, timeout=100.0, context_len=2000)
-
-
-@pytest.mark.parametrize("case", REJECTED)
-def test_an_impossible_answer_is_rejected(run: Run, case: str) -> None:
-    spoiled, code = REJECTED[case]
-
-    async def work(client: Client, proxy: FaultProxy) -> None:
-        proxy.add(spoiled)
-        assert (await error_of(ask(client))).code == code
-        assert_right(await ask(client))
-        assert client.progress.rejected == 1
-
-    run(work)
 
 
 def test_an_end_that_is_unknown_or_came_unasked_is_asked_for_again(run: Run) -> None:

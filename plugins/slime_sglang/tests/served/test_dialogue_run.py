@@ -50,7 +50,7 @@ max_total_tokens = 20000
 """
 
 
-def test_what_a_server_sampled_stands_in_later_prompts_id_by_id(sglang_python: str, tmp_path: Path) -> None:
+def test_sampled_ids_stand_in_later_prompts_id_by_id(sglang_python: str, tmp_path: Path) -> None:
     recipe = tmp_path / "dialogues.toml"
     recipe.write_text(RECIPE.format(model=toml(MODEL), python=toml(sglang_python), env=toml({"OMP_NUM_THREADS": "1"})))
     words = [sys.executable, "-m", "slime_cli.main", "run", str(recipe), "--run-dir", str(tmp_path / "run")]

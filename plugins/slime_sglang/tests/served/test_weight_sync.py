@@ -210,7 +210,7 @@ def test_a_damaged_folder_is_refused_and_the_server_serves_on(
     asyncio.run(damaged())
 
 
-def test_what_the_server_refuses_is_told_with_its_message_and_the_next_update_works(
+def test_an_update_that_the_server_refuses_ends_with_its_message_and_the_next_works(
     source: Source, server: RawServer, tmp_path: Path
 ) -> None:
     """A tensor of a shape that the model has not. (By tensor 0.5.23 does not refuse it, but ends.)"""

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -25,8 +26,8 @@ def run_server(args: ServerArgs) -> None:
     if "talks" in behave:
         print(f"the token is {args.api_key!s}", flush=True)
         print("x" * 5000, flush=True)
-    crash = "ends@second" in behave and os.path.exists(os.path.join(os.path.dirname(log()), "crash"))
-    if "ends" in behave or crash:
+    crash = os.path.join(os.path.dirname(os.readlink("/proc/self/fd/1")), "crash")  # beside our log
+    if "ends" in behave or ("ends@second" in behave and os.path.exists(crash)):
         print("no such model, says SGLang", flush=True)
         sys.exit(3)
     for word in behave:
@@ -37,9 +38,7 @@ def run_server(args: ServerArgs) -> None:
     if "deaf" in behave:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if "children" in behave:
-        shared = _share()  # noqa: F841  mapped as long as we live
-        semaphore = _semaphore()  # noqa: F841
-        model = _model()  # noqa: F841  this too
+        kept = list(share())  # noqa: F841  mapped as long as we live
         tempfile.NamedTemporaryFile(delete=False).close()
         scheduler = multiprocessing.get_context("spawn").Process(target=schedule, args=(args,), daemon=True)
         scheduler.start()
@@ -56,11 +55,6 @@ def run_server(args: ServerArgs) -> None:
     server.serve_forever()
 
 
-def log() -> str:
-    """Where our words go."""
-    return os.readlink("/proc/self/fd/1")
-
-
 def schedule(args: ServerArgs) -> None:
     """A child as SGLang spawns it: it got the arguments, the token among them."""
     assert args.api_key
@@ -72,32 +66,21 @@ def schedule(args: ServerArgs) -> None:
 def watch(scheduler: Any) -> None:
     """End as SGLang does when a child is gone."""
     scheduler.join()
-    text = (
-        f"Subprocess scheduler_0 (pid={scheduler.pid}) crashed with exit code {scheduler.exitcode}. Triggering SIGQUIT"
-    )
-    print(text, flush=True)
+    code = f"crashed with exit code {scheduler.exitcode}"
+    print(f"Subprocess scheduler_0 (pid={scheduler.pid}) {code}. Triggering SIGQUIT", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _share() -> mmap.mmap:
-    path = f"/dev/shm/sglang_loads_standin_{os.environ.get('STAND_IN_MARK', '')}_{os.getpid()}.shm"
-    with open(path, "w+b") as file:
+def share() -> Iterator[object]:
+    """Shared memory, a semaphore, whose file is mapped by another name first, and weights that somebody else keeps."""
+    name = f"sglang_loads_standin_{os.environ.get('STAND_IN_MARK', '')}_{os.getpid()}"
+    with open(f"/dev/shm/{name}.shm", "w+b") as file:
         file.truncate(4096)
-        return mmap.mmap(file.fileno(), 4096)
-
-
-def _semaphore() -> object:
-    """As those of multiprocessing, whose file is mapped by another name before it gets its own."""
-    name = f"/sglang_loads_standin_{os.environ.get('STAND_IN_MARK', '')}_{os.getpid()}"
-    return _multiprocessing.SemLock(1, 1, 1, name, False)
-
-
-def _model() -> mmap.mmap | None:
-    """Weights that somebody keeps on this machine."""
-    if "STAND_IN_MODEL" not in os.environ:
-        return None
-    with open(os.environ["STAND_IN_MODEL"], "rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        yield mmap.mmap(file.fileno(), 4096)
+    yield _multiprocessing.SemLock(1, 1, 1, f"/{name}", False)
+    if "STAND_IN_MODEL" in os.environ:
+        with open(os.environ["STAND_IN_MODEL"], "rb") as file:
+            yield mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 class Server(ThreadingHTTPServer):
@@ -115,16 +98,17 @@ def handler(args: ServerArgs, behave: set[str]) -> type[BaseHTTPRequestHandler]:
 
         def do_GET(self) -> None:
             if self.path == "/health":
-                return self.say(503 if "mute" in behave else 200, b"")
+                return self.say(503 if "mute" in behave else 200)
             known = not args.api_key or self.headers.get("Authorization") == f"Bearer {args.api_key}"
             if not known and "open" not in behave:
-                return self.say(401, b'{"error": "Unauthorized"}')
+                return self.say(401, error="Unauthorized")
             if self.path.startswith("/v1/loads"):
                 used = args.loads if "stalls" in behave else time.monotonic_ns()
-                return self.say(200, json.dumps({"loads": [{"num_used_tokens": used}]}).encode())
-            return self.say(200, json.dumps({"model_path": "stand-in", "args": vars(args)}, default=str).encode())
+                return self.say(200, loads=[{"num_used_tokens": used}])
+            return self.say(200, model_path="stand-in", args=vars(args))
 
-        def say(self, status: int, body: bytes) -> None:
+        def say(self, status: int, **words: Any) -> None:
+            body = json.dumps(words, default=str).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

@@ -43,12 +43,10 @@ class Router:
                 sys.exit(4)
             open(mark, "w").close()
         app = web.Application(middlewares=[self.guard], client_max_size=1 << 30)
-        app.router.add_get("/liveness", self.live)
-        app.router.add_get("/workers", self.listed)
-        app.router.add_post("/workers", self.added)
-        app.router.add_get("/workers/{name}", self.one)
-        app.router.add_delete("/workers/{name}", self.deleted)
-        app.router.add_post("/generate", self.generate)
+        routes = {"GET /liveness": self.live, "GET /workers": self.listed, "POST /workers": self.added}
+        routes |= {"GET /workers/{name}": self.one, "DELETE /workers/{name}": self.deleted}
+        for route, handler in {**routes, "POST /generate": self.generate}.items():
+            app.router.add_route(*route.split(), handler)
         web.run_app(app, host=self.args.host, port=self.args.port, print=None, handle_signals=True)
 
     @web.middleware
@@ -59,36 +57,30 @@ class Router:
             return web.Response(status=401)
         return await handler(request)
 
-    async def live(self, request: web.Request) -> web.Response:
-        """GET /liveness."""
+    async def live(self, _: web.Request) -> web.Response:
         return web.Response(text="OK")
 
-    async def listed(self, request: web.Request) -> web.Response:
-        """GET /workers."""
-        shown = [{key: worker[key] for key in worker if key != "api_key"} for worker in self.workers.values()]
-        return web.json_response({"workers": shown, "total": len(shown)})
+    async def listed(self, _: web.Request) -> web.Response:
+        return web.json_response({"workers": list(map(shown, self.workers.values())), "total": len(self.workers)})
 
     async def added(self, request: web.Request) -> web.Response:
         """POST /workers: taken up a moment later."""
         body = await request.json()
         name = str(uuid.uuid4())
         worker = {"id": name, "is_healthy": True, "worker_type": "regular", **body}
-        print("worker", json.dumps({key: worker[key] for key in worker if key != "api_key"}), flush=True)
+        print("worker", json.dumps(shown(worker)), flush=True)
         if "deaf" not in self.behave:
             asyncio.get_running_loop().call_later(0.01, self.workers.__setitem__, name, worker)
         return web.json_response({"status": "accepted", "worker_id": name}, status=202)
 
-    async def one(self, request: web.Request) -> web.Response:
-        """GET /workers/ID."""
+    async def one(self, _: web.Request) -> web.Response:
         return web.json_response({"job_status": "failed: nobody is there"})
 
     async def deleted(self, request: web.Request) -> web.Response:
-        """DELETE /workers/ID."""
         found = self.workers.pop(request.match_info["name"], None)
         return web.json_response({"status": "accepted"}, status=202 if found else 404)
 
     async def generate(self, request: web.Request) -> web.Response:
-        """POST /generate."""
         kinds = [worker["worker_type"] for worker in self.workers.values()]
         chosen = [worker for worker in self.workers.values() if worker["worker_type"] != "prefill"]
         if not chosen or (self.args.pd_disaggregation and "prefill" not in kinds):
@@ -98,10 +90,7 @@ class Router:
         headers = {"Authorization": f"Bearer {token!s}", "Content-Type": "application/json"}
         url = worker["url"] + "/generate"
         try:
-            async with (
-                aiohttp.ClientSession() as session,
-                session.post(url, data=await request.read(), headers=headers) as reply,
-            ):
+            async with aiohttp.request("POST", url, data=await request.read(), headers=headers) as reply:
                 return web.Response(body=await reply.read(), status=reply.status, content_type="application/json")
         except aiohttp.ClientError:
             said = f"error sending request for url ({url}). URL: {url}"
@@ -120,3 +109,8 @@ class Router:
         """An answer of the router's own."""
         body = {"error": {"type": "x", "code": code, "message": said}}
         return web.json_response(body, status=status, headers={"X-SMG-Error-Code": code})
+
+
+def shown(worker: dict[str, Any]) -> dict[str, Any]:
+    """What the router tells of a worker."""
+    return {key: worker[key] for key in worker if key != "api_key"}

@@ -27,15 +27,14 @@ class LetterTokenizer(CharTokenizer):
         return head + "".join(lines) + ("A" if add_generation_prompt else "")
 
     def _calls(self, message):
-        return "".join(
-            f"<tool_call>{json.dumps(call['function'])}</tool_call>" for call in message.get("tool_calls", ())
-        )
+        calls = message.get("tool_calls", ())
+        return "".join(f"<tool_call>{json.dumps(call['function'])}</tool_call>" for call in calls)
 
     def ids(self, text):
         return self.encode(text)
 
 
-class ScriptedEngine(FakeEngine):
+class LineEngine(FakeEngine):
     """Gives the next line of its script, whoever asks; token i of request r has log-prob -(r + i / 1000) - 0.001."""
 
     def __init__(self, tokenizer, script):
@@ -56,34 +55,25 @@ class ScriptedEngine(FakeEngine):
             line, finish = "", "abort"
         ids = self.tokenizer.ids(line)
         return Completion(
-            id=request.id,
-            tokens=ids,
-            log_probs=[-(number + i / 1000) - 0.001 for i in range(len(ids))],
-            plain_log_probs=[-1.0] * len(ids),
-            finish=finish,
-            versions=[self.version] * len(ids),
+            id=request.id, tokens=ids, log_probs=[-(number + i / 1000) - 0.001 for i in range(len(ids))],
+            plain_log_probs=[-1.0] * len(ids), finish=finish, versions=[self.version] * len(ids),
             text=line.removesuffix("|"),
-        )
+        )  # fmt: skip
 
 
 class Client:
     """An agent's way to ask a session."""
 
     def __init__(self, session):
-        self.http = httpx.AsyncClient(
-            base_url=session.base_url,
-            headers={"authorization": f"Bearer {session.api_key}"},
-            timeout=30,
-            trust_env=False,
-        )
+        headers = {"authorization": f"Bearer {session.api_key}"}
+        self.http = httpx.AsyncClient(base_url=session.base_url, headers=headers, timeout=30, trust_env=False)
 
-    async def post(self, messages, **given):
-        payload = {"model": "policy", "messages": messages, **given}
-        return await self.http.post("/chat/completions", json=payload)
+    async def post(self, messages, **fields):
+        return await self.http.post("/chat/completions", json={"model": "policy", "messages": messages, **fields})
 
-    async def say(self, messages, **given):
-        """The message that the endpoint gives."""
-        answer = await self.post(messages, **given)
+    async def say(self, messages, **fields):
+        """The message that the endpoint returns."""
+        answer = await self.post(messages, **fields)
         assert answer.status_code == 200, answer.text
         return answer.json()["choices"][0]["message"]
 
