@@ -50,7 +50,7 @@ def no_command(name: str, commands: list[str]) -> SlimeError:
             f"slime {name}: {package} is not installed here",
             code="CFG01",
             where=f"command line: {name}",
-            why=f"{package} brings it",
+            why=f"{package} provides it",
             fix=install(name),
         )
     plugins = [info.name for info in available()]

@@ -380,7 +380,7 @@ def _refuse_redacted(data: Any, path: Path) -> None:
             code="CFG09",
             where=str(path / "config.toml"),
             why="secrets are kept out of everything that slime writes",
-            fix="bring them again: " + "   ".join(ways),
+            fix="pass them again: " + "   ".join(ways),
         )
 
 

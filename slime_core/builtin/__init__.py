@@ -112,7 +112,7 @@ def no_reward(task: str) -> ConfigError:
         where="reward",
         why="no plugin, function or rm_type implements slime_reward",
         fix="reward.custom_rm_path=my_reward.py:reward\n"
-        "reward.rm_type=TYPE   (with the plugin that brings the type: --plugin NAME)\n"
+        "reward.rm_type=TYPE   (with the plugin that provides the type: --plugin NAME)\n"
         "--plugin NAME   (a plugin that implements slime_reward)",
     )
 

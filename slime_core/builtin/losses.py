@@ -154,7 +154,7 @@ def _lacking(column: str, key: str) -> TrainerError:
     return TrainerError(
         f"the batch has no column {column}, which {key} reads",
         where=key,
-        why="no sample of the step brought it" if column == ENGINE else "the trainer did not score it",
+        why="no sample of the step has it" if column == ENGINE else "the trainer did not score it",
         fix=f"leave {key.rpartition('.')[2]} out"
         + (", or have slime_generate keep the engine's log-probs" if column == ENGINE else ""),
     )

@@ -108,7 +108,7 @@ def _trainable(sample: CoreSample, ctx: Context) -> CoreSample:
     if isinstance(reward, dict):
         reward = reward[ctx.config.reward.reward_key]
     if reward is None and ctx.config.train.loss_type != "sft_loss" and not ctx.evaluation:
-        raise ValueError(f"sample {sample.id} came back without a reward; a rollout function sets sample.reward")
+        raise ValueError(f"sample {sample.id} was returned without a reward; a rollout function sets sample.reward")
     sample.reward = None if reward is None and ctx.evaluation else float(reward or 0.0)
     return sample
 

@@ -148,7 +148,7 @@ def no_data(task: str, key: str) -> ConfigError:
         f"task {task!r} has no data" if task != "default" else "no data is named",
         code="CFG04",
         where=key,
-        fix="name a file: --prompt-data FILE.jsonl, or a plugin that brings prompts: --plugin NAME",
+        fix="name a file: --prompt-data FILE.jsonl, or a plugin that provides prompts: --plugin NAME",
     )
 
 

@@ -46,7 +46,7 @@ KEYS = {
 }
 """Hook -> the key that names one of what it brings."""
 
-BRINGS = "install the package that brings it (then: slime plugins list)"
+BRINGS = "install the package that provides it (then: slime plugins list)"
 
 KINDS: dict[str, type[Any]] = {
     "slime_engine": EngineBackend,
@@ -65,7 +65,7 @@ def engine_of(config: Config) -> EngineBackend:
     """The engine that ``rollout.rollout_engine`` names.
 
     Raises:
-        ConfigError: CFG04 no package that is installed brings it.
+        ConfigError: CFG04 no installed package provides it.
         PluginError: PLG50 to PLG57 its package does not load; PLG52 two packages bring it.
     """
     return named("slime_engine", config.rollout.rollout_engine, config.plugins, EngineBackend)
@@ -98,9 +98,11 @@ def backend_problems(config: Config) -> Iterator[Problem]:
         yield from backend.rules(config)
         library, name = backend.library, key.rpartition(".")[2]
         if library and (find_spec(library.partition(".")[0]) is None or find_spec(library) is None):
-            mend = install_line(backend.name) if backend.name in BROUGHT_BY else f"pip install what brings {library}"
+            remedy = (
+                install_line(backend.name) if backend.name in BROUGHT_BY else f"pip install the package of {library}"
+            )
             message = f"{name} = {backend.name}, but {library} is not installed here"
-            yield conflict(message, [key], fix=f"{mend}   or leave {name} out")
+            yield conflict(message, [key], fix=f"{remedy}   or leave {name} out")
 
 
 def implied(config: Config) -> tuple[str, ...]:
@@ -145,7 +147,7 @@ def _unusable(error: PluginError, what: str, key: str) -> PluginError:
 def twice(hook: str, name: str, origins: Sequence[str]) -> PluginError:
     """That several packages bring a backend of one name."""
     return PluginError(
-        f"{KEYS[hook]} = {name} is brought by {' and by '.join(origins)}",
+        f"{KEYS[hook]} = {name} is provided by {' and by '.join(origins)}",
         code="PLG52",
         where=KEYS[hook],
         why="neither is taken: which one would run is a matter of chance",
@@ -176,7 +178,7 @@ def missing(hook: str, name: str, packages: Sequence[str]) -> ConfigError:
         return absent(f"{key} = {name}", name, key)
     names = [*packages, *(other for other in BROUGHT_BY if is_installed(other))]
     return ConfigError(
-        f"{key} = {name}: no package that is installed brings it",
+        f"{key} = {name}: no installed package provides it",
         code="CFG04",
         where=key,
         why=f"there are: {', '.join(packages)}, and those of installed plugins",
@@ -188,7 +190,7 @@ def absent(what: str, name: str, where: str) -> ConfigError:
     """That a plugin of slime's own repository is not installed."""
     package = PACKAGES[name]
     message = f"{what}: {package} is not installed here"
-    return ConfigError(message, code="CFG04", where=where, why=f"{package} brings it", fix=install(name))
+    return ConfigError(message, code="CFG04", where=where, why=f"{package} provides it", fix=install(name))
 
 
 def install(name: str) -> str:

@@ -131,7 +131,9 @@ def find(name: str) -> PluginInfo:
         hint = nearest(name, names)
         folders = " ".join(f"-e plugins/{folder}" for folder in OURS.get(name, ()))
         install = f"pip install {folders}   in a clone of slime" if folders else ""
-        others = f"install the package that brings it (then: slime plugins list), or name a file: --plugin ./{name}.py"
+        others = (
+            f"install the package that provides it (then: slime plugins list), or name a file: --plugin ./{name}.py"
+        )
         raise PluginError(
             f"no plugin named '{name}' is installed",
             code="PLG51",

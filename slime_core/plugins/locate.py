@@ -89,7 +89,7 @@ def _from_module(name: str, path: str, key: str) -> ModuleType:
                 code="PLG51",
                 where=key,
                 why="it is neither installed nor in the current folder",
-                fix=f"pip install what brings it, or name a file: {key}=file.py:function",
+                fix=f"pip install its package, or name a file: {key}=file.py:function",
             ) from error
         raise _broken(error, path, key) from error
     except (Exception, SystemExit, KeyboardInterrupt) as error:
@@ -104,7 +104,7 @@ def _missing_fix(module: str) -> str:
         return "import only the modules in docs/compat.md, or copy what is missing into the function's file"
     if top in FOLDERS:
         return f"put the folder that holds {top}/ on PYTHONPATH: export PYTHONPATH=FOLDER"
-    return f"install what brings the module {top}"
+    return f"install the package of the module {top}"
 
 
 def _broken(error: BaseException, path: str, key: str) -> PluginError:

@@ -39,8 +39,8 @@ def same_groups(impl: HookImpl, done: Any, issued: list[Group], about: str) -> d
     missing = [group.id for group in issued if group.id not in by_id]
     if missing or len(by_id) != len(groups) or len(by_id) != len(issued):
         message = f"returned {len(groups)} groups, not the {len(issued)} it was given,"
-        reason = f"missing: {', '.join(missing[:5])}" if missing else "a group came twice or was never issued"
-        fix = "return every group, with the prompt it came with"
+        reason = f"missing: {', '.join(missing[:5])}" if missing else "a group was returned twice or never issued"
+        fix = "return every group, with its prompt"
         raise wrong(impl, message, about, code="PLG59", why=reason, fix=fix)
     return by_id
 

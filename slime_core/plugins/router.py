@@ -117,7 +117,7 @@ class Registry:
         """
         if name not in self.entries:
             names, key = tuple(sorted(self.entries)), key or self.key
-            others = "load the plugin that brings it: --plugin NAME (installed: slime plugins list)"
+            others = "load the plugin that provides it: --plugin NAME (installed: slime plugins list)"
             raise ConfigError(
                 f"unknown {self.kind} '{name}'",
                 code="CFG04",
@@ -305,7 +305,7 @@ def owners_of(config: Config, loaded: Mapping[str, LoadedPlugin]) -> dict[str, s
         sources = [name for name, plugin in loaded.items() if "slime_prompts" in plugin.hooks]
         if len(sources) > 1:
             raise PluginError(
-                f"plugins {' and '.join(sources)} both bring prompts, and no task says which is meant",
+                f"plugins {' and '.join(sources)} both provide prompts, and no task names one of them",
                 code="PLG52",
                 where="data",
                 fix="\n".join(f'[[data.tasks]] name = "{name}", plugin = "{name}"' for name in sources),

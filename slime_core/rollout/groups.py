@@ -228,7 +228,7 @@ def check_group(group: Group, issued: Mapping[int, str], vocab_size: int) -> Non
         )
     if set(group.rollouts) != set(issued):
         raise EngineError(
-            f"group {group.id} came back with rollouts {sorted(group.rollouts)}, not {sorted(issued)}",
+            f"group {group.id} was returned with rollouts {sorted(group.rollouts)}, not {sorted(issued)}",
             code="ENG82",
             where=f"group {group.id}",
             fix="keep every rollout id; a rollout that failed keeps its sample with status FAILED",

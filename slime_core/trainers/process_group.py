@@ -58,7 +58,7 @@ def open_rendezvous(host: str, world: int) -> str:
 def _store(world: int, rendezvous: str | Path | None) -> Any:
     stores: Any = dist
     if rendezvous is None and world > 1:
-        raise TrainerError(f"{world} ranks need a place to meet")
+        raise TrainerError(f"{world} ranks need a rendezvous address")
     if str(rendezvous).startswith(TCP):
         address = str(rendezvous)
         host, _, port = address.removeprefix(TCP).rpartition(":")

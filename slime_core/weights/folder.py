@@ -274,7 +274,7 @@ def _refuse_remote_code(folder: Path, model_type: str) -> None:
         native = model_type in CONFIG_MAPPING
         instead = f"\nor delete auto_map from {name}: transformers knows {model_type} itself" if native else ""
         raise DataError(
-            f"{name} asks to run Python code that the model brings: {code}",
+            f"{name} requires Python code from the model folder: {code}",
             code="TOK45",
             where=str(folder / name),
             why="code from a model is not run unless you say so",

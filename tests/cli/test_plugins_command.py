@@ -118,7 +118,7 @@ def test_a_plugin_that_is_not_installed_gets_the_nearest_name(cli, install_plugi
     assert done.code == 4
     assert "PLG51" in done.err
     assert "did you mean 'kernelbench'?" in done.err
-    assert "install the package that brings it" in done.err
+    assert "install the package that provides it" in done.err
 
 
 def test_check_keeps_a_record_of_every_promise(cli, install_plugin):

@@ -31,8 +31,8 @@ def test_other_flags_of_optimizer_offload_reach_megatron():
 @pytest.mark.parametrize(
     ("table", "code", "words"),
     [
-        pytest.param({"use_distributed_optimizer": False}, "CFG04", "brings it", id="shared"),
-        pytest.param({ENGINE: False}, "CFG04", "brings it", id="masters"),
+        pytest.param({"use_distributed_optimizer": False}, "CFG04", "provides it", id="shared"),
+        pytest.param({ENGINE: False}, "CFG04", "provides it", id="masters"),
         pytest.param({"optimizer_offload_fraction": 0.0}, "CFG03", "above 0, up to 1", id="nothing"),
         pytest.param({"optimizer_offload_fraction": 1.5}, "CFG03", "above 0, up to 1", id="more than all"),
         pytest.param({"exp_avg_dtype": "bf16"}, "CFG04", "leave exp_avg_dtype out", id="moments"),

@@ -76,7 +76,7 @@ def test_a_plugin_must_be_the_one_that_is_loaded(tmp_path, install_plugin):
     loaded = SimpleNamespace(names=("mine",))
     wheel = write_wheel(tmp_path, plugins=("mine", "other"))
     assert check_travelling(config_of(wheel), loaded) == [
-        f"notice: {wheel.name} brings the plugin other, which the run does not use",
+        f"notice: {wheel.name} contains the plugin other, which the run does not use",
         "plugins that travel: mine",
     ]
     with pytest.raises(ConfigError, match=r"dist-mine==2\.0 is in the wheel, dist-mine==1\.0 is installed") as told:

@@ -99,7 +99,7 @@ def teacher_column(batch: Batch, train: Any) -> NDArray[Any]:
         raise TrainerError(
             "distillation has no teacher's log-probs",
             where=f"step {batch.version}",
-            why="train.teacher_load is empty, or an engine's, and not every sample brings teacher_log_probs",
+            why="train.teacher_load is empty, or an engine's, and not every sample has teacher_log_probs",
             fix="name the teacher: --teacher-load DIR   or fill sample.teacher_log_probs in slime_generate",
         )
     return batch.columns["teacher_log_probs"]

@@ -104,7 +104,7 @@ class Senders:
         classes: Mapping[str, Callable[[Any], Any]] = getattr(backend, field)
         if name not in classes:
             raise TrainerError(
-                f"rollout_engine = {backend.name} brings no {name}, which its WeightRoute names",
+                f"rollout_engine = {backend.name} provides no {name}, which its WeightRoute names",
                 where=f"EngineBackend.{field}",
             )
         return classes[name]

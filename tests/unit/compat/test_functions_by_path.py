@@ -76,7 +76,7 @@ def test_a_file_that_cannot_be_imported_is_told_with_its_line(write, source, wha
     [
         ("from slime.backends.megatron_utils import loss\n", "docs/compat.md"),
         ("from examples.geo3k import x\n", "PYTHONPATH"),
-        ("import no_such_package.part\n", "install what brings the module no_such_package"),
+        ("import no_such_package.part\n", "install the package of the module no_such_package"),
     ],
 )
 def test_the_fix_of_a_missing_module_names_no_strangers_package(by, connect, source, fix):

@@ -188,7 +188,7 @@ def test_a_rollout_function_makes_a_whole_step_by_slimes_own_tools(write, connec
     ("body", "code", "told"),
     [
         ("return data_buffer.get_samples(1)", "PLG59", "main/5"),
-        ("return data_buffer.get_samples(2)", "PLG56", "came back without a reward"),
+        ("return data_buffer.get_samples(2)", "PLG56", "was returned without a reward"),
         ("return data_buffer.get_samples(3)", "PLG56", "rollout_batch_size"),
         ("return 5", "PLG56", "return a list of groups"),
     ],

@@ -119,7 +119,7 @@ def test_a_backend_that_is_not_installed_is_refused_with_the_package_that_brings
     monkeypatch.setattr(backends, "is_installed", lambda _: False)
     recipe()
     error = refused(None, flag, name)
-    assert (error.code, error.why) == ("CFG04", f"slime-{name} brings it")
+    assert (error.code, error.why) == ("CFG04", f"slime-{name} provides it")
     assert f"slime-{name} is not installed here" in error.what
     assert error.fix.startswith(f"pip install -e plugins/slime_{name}")
 
@@ -129,7 +129,7 @@ def test_a_rollout_buffer_without_its_package_is_refused_with_the_line_that_inst
     monkeypatch.setattr(backends, "is_installed", lambda name: name != "buffer" and real(name))
     recipe()
     error = refused(None, "--rollout-buffer-url", "http://127.0.0.1:9")
-    assert (error.code, error.why) == ("CFG04", "slime-buffer brings it")
+    assert (error.code, error.why) == ("CFG04", "slime-buffer provides it")
     assert error.fix.startswith("pip install -e plugins/slime_buffer")
 
 
@@ -146,7 +146,7 @@ def test_a_backend_that_nobody_brings_gets_the_nearest_name(recipe, refused):
     recipe()
     error = refused(None, "--rollout-engine", "sglng")
     assert (error.code, error.fix) == ("CFG04", "did you mean 'sglang'?")
-    assert "no package that is installed brings it" in error.what
+    assert "no installed package provides it" in error.what
 
 
 def test_all_conflicts_are_listed_at_once_with_their_lines(recipe, refused):

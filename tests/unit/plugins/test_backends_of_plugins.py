@@ -141,7 +141,7 @@ def test_a_plugin_that_brings_a_name_of_the_core_is_refused(install_plugin, hook
     )
     error = refused(PluginError, "--plugin", "taken")
     assert (error.code, error.where) == ("PLG52", backends.KEYS[hook])
-    assert f"{name} is brought by slime-rl and by dist-taken==1.0" in error.what
+    assert f"{name} is provided by slime-rl and by dist-taken==1.0" in error.what
 
 
 def test_two_plugins_of_a_run_that_bring_one_name_are_both_named(install_plugin):
@@ -149,7 +149,7 @@ def test_two_plugins_of_a_run_that_bring_one_name_are_both_named(install_plugin)
     install_plugin("other", engine("same"))
     error = refused(PluginError, "--plugin", "one", "--plugin", "other")
     assert error.code == "PLG52"
-    assert "same is brought by dist-one==1.0 and by dist-other==1.0" in error.what
+    assert "same is provided by dist-one==1.0 and by dist-other==1.0" in error.what
     assert "load one of the two" in error.fix
 
 
@@ -244,7 +244,7 @@ def test_a_backend_whose_library_is_missing_is_refused_with_what_is_missing(inst
     install_plugin("far_engine", engine("far_engine", "section=Section", 'library="far.away"'))
     error = refused(ConfigError, "--rollout-engine", "far_engine")
     assert (error.code, error.what) == ("CFG04", "rollout_engine = far_engine, but far.away is not installed here")
-    assert error.fix == "pip install what brings far.away   or leave rollout_engine out"
+    assert error.fix == "pip install the package of far.away   or leave rollout_engine out"
 
 
 def test_a_backend_is_asked_for_once_while_nothing_else_is_installed(install_plugin):

@@ -213,7 +213,7 @@ def test_the_supervised_loss_is_the_negative_log_prob(load):
     ("answer", "why"),
     [
         ("[]", "missing: main/3"),
-        ("groups * 2", "came twice"),
+        ("groups * 2", "returned twice"),
         ("[*groups, slime_core.Group(prompt=slime_core.Prompt(id='x'), samples=[], rollouts={})]", "never issued"),
     ],
     ids=["lost", "doubled", "invented"],

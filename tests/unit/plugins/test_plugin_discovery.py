@@ -52,7 +52,7 @@ def test_an_unknown_name_gets_the_nearest_and_a_pip_hint(install_plugin):
         find("kernelbnch")
     assert caught.value.code == "PLG51"
     assert "did you mean 'kernelbench'?" in caught.value.fix
-    assert "install the package that brings it" in caught.value.fix
+    assert "install the package that provides it" in caught.value.fix
     assert "pip install" not in caught.value.fix, "a package of that name would be a stranger's"
     assert "kernelbench" in caught.value.why
 

@@ -70,7 +70,7 @@ def _offload(options: Values, device: str) -> list[Problem]:
     for flag in ("use_distributed_optimizer", "use_precision_aware_optimizer"):
         if optimizer.get(flag) is False:
             message = f"megatron.{flag} = false goes with no {OFFLOAD}"
-            problems.append(_problem(flag, message, reason, f"leave {flag} out: --optimizer-cpu-offload brings it"))
+            problems.append(_problem(flag, message, reason, f"leave {flag} out: --optimizer-cpu-offload provides it"))
     share = optimizer.get("optimizer_offload_fraction", 1.0)
     if not 0 < share <= 1:
         message = f"megatron.optimizer_offload_fraction = {show(share)} is out of range"

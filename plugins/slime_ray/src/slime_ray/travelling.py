@@ -87,13 +87,13 @@ def check_travelling(config: Config, plugins: Plugins) -> list[str]:
     for wheel in map(read_wheel, _wheels(config)):
         for name in wheel.plugins:
             if name not in plugins.names:
-                lines.append(f"notice: {wheel.path.name} brings the plugin {name}, which the run does not use")
+                lines.append(f"notice: {wheel.path.name} contains the plugin {name}, which the run does not use")
                 continue
             names.add(name)
             local = find(name)
             if (local.distribution, local.version) != (wheel.name, wheel.version):
                 raise ConfigError(
-                    f"{wheel.path.name} brings another {name} than this process has loaded",
+                    f"{wheel.path.name} contains another {name} than the one this process has loaded",
                     code="CFG19",
                     where=f"{KEY}: {wheel.path}",
                     why=f"{wheel.name}=={wheel.version} is in the wheel, {local.requirement} is installed here",

@@ -333,9 +333,9 @@ class Gateway:
                 await self._rise()
             except (SlimeError, OSError, TimeoutError) as error:
                 message = error.what if isinstance(error, SlimeError) else repr(error)
-                self._note(f"SGLang's router did not come back: {message}")
+                self._note(f"SGLang's router did not restart: {message}")
                 continue
-            self._note("SGLang's router serves again")
+            self._note("SGLang's router has restarted")
             return True
         await self.process.stop(grace=0)
         self._lose(

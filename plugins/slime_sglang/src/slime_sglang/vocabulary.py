@@ -46,7 +46,7 @@ async def check_vocabulary(client: Client, facts: Mapping[str, Any], *, vocab_si
     names = f"it serves {_named(facts, 'model_path')}", f"the trainer's is {getattr(tokenizer, 'name_or_path', '')!r}"
     size = await _size(client)
     if size is None:
-        _say(client, "size of its vocabulary", "it does not tell the range of ids")
+        _say(client, "size of its vocabulary", "it does not report the range of ids")
     elif size != vocab_size:
         raise EngineError(
             f"SGLang server {client.address.number} has {size} token ids, and the trainer's model {vocab_size}",

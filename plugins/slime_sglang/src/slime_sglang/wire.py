@@ -61,7 +61,7 @@ def meta(answer: Any, where: str) -> dict[str, Any]:
     info = answer.get("meta_info") if isinstance(answer, dict) else None
     if not isinstance(info, dict) or not isinstance(answer.get("output_ids"), list):
         raise fault(
-            "the answer is none of SGLang's /generate",
+            "the answer is not one of SGLang's /generate",
             "ENG71",
             where,
             running=True,

@@ -260,4 +260,4 @@ class Store:
     def _require_room(self, run: str) -> None:
         ((count,),) = self._rows("SELECT count(*) FROM groups WHERE run = ? AND unread = 1", run)
         if count >= self._limits.unread:
-            raise QueueFull("groups that nobody has read", count)
+            raise QueueFull("unread groups", count)

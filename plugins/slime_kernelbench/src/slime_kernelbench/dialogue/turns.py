@@ -183,7 +183,7 @@ def problem_of(group: Group) -> KernelProblem:
         f"the prompt of group {group.id} names no problem",
         code="DAT18",
         where=group.prompt.where or group.id,
-        why='a row brings metadata = {"problem": {"id": ..., "name": ..., "source": ...}}',
+        why='a row has metadata = {"problem": {"id": ..., "name": ..., "source": ...}}',
         fix="plugin.kernelbench.problems = FILE, which reads KernelBench's rows, in place of data.prompt_data",
     )
 
