@@ -21,7 +21,7 @@ def advantages(batch: Batch, train: Any) -> Columns:
     from slime_core.algorithms.shared.rewards import discount, rewards_less_kl
     from slime_core.algorithms.shared.terms import role_column
 
-    own, returns = gae(
+    values, returns = gae(
         rewards_less_kl(batch, train),
         role_column(batch, "values"),
         batch.loss_mask,
@@ -29,7 +29,7 @@ def advantages(batch: Batch, train: Any) -> Columns:
         discount(batch, train, train.gae_gamma),
         discount(batch, train, train.gae_lambda),
     )
-    return {"advantages": own, "returns": returns.astype(np.float32)}
+    return {"advantages": values, "returns": returns.astype(np.float32)}
 
 
 def _conflicts(config: Any) -> Iterator[Problem]:

@@ -40,8 +40,8 @@ def _policy_needs(train: Any) -> frozenset[Role]:
     several = train.num_steps_per_rollout > 1 or train.global_batch_size > 0
     reads_own = not train.use_rollout_logprobs or train.use_tis or train.use_rs or train.rs_veto_threshold > 0
     policy = (several and reads_own) or (train.use_tis and train.tis_batch_normalize)
-    wanted: dict[Role, bool] = {"policy": policy, "reference": train.kl_loss_coef > 0}
-    return frozenset(role for role, needed in wanted.items() if needed)
+    roles: dict[Role, bool] = {"policy": policy, "reference": train.kl_loss_coef > 0}
+    return frozenset(role for role, needed in roles.items() if needed)
 
 
 def _policy_local(train: Any) -> bool:
@@ -118,9 +118,9 @@ def _correct(
         metrics = corrections.mismatch(trainer, engine, mask)
         gap = corrections.engine_gap(trainer, engine, mask)
         if train.use_tis:
-            found = _weights(gap, mask, sample, train)
-            weights = found.value / columns[MEAN_WEIGHT] if train.tis_batch_normalize else found.value
-            metrics |= {"tis_weight": weights, "tis_clip_fraction": found.clipped, "ratio_overflow": found.overflow}
+            tis = _weights(gap, mask, sample, train)
+            weights = tis.value / columns[MEAN_WEIGHT] if train.tis_batch_normalize else tis.value
+            metrics |= {"tis_weight": weights, "tis_clip_fraction": tis.clipped, "ratio_overflow": tis.overflow}
         if train.use_rs:
             low, high = train.rs_lower_bound, train.rs_upper_bound
             rejected = corrections.rejected(gap, mask, sample, level=train.rs_level, lower=low, upper=high)

@@ -38,8 +38,8 @@ def token_weights(
         ValueError: another mode.
     """
     mask = np.asarray(loss_mask, dtype=np.float64)
-    each = _weights(mask, rollout_of_token, rollouts, mode, divisor)
-    return np.asarray(mask * each, dtype=np.float32)
+    weights = _weights(mask, rollout_of_token, rollouts, mode, divisor)
+    return np.asarray(mask * weights, dtype=np.float32)
 
 
 def sample_weights(

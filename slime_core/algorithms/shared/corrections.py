@@ -55,8 +55,8 @@ def at_level(gap: torch.Tensor, mask: torch.Tensor, sample: torch.Tensor | None,
         raise ValueError(f"correction level {level!r} is none of {LEVELS}")
     if level == "token":
         return gap
-    found = over_sequence(gap, mask, sample, mean=level == "geometric").to(gap.dtype)
-    return torch.where(mask > 0, found, 0)
+    level_gap = over_sequence(gap, mask, sample, mean=level == "geometric").to(gap.dtype)
+    return torch.where(mask > 0, level_gap, 0)
 
 
 def importance_weights(
@@ -124,8 +124,8 @@ def rejected(
     lower = lower or 1 / upper
     if lower > upper:
         raise ValueError(f"rejection keeps ratios within {lower} and {upper}, so none")
-    found = at_level(gap, mask, sample, level)
-    return ((found > math.log(upper)) | (found < math.log(lower))) & (mask > 0)
+    level_gap = at_level(gap, mask, sample, level)
+    return ((level_gap > math.log(upper)) | (level_gap < math.log(lower))) & (mask > 0)
 
 
 def vetoed(gap: torch.Tensor, mask: torch.Tensor, sample: torch.Tensor | None, threshold: float) -> torch.Tensor:

@@ -66,20 +66,20 @@ def token_rewards(
     end = _ends(trained, sample_of_token)
     scalar = ~np.isin(sample_of_token[end], [*(by_token or {}), *(by_turn or {})])
     out[end[scalar]] = np.asarray(reward, dtype=np.float64)[sample_of_token[end[scalar]]]
-    for sample, given in (by_token or {}).items():
-        mine = _tokens(sample, sample_of_token)
-        _same(len(given), mine.stop - mine.start, f"sample {sample} has {len(given)} token rewards for", "tokens")
-        cause = np.maximum.accumulate(np.where(trained[mine], np.arange(len(given)), -1))
+    for sample, values in (by_token or {}).items():
+        part = _tokens(sample, sample_of_token)
+        _same(len(values), part.stop - part.start, f"sample {sample} has {len(values)} token rewards for", "tokens")
+        cause = np.maximum.accumulate(np.where(trained[part], np.arange(len(values)), -1))
         caused = cause >= 0
-        np.add.at(out[mine], cause[caused], np.asarray(given, dtype=np.float64)[caused])
-    for sample, given in (by_turn or {}).items():
-        mine = _tokens(sample, sample_of_token)
-        turns = turn[mine]
-        if not trained[mine].any():
+        np.add.at(out[part], cause[caused], np.asarray(values, dtype=np.float64)[caused])
+    for sample, values in (by_turn or {}).items():
+        part = _tokens(sample, sample_of_token)
+        turns = turn[part]
+        if not trained[part].any():
             continue
-        _same(len(given), int(turns.max()) + 1, f"sample {sample} has {len(given)} turn rewards for", "turns")
+        _same(len(values), int(turns.max()) + 1, f"sample {sample} has {len(values)} turn rewards for", "turns")
         last = np.flatnonzero((turns >= 0) & (np.append(turns[1:], -1) != turns))
-        out[mine][last] = np.asarray(given, dtype=np.float64)
+        out[part][last] = np.asarray(values, dtype=np.float64)
     return out
 
 
@@ -94,9 +94,9 @@ def _tokens(sample: int, sample_of_token: Ints) -> slice:
     return slice(*np.searchsorted(sample_of_token, [sample, sample + 1]).tolist())
 
 
-def _same(given: int, wanted: int, what: str, unit: str) -> None:
-    if given != wanted:
-        raise ValueError(f"{what} {wanted} {unit}")
+def _same(count: int, expected: int, what: str, unit: str) -> None:
+    if count != expected:
+        raise ValueError(f"{what} {expected} {unit}")
 
 
 def discounts(loss_mask: NDArray[np.float32], sample_of_token: Ints, factor: float, level: str) -> Floats:
@@ -163,9 +163,9 @@ def group_credit(
     units = np.concatenate([of_unit, np.asarray(total, dtype=np.float64)[silent]])
     sample_of_unit = np.concatenate([sample[begins], silent])
     turn_of_unit = np.concatenate([turn[rows][begins], np.zeros(len(silent), dtype=np.int64)])
-    found = compare(units, *_cells(np.asarray(group), np.asarray(rollout), sample_of_unit, turn_of_unit))
+    comparison = compare(units, *_cells(np.asarray(group), np.asarray(rollout), sample_of_unit, turn_of_unit))
     out = np.zeros(len(sample_of_token), dtype=np.float32)
-    out[rows] = Comparison(found.baseline[unit], found.scale[unit]).of(value)
+    out[rows] = Comparison(comparison.baseline[unit], comparison.scale[unit]).of(value)
     return out
 
 

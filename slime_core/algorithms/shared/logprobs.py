@@ -73,12 +73,12 @@ class Head:
 class HeadGradients:
     """Gradients of hidden states, output matrix and bias, added up block by block in float32."""
 
-    def __init__(self, hidden: Tensor, head: Head, wanted: tuple[bool, ...]) -> None:
+    def __init__(self, hidden: Tensor, head: Head, needs: tuple[bool, ...]) -> None:
         sums = torch.promote_types(hidden.dtype, torch.float32)
         self.head = head
-        self.hidden = torch.empty_like(hidden) if wanted[0] else None
-        self.weight = torch.empty_like(head.weight, dtype=sums) if wanted[1] else None
-        self.bias = torch.zeros_like(head.bias, dtype=sums) if head.bias is not None and wanted[2] else None
+        self.hidden = torch.empty_like(hidden) if needs[0] else None
+        self.weight = torch.empty_like(head.weight, dtype=sums) if needs[1] else None
+        self.bias = torch.zeros_like(head.bias, dtype=sums) if head.bias is not None and needs[2] else None
         self._started = False
 
     def add(self, d_logits: Tensor, hidden: Tensor, part: slice) -> None:
@@ -95,10 +95,10 @@ class HeadGradients:
         """Gradients in the dtypes of what they are of, times ``scale``; they are given away."""
         if self.weight is not None and not self._started:
             self.weight.zero_()
-        found = self.hidden, self.weight, self.bias
+        hidden, weight, bias = self.hidden, self.weight, self.bias
         self.hidden = self.weight = self.bias = None
-        wanted = self.head.weight.dtype
-        return _scaled(found[0], wanted, scale), _scaled(found[1], wanted, scale), _scaled(found[2], wanted, scale)
+        dtype = self.head.weight.dtype
+        return _scaled(hidden, dtype, scale), _scaled(weight, dtype, scale), _scaled(bias, dtype, scale)
 
 
 def _scaled(tensor: Tensor | None, dtype: torch.dtype, scale: Tensor | None) -> Tensor | None:
@@ -154,7 +154,7 @@ def softmax(logits: Tensor, target: Tensor, inverse: Tensor | None) -> Softmax:
 
         return Softmax(*statistics(logits, target, inverse))
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    found = Softmax(*(logits.new_empty(len(logits), dtype=dtype) for _ in range(4)))
+    soft = Softmax(*(logits.new_empty(len(logits), dtype=dtype) for _ in range(4)))
     for part in _parts(logits, dtype):
         rows = logits[part]
         peak = rows.amax(1).to(dtype)
@@ -166,9 +166,9 @@ def softmax(logits: Tensor, target: Tensor, inverse: Tensor | None) -> Softmax:
         chosen = shifted.gather(1, target[part, None])[:, 0]
         mean = shifted.mul_(exps).sum(1).div_(total)
         log_total = total.log()
-        for kept, values in zip(found, (chosen - log_total, log_total - mean, peak, total)):
-            kept[part] = values
-    return found
+        for column, values in zip(soft, (chosen - log_total, log_total - mean, peak, total)):
+            column[part] = values
+    return soft
 
 
 def gradient_(
@@ -183,13 +183,13 @@ def gradient_(
         return
     dtype = torch.promote_types(logits.dtype, torch.float32)
     scale = inverse if inverse is not None else torch.ones_like(soft.total)
-    own = (d_log_probs if d_log_probs is not None else torch.zeros_like(scale)) * scale
+    direct = (d_log_probs if d_log_probs is not None else torch.zeros_like(scale)) * scale
     for part in _parts(logits, dtype):
         rows, at = logits[part], target[part, None]
         shifted = rows - soft.peak[part, None]
         if inverse is not None:
             shifted *= inverse[part, None]
-        factor = -own[part, None] / soft.total[part, None]
+        factor = -direct[part, None] / soft.total[part, None]
         if d_entropy is None:
             exps = shifted.exp_()
         else:
@@ -197,7 +197,7 @@ def gradient_(
             slope = d_entropy[part, None] * scale[part, None] / soft.total[part, None]
             offset = soft.entropy[part, None] - soft.total[part, None].log()
             factor = shifted.add_(offset).mul_(-slope).add_(factor)
-        chosen = exps.gather(1, at) * (factor if d_entropy is None else factor.gather(1, at)) + own[part, None]
+        chosen = exps.gather(1, at) * (factor if d_entropy is None else factor.gather(1, at)) + direct[part, None]
         torch.mul(exps, factor, out=rows)
         rows.scatter_(1, at, chosen.to(rows.dtype))
 
@@ -224,8 +224,8 @@ class _LinearLogProbs(torch.autograd.Function):
         soft = Softmax(*(hidden.new_empty(len(hidden), dtype=dtype) for _ in range(4)))
         room = head.room(parts[0].stop if parts else 0)
         for part in parts:
-            for kept, found in zip(soft, head.softmax(head.logits(hidden[part], room), part)):
-                kept[part] = found
+            for column, values in zip(soft, head.softmax(head.logits(hidden[part], room), part)):
+                column[part] = values
         ctx.save_for_backward(hidden, weight, bias, target, inverse, *soft)
         ctx.parts = parts
         ctx.set_materialize_grads(False)
@@ -241,8 +241,8 @@ class _LinearLogProbs(torch.autograd.Function):
         room = head.room(ctx.parts[0].stop if ctx.parts else 0)
         for part in ctx.parts:
             logits = head.logits(hidden[part], room)
-            mine = [grad[part] if grad is not None else None for grad in grads]
-            head.gradient_(logits, part, Softmax(*(values[part] for values in soft)), *mine)
+            block = [grad[part] if grad is not None else None for grad in grads]
+            head.gradient_(logits, part, Softmax(*(values[part] for values in soft)), *block)
             gradients.add(logits, hidden[part], part)
             del logits
         del room  # before the sums are copied to the weights' dtype

@@ -49,12 +49,12 @@ def importance_ratio(
     if level not in LEVELS:
         raise ValueError(f"importance level {level!r} is none of {LEVELS}")
     log_ratio = torch.where(mask > 0, log_probs - old_log_probs, 0)
-    own = log_ratio
+    level_ratio = log_ratio
     if level != "token":
-        own = over_sequence(log_ratio, mask, sample, mean=True).to(log_ratio.dtype)
+        level_ratio = over_sequence(log_ratio, mask, sample, mean=True).to(log_ratio.dtype)
         if level == "sequence_token":
-            own = own.detach() + (log_ratio - log_ratio.detach())
-    value, overflow = bounded_exp(own)
+            level_ratio = level_ratio.detach() + (log_ratio - log_ratio.detach())
+    value, overflow = bounded_exp(level_ratio)
     return Ratio(value, log_ratio, overflow)
 
 

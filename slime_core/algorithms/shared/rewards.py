@@ -78,19 +78,19 @@ def given_rewards(batch: Batch) -> tuple[NDArray[np.float64], NDArray[np.float64
         sample_id = batch.sample_ids[sample]
         name = _which(metadata, sample_id)
         if name:
-            given = _numbers(metadata[name], name, sample_id)
-            wanted, unit = (batch.response_lengths, "response tokens") if name == BY_TOKEN else (turns, "turns")
-            if len(given) != wanted[sample] and turns[sample]:
+            values = _numbers(metadata[name], name, sample_id)
+            counts, unit = (batch.response_lengths, "response tokens") if name == BY_TOKEN else (turns, "turns")
+            if len(values) != counts[sample] and turns[sample]:
                 raise TrainerError(
-                    f"sample {sample_id} has {len(given)} entries of {name} and {wanted[sample]} {unit}",
+                    f"sample {sample_id} has {len(values)} entries of {name} and {counts[sample]} {unit}",
                     code="TRN102",
                     where=f"sample {sample_id}",
                     why="a turn is a maximal run of tokens with loss_mask 1" if name == BY_TURN else "",
                     fix="give one a turn that trains, or token_rewards" if name == BY_TURN else "",
                 )
-            total[sample] = float(np.sum(given))
+            total[sample] = float(np.sum(values))
             if turns[sample]:
-                lists[name][sample] = given
+                lists[name][sample] = values
     rewards = token_rewards(
         batch.reward, batch.loss_mask, sample_of_token, by_token=lists[BY_TOKEN], by_turn=lists[BY_TURN]
     )
@@ -99,8 +99,8 @@ def given_rewards(batch: Batch) -> tuple[NDArray[np.float64], NDArray[np.float64
 
 def _which(metadata: Any, sample_id: str) -> str:
     """``token_rewards``, ``turn_rewards`` or neither."""
-    found = [name for name in (BY_TOKEN, BY_TURN) if metadata and metadata.get(name) is not None]
-    if len(found) > 1:
+    names = [name for name in (BY_TOKEN, BY_TURN) if metadata and metadata.get(name) is not None]
+    if len(names) > 1:
         raise TrainerError(
             f"sample {sample_id} has token_rewards and turn_rewards",
             code="TRN102",
@@ -108,12 +108,12 @@ def _which(metadata: Any, sample_id: str) -> str:
             why="each says what the whole sample earns",
             fix="give one of them in train_metadata",
         )
-    return found[0] if found else ""
+    return names[0] if names else ""
 
 
-def _numbers(given: Any, name: str, sample_id: str) -> Sequence[float]:
+def _numbers(entries: Any, name: str, sample_id: str) -> Sequence[float]:
     try:
-        values = np.asarray(given, dtype=np.float64)
+        values = np.asarray(entries, dtype=np.float64)
     except (TypeError, ValueError):
         values = np.full(1, np.nan)
     if values.ndim != 1 or not np.isfinite(values).all():

@@ -52,12 +52,12 @@ def _gradient(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < vocab
     scale = tl.load(inverse + row)
-    own = tl.load(d_log_prob + row)
+    direct = tl.load(d_log_prob + row)
     place = logits + row * stride + columns
     x = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     log_p = (x - tl.load(peak + row)) * scale - tl.log(tl.load(total + row))
-    slope = own + tl.load(d_entropy + row) * (log_p + tl.load(entropy + row))
-    grad = tl.where(columns == tl.load(target + row), own, 0.0) - tl.exp(log_p) * slope
+    slope = direct + tl.load(d_entropy + row) * (log_p + tl.load(entropy + row))
+    grad = tl.where(columns == tl.load(target + row), direct, 0.0) - tl.exp(log_p) * slope
     tl.store(place, (grad * scale).to(logits.dtype.element_ty), mask=inside)
 
 
@@ -70,11 +70,11 @@ def statistics(logits: Tensor, target: Tensor, inverse: Tensor | None) -> tuple[
         inverse: [n], 1 / temperature; None is 1
     """
     rows, vocab = logits.shape
-    found = logits.new_empty(4, rows, dtype=torch.float32)
+    columns = logits.new_empty(4, rows, dtype=torch.float32)
     if rows:
-        scale = _whole(inverse, found[0], 1.0)
-        _statistics[(rows,)](logits, target, scale, *found, vocab, logits.stride(0), BLOCK=COLUMNS, num_warps=WARPS)
-    return found[0], found[1], found[2], found[3]
+        scale = _whole(inverse, columns[0], 1.0)
+        _statistics[(rows,)](logits, target, scale, *columns, vocab, logits.stride(0), BLOCK=COLUMNS, num_warps=WARPS)
+    return columns[0], columns[1], columns[2], columns[3]
 
 
 def gradient_(
