@@ -46,21 +46,21 @@ class FrameSender:
     def __init__(self, thread: TorchThread) -> None:
         self._thread, self._block = thread, SharedBlock()
         self._lock = asyncio.Lock()
-        self._made: tuple[WeightUpdate, Frame, Listing] | None = None
+        self._latest: tuple[WeightUpdate, Frame, Listing] | None = None
 
     async def frame(self, update: WeightUpdate) -> tuple[Frame, Listing]:
         """The frame of an update's tensors, and its listing."""
         async with self._lock:
-            if self._made is None or self._made[0] is not update:
-                self._made = None
+            if self._latest is None or self._latest[0] is not update:
+                self._latest = None
                 listing = await self._thread.run(self._block.fill, update.tensors)
                 memory = np.frombuffer(self._block.memory, dtype=np.uint8)
-                self._made = update, request(0, "block", memory), listing
-            return self._made[1:]
+                self._latest = update, request(0, "block", memory), listing
+            return self._latest[1:]
 
     def close(self) -> None:
         """Give the memory back."""
-        self._made = None
+        self._latest = None
         self._block.close()
 
 
@@ -137,7 +137,7 @@ class EngineProcess:
             return []
         calls = proxy.waiting
         doing = f"{calls} call{'s' * (calls != 1)}" if calls and not self._paused else ""
-        return [Member(name=f"engine {self.number}", channel=proxy.channel, doing=doing, since=proxy.heard)]
+        return [Member(name=f"engine {self.number}", channel=proxy.channel, doing=doing, since=proxy.last_reply)]
 
     async def call(self, method: str, *args: Any) -> Any:
         """The process's answer."""
@@ -162,7 +162,7 @@ class EngineProcess:
         """See `protocols.Engine`; requests that waited have the time of new ones."""
         self._paused = False
         if self._proxy is not None:
-            self._proxy.heard = time.monotonic()
+            self._proxy.last_reply = time.monotonic()
         await self.call("resume")
 
     async def load(self, update: WeightUpdate) -> None:

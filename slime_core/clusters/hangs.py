@@ -131,7 +131,7 @@ class ServerLook:
         """See `ProcessProbe`; what SIGUSR1 does there is the server's own affair."""
         state: str = await self.host.state()
         reason = "its watch judges it by its tokens" if state else "it is not running"
-        return Look(pid=self.pid, state=state, why=reason)
+        return Look(pid=self.pid, state=state, note=reason)
 
     async def kill(self) -> None:
         """The cluster's end does that in order."""
@@ -199,7 +199,7 @@ class HangWatch:
         now, processes = time.monotonic(), [ProcessReport.driver(phase, since)]
         for member, reply in zip(members, looks, strict=True):
             missing = f"no answer from {member.channel.node} in {ASKED:g} s"
-            state = reply or Look(pid=member.channel.pid, state="", why=missing)
+            state = reply or Look(pid=member.channel.pid, state="", note=missing)
             node, age = member.channel.node, now - member.since if member.doing else None
             processes.append(ProcessReport(name=member.name, node=node, doing=member.doing, seconds=age, look=state))
         return processes
@@ -314,7 +314,7 @@ def cause(processes: Sequence[ProcessReport], late: str) -> str:
         (one for one in processes if one.look.state in ("", "Z", "X") and not one.name.startswith("SGLang")), None
     )
     if ended is not None:
-        return f"{ended.who} cannot be asked: {ended.look.told}, {ended.asked}{_waiting(busy, ended)}"
+        return f"{ended.who} cannot be asked: {ended.look.description}, {ended.asked}{_waiting(busy, ended)}"
     together = [one for one in busy if collective(one.look.stack)]
     apart = [one for one in busy if not collective(one.look.stack)]
     if together and apart:
@@ -345,15 +345,15 @@ def render(first: str, facts: Mapping[str, str], processes: Sequence[ProcessRepo
     table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines = [f"HANG  {first}", *(f"{name:8}{text}" for name, text in facts.items()), "", *table]
     for one in processes:
-        stack = driver if one.name == "driver" else one.look.stack or one.look.why
+        stack = driver if one.name == "driver" else one.look.stack or one.look.note
         lines += ["", f"-- {one.who}", stack]
     return "\n".join(lines) + "\n"
 
 
 def _row(one: ProcessReport) -> tuple[str, ...]:
     seconds = f"{one.seconds:.0f} s" if one.seconds is not None else ""
-    state = one.look.told if one.look.state else "?"
-    return (one.name, str(one.look.pid), one.node, state, one.doing or "nothing", seconds, one.within or one.look.why)
+    state = one.look.description if one.look.state else "?"
+    return (one.name, str(one.look.pid), one.node, state, one.doing or "nothing", seconds, one.within or one.look.note)
 
 
 def own_stack() -> str:
@@ -375,12 +375,12 @@ class Look:
     state: str  # the kernel's letter; empty: it is gone, or cannot be asked
     waits_in: str = ""  # the kernel's function in which it waits
     stack: str = ""
-    why: str = ""  # why there is no stack, or no state
+    note: str = ""  # why there is no stack, or no state
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """Its state in words."""
-        return f"{self.state} {STATES.get(self.state, '')}".strip() if self.state else self.why or "gone"
+        return f"{self.state} {STATES.get(self.state, '')}".strip() if self.state else self.note or "gone"
 
 
 def show_stacks() -> None:
@@ -393,14 +393,14 @@ async def look(pid: int, log: Path) -> Look:
     state = state_of(pid)
     waits_in = _read(f"/proc/{pid}/wchan").strip("0")
     if not state or state in "ZX":
-        return Look(pid=pid, state=state, why="it is dead")
+        return Look(pid=pid, state=state, note="it is dead")
     if state in STOPPED:
-        return Look(pid=pid, state=state, waits_in=waits_in, why="it is stopped and cannot print its stack")
+        return Look(pid=pid, state=state, waits_in=waits_in, note="it is stopped and cannot print its stack")
     if not _hears(pid):
-        return Look(pid=pid, state=state, waits_in=waits_in, why="it does not handle SIGUSR1 yet")
+        return Look(pid=pid, state=state, waits_in=waits_in, note="it does not handle SIGUSR1 yet")
     stack = await _ask(pid, log)
     reason = "" if stack else f"it did not print its stack within {ANSWER:g} s"
-    return Look(pid=pid, state=state_of(pid), waits_in=waits_in, stack=stack, why=reason)
+    return Look(pid=pid, state=state_of(pid), waits_in=waits_in, stack=stack, note=reason)
 
 
 def state_of(pid: int) -> str:

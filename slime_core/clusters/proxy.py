@@ -80,7 +80,7 @@ class Proxy:
         note: Callable[[Any], object] = lambda state: None,
     ) -> None:
         self.channel = channel
-        self.heard = 0.0  # when it last answered, or was first asked: monotonic seconds
+        self.last_reply = 0.0  # when it last answered, or was first asked: monotonic seconds
         self.lost: SlimeError | None = None  # why no call can be answered any more
         self._title, self._kind, self._code, self._note = title, kind, code, note
         self._numbers = count(1)
@@ -107,7 +107,7 @@ class Proxy:
         if self.lost is not None:
             raise self.lost
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.heard = self.heard if self._waiting else time.monotonic()
+        self.last_reply = self.last_reply if self._waiting else time.monotonic()
         self._waiting[number] = future
         try:
             await self.send(frame)
@@ -137,7 +137,7 @@ class Proxy:
         try:
             while True:
                 answer = await self.channel.read()
-                self.heard = time.monotonic()
+                self.last_reply = time.monotonic()
                 self._note(answer["state"])
                 future = self._waiting.get(answer["number"])
                 if future is None or future.done():

@@ -76,7 +76,7 @@ class RankTrainer:
         self._ranks: list[Proxy] = []
         self._numbers = count(1)
         self._ended: SlimeError | None = None  # why no rank answers any more
-        self._asked, self._since = "", 0.0  # the call under way, and when it began
+        self._phase, self._since = "", 0.0  # the call under way, and when it began
         self._lock = asyncio.Lock()  # one call at a time: the loop and a checkpoint's task share the ranks
 
     async def __aenter__(self) -> Self:
@@ -124,12 +124,12 @@ class RankTrainer:
 
     def members(self) -> list[Member]:
         """See `hangs.Watched`."""
-        patience = START if self._asked == BEGIN else 0.0
+        patience = START if self._phase == BEGIN else 0.0
         return [
             Member(
                 name=f"rank {number}",
                 channel=rank.channel,
-                doing=self._asked if rank.waiting else "",
+                doing=self._phase if rank.waiting else "",
                 since=self._since,
                 patience=patience,
             )
@@ -175,7 +175,7 @@ class RankTrainer:
                     lost=self._ended.lost,
                 ) from self._ended
             errors: list[tuple[int, SlimeError]] = []
-            self._asked, self._since = phase, time.monotonic()
+            self._phase, self._since = phase, time.monotonic()
             replies = [self._reply(rank, number, frame, errors) for rank, frame in enumerate(frames)]
             waiting = [asyncio.create_task(one) for one in replies]
             _, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
@@ -187,7 +187,7 @@ class RankTrainer:
             for task in pending:
                 task.cancel()
             results = await asyncio.gather(*waiting, return_exceptions=True)
-            self._asked = ""
+            self._phase = ""
             if not errors:
                 return [task.result() for task in waiting]
             first, error = next((one for one in errors if one[1].code == GONE), errors[0])

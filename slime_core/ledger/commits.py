@@ -69,13 +69,13 @@ class Owner:
             raise storage_error(error, self.path, "the ledger cannot be locked") from error
         owner = self._read()
         self.marks = (_whole(owner.get("serial")), _whole(owner.get("step")))
-        self._who = {"pid": os.getpid(), "started": start_of(os.getpid()), "host": socket.gethostname()}
+        self._holder = {"pid": os.getpid(), "started": start_of(os.getpid()), "host": socket.gethostname()}
         self.note(*self.marks)
 
     def note(self, serial: int, step: int) -> None:
         """The last row and the last step that were committed."""
         self.marks = (serial, step)
-        data = json.dumps({**self._who, "serial": serial, "step": step}).encode().ljust(ROOM)
+        data = json.dumps({**self._holder, "serial": serial, "step": step}).encode().ljust(ROOM)
         with suppress(OSError):  # a disk that is full here loses nothing
             os.pwrite(self._fd, data, 0)
 
@@ -127,7 +127,7 @@ class Commits:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
         self._waiting: deque[_Call] = deque()
         self._woken = False
-        self.made = 0  # transactions that were committed
+        self.committed = 0  # transactions that were committed
         self.closed = False
         try:
             self.owner = Owner(path)
@@ -234,7 +234,7 @@ class Commits:
         for call in sound:
             _reach(call.points.synced)
         self.db.execute("COMMIT")
-        self.made += 1
+        self.committed += 1
         self._note()
         self._answer(pending_calls)
 

@@ -70,7 +70,7 @@ class Repaired:
     """Result of a repair: the copy's rows, and how many newer rows the replaced file had (None: unknown)."""
 
     path: Path
-    kept: tuple[Path, ...]
+    damaged: tuple[Path, ...]
     rows: int
     steps: int
     newer: int | None
@@ -109,7 +109,7 @@ def repair(run_dir: Path, copy: Path, ledger_dir: Path | None = None) -> Repaire
         owner.note(rows, steps)
     finally:
         owner.release()
-    return Repaired(path=path, kept=moved, rows=rows, steps=steps, newer=max(before - rows, 0) if before else None)
+    return Repaired(path=path, damaged=moved, rows=rows, steps=steps, newer=max(before - rows, 0) if before else None)
 
 
 def _replace(path: Path, copy: Path) -> tuple[Path, ...]:
@@ -207,7 +207,7 @@ def recover(run_dir: Path, standing: ResumePoint, ledger_dir: str = "", *, thoro
         if standing.copy is None:
             raise _no_copy(error, standing) from error
         done = repair(run_dir, standing.copy, elsewhere)
-        note = f"; the damaged files are {', '.join(old.name for old in done.kept)}" if done.kept else ""
+        note = f"; the damaged files are {', '.join(old.name for old in done.damaged)}" if done.damaged else ""
         lines.append(
             f"DAMAGED LEDGER {path}: {error.what} ({error.why}). The copy of checkpoint {standing.version} takes its "
             f"place, with {done.rows} samples and {done.steps} steps; later ones are generated and trained again{note}"
@@ -332,7 +332,7 @@ def main(args: Sequence[str] | None = None) -> int:
     newer = "an unknown number of rows was newer" if done.newer is None else f"{done.newer} rows were newer"
     sys.stdout.write(
         f"{done.path} is {copy} again: {done.rows} samples, {done.steps} steps; {newer} and will be generated again\n"
-        + "".join(f"kept {old}\n" for old in done.kept)
+        + "".join(f"kept {old}\n" for old in done.damaged)
         + f"continue with: slime run --resume {options.run_dir}\n"
     )
     return 0

@@ -70,7 +70,7 @@ class Segments:
         self._end = 0  # of the last whole record in it
         self._dirty = False
         self.losses = 0  # times that records were lost before they were durable
-        self._mine: set[int] = set()  # files that this writer began
+        self._own_files: set[int] = set()  # files that this writer began
         self._arrays: set[int] = set()  # those of them with arrays, whose samples may not be in the ledger yet
         self._readers: OrderedDict[int, int] = OrderedDict()
         try:
@@ -166,7 +166,7 @@ class Segments:
         """Numbers of the existing files that will be neither written nor referenced any more."""
         with self._lock:
             numbers = {int(p.stem) for p in self.folder.glob("*.seg") if NAME.fullmatch(p.name)}
-            written = self._mine - self._arrays - ({self._number} if self._fd >= 0 else set())
+            written = self._own_files - self._arrays - ({self._number} if self._fd >= 0 else set())
             return {number for number in numbers if number <= self._earlier or number in written}
 
     def forget(self, number: int) -> None:
@@ -195,7 +195,7 @@ class Segments:
             self._abandon()
         try:
             self._number, self._fd = _create(self.folder)
-            self._mine.add(self._number)
+            self._own_files.add(self._number)
             durable.disk.write(self._fd, FILE_MAGIC, 0)
             durable.disk.sync_folder(self.folder)
         except OSError as error:

@@ -27,7 +27,7 @@ class Alarms:
 
     def __init__(self) -> None:
         self._skipped: Counter[str] = Counter()  # by reason, since a weight last changed
-        self._said = 0
+        self._alarms = 0
         self._overflowed = False
 
     def see(self, report: StepReport) -> list[str]:
@@ -39,15 +39,15 @@ class Alarms:
         metrics = report.metrics
         if metrics.get("optimizer_steps", 0.0) > 0 or "skipped_steps" not in metrics:
             self._skipped.clear()
-            self._said = 0
+            self._alarms = 0
             return []
         for reason in WHY:
             self._skipped[reason] += int(metrics.get(f"skipped_steps/{reason}", 0.0))
         count = self._skipped.total()
-        if count < SKIPPED * (1 << self._said):  # at 5, 10, 20, 40, ... in a row
+        if count < SKIPPED * (1 << self._alarms):  # at 5, 10, 20, 40, ... in a row
             return []
-        while count >= SKIPPED * (1 << self._said):
-            self._said += 1
+        while count >= SKIPPED * (1 << self._alarms):
+            self._alarms += 1
         reason = self._skipped.most_common(1)[0][0]
         line = f"{count} optimizer steps in a row changed no weight: {WHY[reason]}"
         if reason == "no_gradient" and "reward/min" in metrics:

@@ -45,24 +45,24 @@ class Compiled:
     def __init__(self, plain: Callable[..., Any], **options: Any) -> None:
         self.plain = plain
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # dynamo looks there
-        self._made: Callable[..., Any] | None = torch.compile(plain, **options)
+        self._compiled: Callable[..., Any] | None = torch.compile(plain, **options)
         self._called = False
 
     @property
     def works(self) -> bool:
         """Whether compiling has not failed."""
-        return self._made is not None
+        return self._compiled is not None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._made is None:
+        if self._compiled is None:
             return self.plain(*args, **kwargs)
         if not self._called:
             self._called = True
             notice("compile", COMPILING)
         try:
-            return self._made(*args, **kwargs)
+            return self._compiled(*args, **kwargs)
         except TorchDynamoException as error:
-            self._made = None
+            self._compiled = None
             log.warning(
                 "%s is not compiled, and slower: %s", self.plain.__qualname__, " ".join(str(error).split())[:300]
             )

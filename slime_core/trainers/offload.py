@@ -2,7 +2,7 @@
 
 Offloading: parameters, their shards and buffers of megatron-core's or FSDP2's are views of each other, so no tensor is
 moved: its bytes go to page-locked memory of the host, its storage becomes empty, and later both come back. That memory
-is kept, and what is away can be read there.
+is kept, and what is offloaded can be read there.
 
     stage: device -> host memory, on a stream of its own        write: host memory -> header, bytes, sha256, fsync
 
@@ -35,47 +35,47 @@ IN_FLIGHT = 512 << 20  # bytes of gathered tensors that wait for their copy
 
 
 class Offload:
-    """``tensors`` answers what a name stands for: ``parameters``, ``optimizer`` or ``gradients``.
+    """Offload ``parameters``, ``optimizer`` or ``gradients`` to the host and load them back; ``tensors`` lists each.
 
     Example:
         offload = Offload(tensors)
-        offload.leave({"gradients", "optimizer"})
-        offload.back({"gradients", "optimizer"})
+        offload.to_host({"gradients", "optimizer"})
+        offload.to_device({"gradients", "optimizer"})
     """
 
     def __init__(self, tensors: Callable[[str], Iterable[torch.Tensor]]) -> None:
         self._tensors = tensors
-        self._away: dict[str, list[tuple[torch.UntypedStorage, int]]] = {}
+        self._on_host: dict[str, list[tuple[torch.UntypedStorage, int]]] = {}
         self._host: dict[str, list[torch.Tensor]] = {}
-        self._known: dict[int, torch.Tensor] = {}  # of a storage that is away: its bytes
+        self._host_bytes: dict[int, torch.Tensor] = {}  # bytes of an offloaded storage, by its id
 
     @property
-    def away(self) -> set[str]:
-        """What has left."""
-        return set(self._away)
+    def on_host(self) -> set[str]:
+        """The names that are offloaded."""
+        return set(self._on_host)
 
-    def leave(self, what: set[str]) -> None:
-        """Copy to the host and empty; what left before stays away."""
-        for name in sorted(what - self.away):
+    def to_host(self, what: set[str]) -> None:
+        """Copy to the host and empty the storages; what is offloaded stays so."""
+        for name in sorted(what - self.on_host):
             others = {id_ for other in KEPT if other != name for id_ in self._pointers(other)}
             storages = self._storages(name, others if name == "optimizer" else set())
             if name in KEPT:
                 copies = self._room(name, storages)
                 for storage, host in zip(storages, copies):
                     host.copy_(_bytes(storage), non_blocking=True)
-                    self._known[storage._cdata] = host
+                    self._host_bytes[storage._cdata] = host
                 if storages and storages[0].device.type == "cuda":
                     torch.cuda.synchronize()
-            self._away[name] = [(storage, storage.nbytes()) for storage in storages]
+            self._on_host[name] = [(storage, storage.nbytes()) for storage in storages]
             for storage in storages:
                 storage.resize_(0)
 
-    def back(self, what: set[str]) -> None:
-        """Fill again."""
-        for name in sorted(what & self.away):
-            for number, (storage, size) in enumerate(self._away.pop(name)):
+    def to_device(self, what: set[str]) -> None:
+        """Fill the storages again."""
+        for name in sorted(what & self.on_host):
+            for number, (storage, size) in enumerate(self._on_host.pop(name)):
                 storage.resize_(size)
-                self._known.pop(storage._cdata, None)
+                self._host_bytes.pop(storage._cdata, None)
                 if name in KEPT:
                     _bytes(storage).copy_(self._host[name][number], non_blocking=True)
                 else:
@@ -83,23 +83,23 @@ class Offload:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
-    def seen(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor to be read: itself, or where its storage is away the same view of its bytes on the host."""
-        host = self._known.get(tensor.untyped_storage()._cdata)
+    def readable(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that can be read: itself, or the same view of its bytes on the host if offloaded."""
+        host = self._host_bytes.get(tensor.untyped_storage()._cdata)
         if host is None:
             return tensor
         place = tensor.storage_offset(), tensor.size(), tensor.stride()
         return torch.empty(0, dtype=tensor.dtype).set_(host.untyped_storage(), *place)  # type: ignore[call-overload,no-any-return]
 
     @contextmanager
-    def present(self, what: Iterable[str] | None = None) -> Iterator[None]:
-        """Everything, or ``what``, is here inside the block, and what had left leaves again."""
-        absent = self.away if what is None else self.away & set(what)
-        self.back(absent)
+    def loaded(self, what: Iterable[str] | None = None) -> Iterator[None]:
+        """Load everything, or ``what``, for the block; what was offloaded is again afterwards."""
+        absent = self.on_host if what is None else self.on_host & set(what)
+        self.to_device(absent)
         try:
             yield
         finally:
-            self.leave(absent)
+            self.to_host(absent)
 
     def _pointers(self, name: str) -> set[int]:
         return {storage.data_ptr() for storage in self._storages(name, set())}

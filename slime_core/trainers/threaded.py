@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from slime_core.types import Batch, Columns, WeightRoute, WeightUpdate
     from slime_core.weights.folder import ModelFolder
 
-HOLDS = frozenset({"gradients", "optimizer", "parameters"})
+STATE = frozenset({"gradients", "optimizer", "parameters"})
 
 
 class WorkerTrainer:
@@ -47,7 +47,7 @@ class WorkerTrainer:
         epoch: int = 0,
     ) -> None:
         self._thread, self._epoch = thread, epoch
-        self._held = set(HOLDS)  # what is not released
+        self._resident = set(STATE)  # what is not released
         self._worker: Any = thread.call(
             self.worker_class, config, plugins, folder, rank, world, device, rendezvous, errors
         )
@@ -84,12 +84,12 @@ class WorkerTrainer:
             TrainerError: TRN95 a loss or gradient that is not finite, with sample ids, after ``max_nonfinite_steps``
                 of them in a row; TRN106 ranks with different batches. No weight has changed then.
         """
-        self._need(HOLDS, "step")
+        self._need(STATE, "step")
         return await self._thread.run(self._worker.step, batch)
 
     async def verify(self, batch: Batch) -> dict[str, float]:
         """See `protocols.Trainer` and `verify.verify`: the policy's gradients, not a critic's."""
-        self._need(HOLDS, "verify")
+        self._need(STATE, "verify")
         return await self._thread.run(self._worker.verify, batch)
 
     async def publish(self, version: int, route: WeightRoute | None = None) -> WeightUpdate:
@@ -134,13 +134,13 @@ class WorkerTrainer:
 
         It can be saved, restored, exported and fingerprinted there.
         """
-        await self._thread.run(self._worker.release, _known(what) & self._held)
-        self._held -= what
+        await self._thread.run(self._worker.release, _checked(what) & self._resident)
+        self._resident -= what
 
     async def reacquire(self, what: set[str]) -> None:
         """See `protocols.Trainer`."""
-        await self._thread.run(self._worker.reacquire, _known(what) - self._held)
-        self._held |= what
+        await self._thread.run(self._worker.reacquire, _checked(what) - self._resident)
+        self._resident |= what
 
     def _need(self, what: Set[str], call: str) -> None:
         """Refuse a call whose state was released.
@@ -148,16 +148,16 @@ class WorkerTrainer:
         Raises:
             TrainerError: with what to reacquire.
         """
-        if missing := sorted(what - self._held):
+        if missing := sorted(what - self._resident):
             raise TrainerError(f"{call} was called while {missing} were released", fix=f"reacquire({missing}) first")
 
 
-def _known(what: Set[str]) -> Set[str]:
+def _checked(what: Set[str]) -> Set[str]:
     """The same names.
 
     Raises:
         TrainerError: a name that no trainer holds.
     """
-    if unknown := what - HOLDS:
-        raise TrainerError(f"a trainer holds {sorted(HOLDS)}, not {sorted(unknown)}")
+    if unknown := what - STATE:
+        raise TrainerError(f"a trainer holds {sorted(STATE)}, not {sorted(unknown)}")
     return what

@@ -57,8 +57,8 @@ class Worker(ABC):
     """A rank; methods run on the torch thread and take part in every collective.
 
     A backend makes ``dp_rank``, ``policy`` and ``actor`` (the policy's learner), and ``frozen`` in its ``__init__``. A
-    learner has ``norm() -> float``, ``update(norm) -> rate``, ``rate`` and ``forget()``; a critic ``path``, ``model``
-    and ``learner``; frozen models ``reference``, ``teacher`` and ``check_teacher(batch)``; a model ``packs``.
+    learner has ``norm() -> float``, ``update(norm) -> rate``, ``rate`` and ``zero_grad()``; a critic ``path``,
+    ``model`` and ``learner``; frozen models ``reference``, ``teacher``, ``check_teacher(batch)``; a model ``packs``.
     """
 
     dp_rank: DataParallelRank
@@ -108,7 +108,7 @@ class Worker(ABC):
         needs = self.plugins.needs(train)
         self.loss, self.steps = self.plugins.loss(train.loss_type), 0
         self.guard.most, self.guard.in_a_row = train.max_nonfinite_steps, 0
-        with self.offload.present():
+        with self.offload.loaded():
             self.settle()
             self.prepare_stage()
             if "values" not in needs:
@@ -237,7 +237,7 @@ class Worker(ABC):
             bad = sorted({*bad, *worse})
         norms = metrics.get("grad_norm", 0.0), metrics.get("critic_grad_norm", 0.0)
         if bad or not all(map(math.isfinite, norms)):
-            self.forget()
+            self.zero_grad()
             loss = metrics.get("loss", 0.0) + metrics.get("value_loss", 0.0)
             return self.guard.skip(rank_batch, bad, loss, math.hypot(*norms))
         self.guard.in_a_row = 0
@@ -250,21 +250,21 @@ class Worker(ABC):
             learner, norm = self.critic.learner, metrics["critic_grad_norm"]
             metrics["critic_lr"] = learner.update(norm) if norm else learner.rate
         if alone:
-            self.forget()
+            self.zero_grad()
             return StepOutcome("critic_only", metrics)
         norm = metrics["grad_norm"]
         metrics["lr"] = self.actor.update(norm) if norm else self.actor.rate
-        self.forget()
+        self.zero_grad()
         return StepOutcome("made" if norm else "no_gradient", metrics)
 
     def learners(self) -> list[Any]:
         return [self.actor] if self.critic is None else [self.actor, self.critic.learner]
 
-    def forget(self) -> None:
+    def zero_grad(self) -> None:
         """Drop all gradients."""
-        if "gradients" not in self.offload.away:
+        if "gradients" not in self.offload.on_host:
             for learner in self.learners():
-                learner.forget()
+                learner.zero_grad()
 
     def _total(self, value: float) -> float:
         """The sum of a number over data-parallel ranks; the others of each hold the same micro-batches."""
@@ -299,7 +299,7 @@ class Worker(ABC):
         else:
             return
         if self.world > 1:  # a collective may wait for ranks that wait for this one, whose error would never be told
-            self.forget()  # outside of the handler: the trace that holds the pass's tensors is gone
+            self.zero_grad()  # outside of the handler: the trace that holds the pass's tensors is gone
         else:
             self.release(set())
         raise self._oom_error(rank_batch, what, message)
@@ -371,16 +371,16 @@ class Worker(ABC):
 
     def restore(self, path: Path) -> None:
         self.begun_stage()
-        with self.offload.present():
+        with self.offload.loaded():
             self.read(path)
         self.barrier()
 
     def fingerprint(self) -> str:
-        with self.offload.present():
+        with self.offload.loaded():
             return self.checksum()
 
     def export(self, path: Path) -> None:
-        with self.offload.present({"parameters"}):
+        with self.offload.loaded({"parameters"}):
             self.write_folder(path)
         self.barrier()
 
@@ -391,18 +391,18 @@ class Worker(ABC):
 
     def release(self, what: set[str]) -> None:
         self.staging.before_change()
-        self.forget()
+        self.zero_grad()
         if "parameters" in what:
             self.senders.drop()
-            if "parameters" not in self.offload.away:
+            if "parameters" not in self.offload.on_host:
                 self.settle()
         if self.device.type != "cpu":
-            self.offload.leave(what)
+            self.offload.to_host(what)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def reacquire(self, what: set[str]) -> None:
-        self.offload.back(what)
+        self.offload.to_device(what)
 
     def barrier(self) -> None:
         if self.world > 1:

@@ -47,7 +47,7 @@ class Checksums:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._found: dict[str, str] = {}
+        self._digests: dict[str, str] = {}
 
     def add(self, tensors: Mapping[str, torch.Tensor], checks: Sequence[RankTensor]) -> None:
         """Read the pieces of some rows; afterwards the tensors may go or change.
@@ -70,11 +70,11 @@ class Checksums:
             for block in _blocks(part):
                 data = block.to(device="cpu", dtype=self._dtype).contiguous().reshape(-1)
                 digest.update(data.view(torch.uint8).numpy().data)
-        self._found[key] = digest.digest()[:8].hex()
+        self._digests[key] = digest.digest()[:8].hex()
 
     def finish(self) -> dict[str, str]:
         """Checksum of every row, by key."""
-        return self._found
+        return self._digests
 
 
 def _parts(tensors: Mapping[str, torch.Tensor], check: RankTensor) -> list[torch.Tensor]:

@@ -89,7 +89,7 @@ class Band:
     def __init__(self, dtype: str, fixed: float = 0.0, *, mixture: bool = False) -> None:
         wide = MIXTURE if mixture else 1.0
         self._first, self._floor, self._fixed = wide * FIRST[dtype], wide * FLOOR[dtype], fixed
-        self._seen: deque[float] = deque(maxlen=SEEN)
+        self._differences: deque[float] = deque(maxlen=SEEN)
         self.rounding: float | None = None
         self.measures = dtype != "float32" and not fixed  # whether rounding decides, and is yet to be measured
 
@@ -103,13 +103,13 @@ class Band:
         """Of the next difference."""
         if self._fixed:
             return self._fixed
-        if len(self._seen) < ENOUGH:
+        if len(self._differences) < ENOUGH:
             return self._first
-        return min(self._first, max(self._floor, TIMES * float(np.median(self._seen))))
+        return min(self._first, max(self._floor, TIMES * float(np.median(self._differences))))
 
     def add(self, difference: float) -> None:
         """Note a difference that passed."""
-        self._seen.append(difference)
+        self._differences.append(difference)
 
 
 @dataclass(slots=True)
@@ -124,13 +124,13 @@ class Plain:
 
     batch: Batch
     band: Band
-    theirs: NDArray[np.float32] | None = None  # the trainer's, [R]
+    trainer_log_probs: NDArray[np.float32] | None = None  # [R]
 
     async def ask(self, trainer: Trainer) -> None:
         """Take the trainer's log-probs of the weights that it has now; the first time, what rounding does to them."""
         roles: frozenset[Role] = frozenset({"policy", *(PRECISIONS if self.band.measures else ())})
         scores = await trainer.score(self.batch, roles)
-        self.theirs = np.asarray(scores["policy"]["log_probs"], dtype=np.float32)
+        self.trainer_log_probs = np.asarray(scores["policy"]["log_probs"], dtype=np.float32)
         if self.band.measures and all(role in scores for role in PRECISIONS):
             self.band.measure(*(scores[role]["log_probs"] for role in PRECISIONS))
         self.band.measures = False
@@ -141,17 +141,17 @@ class Plain:
         Raises:
             EngineError: ENG83 the mean difference is beyond the band: the worst prompt and token.
         """
-        assert self.theirs is not None, "ask the trainer first"
+        assert self.trainer_log_probs is not None, "ask the trainer first"
         parts = [self._tokens(n) for n in range(len(self.batch))]
         served = await asyncio.gather(*(engine.score(tokens, 1) for tokens in parts))
         served_log_probs = np.concatenate([np.asarray(part, dtype=np.float32) for part in served])
-        metrics = differences(self.theirs, served_log_probs)
+        metrics = differences(self.trainer_log_probs, served_log_probs)
         limit = self.band.limit
         mean = metrics["canary/logprob_diff_mean"]
         if not mean <= limit:
             raise self._outside(version, served_log_probs, metrics, limit)
         self.band.add(mean)
-        self.theirs = None
+        self.trainer_log_probs = None
         return metrics | {"canary/band": limit}
 
     def _rounding(self) -> str:
@@ -164,8 +164,8 @@ class Plain:
         return tokens
 
     def _outside(self, version: int, served: NDArray[np.float32], metrics: Metrics, limit: float) -> EngineError:
-        assert self.theirs is not None
-        apart = np.abs(self.theirs.astype(np.float64) - served)
+        assert self.trainer_log_probs is not None
+        apart = np.abs(self.trainer_log_probs.astype(np.float64) - served)
         row = int(np.argmax(np.where(np.isfinite(apart), apart, np.inf)))
         sample = int(np.searchsorted(self.batch.response_offsets, row, side="right")) - 1
         place = row - int(self.batch.response_offsets[sample]) + 1
@@ -174,7 +174,7 @@ class Plain:
             f"version {version}; the band is {limit:.3g}",
             code="ENG83",
             where=f"prompt {self.batch.sample_ids[sample]}, token {place} (id {self._tokens(sample)[place]}): trainer "
-            f"{self.theirs[row]:.4f}, engine {served[row]:.4f}",
+            f"{self.trainer_log_probs[row]:.4f}, engine {served[row]:.4f}",
             why="the engine does not compute what is trained: it has other weights or another model"
             + self._rounding(),
             fix="compare config.json and dtypes of both sides; where the difference is known and harmless: "

@@ -93,7 +93,7 @@ class Canary:
         Raises:
             EngineError: ENG83, see `plain.Plain.compare`.
         """
-        if self._plain is None or self._plain.theirs is None:
+        if self._plain is None or self._plain.trainer_log_probs is None:
             return
         with _Clock(self.metrics):
             self.metrics |= await self._plain.compare(engine, engine.version)

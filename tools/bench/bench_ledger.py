@@ -79,7 +79,7 @@ async def append(folder: Path, samples: int, size: int, writers: int) -> dict[st
         "samples_a_second": len(groups) * size / seconds,
         "ms_a_sample_median": statistics.median(waits) / size * 1e3,
         "ms_a_sample_p99": waits[int(len(waits) * 0.99)] / size * 1e3,
-        "calls_a_commit": len(waits) / ledger.commits.made,
+        "calls_a_commit": len(waits) / ledger.commits.committed,
         "payload_mib_a_second": len(groups) * size * TOKENS * 8 / seconds / (1 << 20),
     }
 

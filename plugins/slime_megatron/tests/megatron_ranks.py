@@ -144,9 +144,9 @@ def equal(tensors, others):
 def offloaded(worker):
     """Bytes that are left on the device when all state is away, and whether the optimizer's state comes back."""
     before = copies(worker._tensors("optimizer"))
-    worker.offload.leave(EVERYTHING)
+    worker.offload.to_host(EVERYTHING)
     left = sum(tensor.untyped_storage().nbytes() for kind in EVERYTHING for tensor in worker._tensors(kind))
-    worker.offload.back(EVERYTHING)
+    worker.offload.to_device(EVERYTHING)
     return [left, equal(before, list(worker._tensors("optimizer")))]
 
 

@@ -249,7 +249,7 @@ def check(name: str, root: Path, world: int, flags: dict) -> dict:
     for got, want in zip(model.passes.scores(micros), wanted):
         for key, a, b in zip(("log_probs", "entropy"), got, want, strict=True):
             answer[key] = max(answer[key], relative(a, b))
-    learner.forget()
+    learner.zero_grad()
     sums = LossSums(None, torch.device(DEVICE))
     model.passes.backward(micros, Loss(name="test", fn=loss), train, sums)
     answer["loss"] = abs(totals(sums)[0]["loss"] - float(expected["loss"])) / abs(float(expected["loss"]))

@@ -417,10 +417,10 @@ def parked(trainer, stage_of, batch, arrays):
     """All state goes and comes back; a stage begins meanwhile."""
     worker = trainer._worker
     states = copies(worker._tensors("optimizer"))
-    worker.offload.leave({"gradients", "optimizer"})
-    worker.offload.leave({"parameters"})
+    worker.offload.to_host({"gradients", "optimizer"})
+    worker.offload.to_host({"parameters"})
     left = sum(tensor.untyped_storage().nbytes() for kind in EVERYTHING for tensor in worker._tensors(kind))
-    worker.offload.back(EVERYTHING)
+    worker.offload.to_device(EVERYTHING)
     found = {
         "left": left,
         "states": equal(states, list(worker._tensors("optimizer"))),
@@ -428,10 +428,10 @@ def parked(trainer, stage_of, batch, arrays):
         "gradients": any(bool(tensor.any()) for tensor in worker._tensors("gradients")),
         "scores": same(trainer, batch, arrays["last.policy"]),
     }
-    worker.offload.leave(EVERYTHING)
+    worker.offload.to_host(EVERYTHING)
     call(trainer, "begin", stage_of(ref_load="", **SECOND))
-    found["still"] = sorted(worker.offload.away)
-    worker.offload.back(EVERYTHING)
+    found["still"] = sorted(worker.offload.on_host)
+    worker.offload.to_device(EVERYTHING)
     return found | {"begun": same(trainer, batch, arrays["last.policy"])}
 
 

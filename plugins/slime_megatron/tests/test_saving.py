@@ -344,10 +344,10 @@ def away(ranks, root):
     """Names of files that differ where the state was given away before a save, and bytes that came back for it."""
     ranks.save(root / "half-here")
     offload, held = ranks.worker.offload, ranks.worker.policy.tensors.held.values()
-    offload.leave(EVERYTHING)
+    offload.to_host(EVERYTHING)
     names = ranks.save(root / "half-away")
     back = sum(one.tensor.untyped_storage().nbytes() for one in held)
-    offload.back(offload.away)
+    offload.to_device(offload.on_host)
     files = [[(root / where / name).read_bytes() for where in ("half-here", "half-away")] for name in names]
     return [[name for name, (here, gone) in zip(names, files) if here != gone], back]
 

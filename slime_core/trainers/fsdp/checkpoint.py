@@ -103,7 +103,7 @@ def save(worker: Worker, path: Path) -> None:
     starts = {kind: layout.starts() for kind, layout in layouts.items()}
     for part in parts:
         local_parts = owner[part.owner] == worker.rank
-        whole = worker.offload.seen(part.shard)
+        whole = worker.offload.readable(part.shard)
         if worker.world > 1:
             whole = full(like(whole.to(worker.device), part.parameter))
         if local_parts:

@@ -126,7 +126,7 @@ class Pass:
     def __init__(self, shape: Shape, segments: PackSegments, cos: Tensor, sin: Tensor) -> None:
         self.shape, self.cos, self.sin = shape, cos, sin
         self.attention = [Attention(run, shape.scaling) for run in segments.runs]
-        self.kept: SavedActivations | None = None
+        self.saved: SavedActivations | None = None
 
     def forward(self, x: Tensor, out: Tensor, w: LayerWeights, f: Folded, keep: bool) -> None:
         """Fill ``out`` [T, hidden]."""
@@ -145,7 +145,7 @@ class Pass:
         gate, up = gu.chunk(2, dim=1)
         torch.addmm(y, nn.functional.silu(gate).mul_(up), w.down.T, out=out)
         if keep:
-            self.kept = SavedActivations(h, r, n, rn, o, h2, r2, gu)
+            self.saved = SavedActivations(h, r, n, rn, o, h2, r2, gu)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Tensor:
         """[T, heads, d]."""
@@ -157,8 +157,8 @@ class Pass:
 
     def backward(self, d_out: Tensor, d_x: Tensor, w: LayerWeights, f: Folded, sums: GradientSums) -> None:
         """Fill ``d_x`` [T, hidden] and ``sums``; what was kept is given back."""
-        assert self.kept is not None
-        (h, r, n, rn, o, h2, r2, gu), self.kept = self.kept, None
+        assert self.saved is not None
+        (h, r, n, rn, o, h2, r2, gu), self.saved = self.saved, None
         d_gu = self._mlp_backward(d_out, gu, w, sums)
         torch.mm(d_gu.T, h2, out=sums.gate_up)
         d_y = _normed_backward(d_gu @ f.gate_up, h2, r2).add_(d_out)

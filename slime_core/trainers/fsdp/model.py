@@ -64,7 +64,7 @@ class FsdpPolicy(nn.Module):
         self.recompute = 0  # gradient checkpointing: of so many layers
         self.fused = False
         self.compiled = False
-        self._made: dict[Callable[..., Any], Compiled] = {}
+        self._compiled: dict[Callable[..., Any], Compiled] = {}
         for number, layer in enumerate(layers(hf)):
             self._choose_forward(layer, number)
 
@@ -83,7 +83,7 @@ class FsdpPolicy(nn.Module):
                 return fused(*args, recompute=number < self.recompute, **kwargs)
             run: Callable[..., Any] = plain
             if self.compiled and function is not None:
-                run = partial(self._made.setdefault(function, Compiled(function)), layer)
+                run = partial(self._compiled.setdefault(function, Compiled(function)), layer)
             if number < self.recompute and torch.is_grad_enabled():
                 return checkpoint(run, *args, use_reentrant=False, **kwargs)
             return run(*args, **kwargs)
@@ -393,7 +393,7 @@ class FsdpLearner:
     optimizer: AdamW = field(default_factory=lambda: AdamW(0.9, 0.98, 1e-8, 0.0))
     schedule: Schedule = field(default_factory=lambda: Schedule(peak=0.0))
     clip_grad: float = 0.0
-    _grads: Tensors = field(default_factory=dict)  # of this rank's shards, from `norm` to `forget`
+    _grads: Tensors = field(default_factory=dict)  # of this rank's shards, from `norm` to `zero_grad`
 
     def begin(self, train: Any, schedule: Schedule) -> None:
         """A fresh optimizer with the [train] section's settings."""
@@ -432,7 +432,7 @@ class FsdpLearner:
         """The learning rate of the next step."""
         return self.schedule.at(self.optimizer.steps)
 
-    def forget(self) -> None:
+    def zero_grad(self) -> None:
         """Drop the gradients."""
         self._grads = {}
         self.module.zero_grad()

@@ -126,7 +126,7 @@ class FsdpWorker(Worker):
         for name, parameter in self.actor.parameters().items():
             grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
             grads[name] = full(grad.detach()).double().cpu()
-        self.forget()
+        self.zero_grad()
         return loss, grads
 
     def slow_model(self) -> Any:

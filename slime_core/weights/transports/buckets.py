@@ -167,26 +167,26 @@ class Tally:
         for check, names in self._missing.items():
             for name in names:
                 self._checks.setdefault(name, []).append(check)
-        self._kept: dict[str, torch.Tensor] = {}
+        self._sources: dict[str, torch.Tensor] = {}
         self._sums = sums(DTYPES[route.dtype])
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """The bytes of ``name`` that were sent; they must not change until the checks that need them are done."""
         if name not in self._checks:
             return
-        self._kept[name] = tensor
+        self._sources[name] = tensor
         ready = []
         for check in self._checks[name]:
             self._missing[check].discard(name)
             if not self._missing[check]:
                 ready.append(check)
-        self._sums.add(self._kept, ready)
+        self._sums.add(self._sources, ready)
         for check in ready:
             del self._missing[check]
             for used in _names(check):
                 self._checks[used].remove(check)
                 if not self._checks[used]:
-                    del self._kept[used], self._checks[used]
+                    del self._sources[used], self._checks[used]
 
     def add_all(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Every tensor of a staging."""

@@ -47,7 +47,7 @@ class DiskSender:
 
     def __init__(self, device: torch.device, texts: Mapping[str, str]) -> None:
         self._device, self._texts = device, dict(texts)  # file name -> content: config.json
-        self._kept: list[Path] = []  # published by this process, newest last
+        self._published: list[Path] = []  # published by this process, newest last
         self._folder: Path | None = None
         self._pool = ThreadPoolExecutor(WRITERS, thread_name_prefix="weights")
         self._buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
@@ -77,7 +77,7 @@ class DiskSender:
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
-        self._kept.append(final)
+        self._published.append(final)
         return {"folder": str(final)}
 
     def drop(self) -> None:
@@ -88,10 +88,10 @@ class DiskSender:
         """Leave the newest folder of this process and nothing else, so that with the next there are two."""
         folder.mkdir(parents=True, exist_ok=True)
         if folder != self._folder:
-            self._folder, self._kept = folder, []
-        self._kept = self._kept[-1:]
+            self._folder, self._published = folder, []
+        self._published = self._published[-1:]
         for path in folder.iterdir():
-            if path.name.startswith(("v-", ".v-")) and path not in self._kept:
+            if path.name.startswith(("v-", ".v-")) and path not in self._published:
                 shutil.rmtree(path)
 
     def _name(self, folder: Path, version: int) -> Path:

@@ -48,7 +48,7 @@ class Senders:
 
     def __init__(self, device: torch.device, folder: Path, config: Config) -> None:
         self._device, self._folder, self._config = device, folder, config
-        self.made: dict[str, Sender] = {}  # by transport
+        self.by_transport: dict[str, Sender] = {}
 
     def publish(
         self, sources: Sequence[TensorSource], version: int, route: WeightRoute, *, rank: int = 0
@@ -62,18 +62,18 @@ class Senders:
         update = WeightUpdate(version=version, epoch=0, transport=route.transport)
         tensors = stream(sources)
         parts = [part for source in sources for part in source.parts]
-        if (rank == 0 or route.copies) and route.transport not in self.made:
-            self.made[route.transport] = self._open(route)
+        if (rank == 0 or route.copies) and route.transport not in self.by_transport:
+            self.by_transport[route.transport] = self._open(route)
         try:
             if rank == 0:
                 tally = Tally(route, self._sums(route))
-                update.handle = self.made[route.transport].send(parts, tensors, version, route, tally)
+                update.handle = self.by_transport[route.transport].send(parts, tensors, version, route, tally)
                 update.fingerprints = tally.finish()
         finally:
             for _ in tensors:
                 pass
         if route.copies:
-            sender: Any = self.made[route.transport]
+            sender: Any = self.by_transport[route.transport]
             copies = sender.spread(parts, route, rank)
             if rank == 0:
                 update.handle["copies"] = copies
@@ -81,7 +81,7 @@ class Senders:
 
     def drop(self) -> None:
         """Give the memory of transports back; the next update makes it anew."""
-        for sender in self.made.values():
+        for sender in self.by_transport.values():
             sender.drop()
 
     def _open(self, route: WeightRoute) -> Sender:

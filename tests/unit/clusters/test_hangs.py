@@ -154,7 +154,7 @@ def test_a_process_tells_where_it_is(sleeper):
 def test_a_process_that_does_not_listen_is_not_killed_by_the_question(sleeper):
     child, log = sleeper("deaf")
     found = asyncio.run(look(child.pid, log))
-    assert (found.stack, found.why) == ("", "it does not handle SIGUSR1 yet")
+    assert (found.stack, found.note) == ("", "it does not handle SIGUSR1 yet")
     assert child.poll() is None
 
 
@@ -162,12 +162,12 @@ def test_a_process_that_is_stopped_or_dead_is_said_to_be(sleeper):
     child, log = sleeper("hears")
     os.kill(child.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, child.pid, os.WSTOPPED)
-    assert asyncio.run(look(child.pid, log)).told == "T stopped"
+    assert asyncio.run(look(child.pid, log)).description == "T stopped"
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert asyncio.run(look(child.pid, log)).told == "Z dead"
+    assert asyncio.run(look(child.pid, log)).description == "Z dead"
     child.wait()
-    assert asyncio.run(look(child.pid, log)).told == "it is dead"
+    assert asyncio.run(look(child.pid, log)).description == "it is dead"
 
 
 class Part:

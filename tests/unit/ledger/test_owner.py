@@ -95,7 +95,7 @@ def test_a_file_left_by_a_dead_process_blocks_nobody_even_if_its_pid_lives_again
 def test_a_lock_whose_owner_has_ended_is_not_blamed_on_who_has_its_pid_now(tmp_path):
     """A child inherited the lock: to stop the process that has the old number would hit a stranger."""
     owner = Owner(tmp_path / "ledger.sqlite")
-    owner._who["started"] -= 1
+    owner._holder["started"] -= 1
     owner.note(0, 0)
     error = refused(tmp_path)
     assert "a child of process" in error.what

@@ -146,7 +146,7 @@ def test_a_copy_by_name_and_a_ledger_elsewhere(tmp_path):
     first, _ = run_with_checkpoints(run, ledger_dir=local)
     shutil.rmtree(local)  # another machine
     done = repair(run, first, local)
-    assert (done.path.parent, done.rows, done.newer, done.kept) == (own_folder(run, local), 10, None, ())
+    assert (done.path.parent, done.rows, done.newer, done.damaged) == (own_folder(run, local), 10, None, ())
     assert issued(run, local) == 10
 
 

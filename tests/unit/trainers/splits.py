@@ -47,7 +47,7 @@ def step_of(worker, batch, loss=None):
             grads[name] = full((p.grad if p.grad is not None else torch.zeros_like(p)).detach()).double().clone()
         return totals, grads
     finally:
-        worker.forget()
+        worker.zero_grad()
         worker.loss = own
 
 

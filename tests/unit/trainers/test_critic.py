@@ -75,7 +75,7 @@ def critic_gradient(one, batch):
         sums = LossSums(rank_batch, torch.device("cpu"))
         worker.critic.backward(worker.packs(rank_batch)[0], sums)
         grads = {n: local(p.grad).clone() for n, p in worker.critic.learner.parameters().items() if p.grad is not None}
-        worker.critic.learner.forget()
+        worker.critic.learner.zero_grad()
         return dict(sums.totals), grads
 
     return one.thread.call(compute)
@@ -134,13 +134,13 @@ def test_offloaded_state_takes_no_device_memory_and_comes_back_unchanged(ppo, tm
         before = worker.fingerprint()
         if leaves:
             held = [*worker._tensors("parameters"), *worker._tensors("optimizer")]
-            worker.offload.leave(everything)  # as `release` does beside an engine on the same GPU
+            worker.offload.to_host(everything)  # as `release` does beside an engine on the same GPU
             assert {tensor.untyped_storage().nbytes() for tensor in held} == {0}
             assert worker.fingerprint() == before, "a call that reads the state finds it"
             worker.save(tmp_path / "saved")
             worker.staging.writing.result()
-            assert worker.offload.away == everything
-            worker.offload.back(everything)
+            assert worker.offload.on_host == everything
+            worker.offload.to_device(everything)
         assert worker.fingerprint() == before
         one.call("step", batch)
         ends.append(

@@ -47,11 +47,11 @@ def publish_rank(folder, out, thread, rank, world):
         error = f"{raised.code} {raised.where}"
     staged = thread.call(worker.publish, 6, WeightRoute(transport="tensor", dtype="bfloat16"))
     if rank == 0:
-        views = worker.senders.made["tensor"]._staging.views
+        views = worker.senders.by_transport["tensor"]._staging.views
         save_file({name: view.clone() for name, view in views.items()}, str(out / "staged.safetensors"))
     spread = WeightRoute(transport="tensor", dtype="bfloat16", copies=tuple(range(1, world)))
     copies = [(thread.call(worker.publish, version, spread).handle or {}).get("copies") for version in (7, 8)]
-    views = worker.senders.made["tensor"]._staging.views
+    views = worker.senders.by_transport["tensor"]._staging.views
     save_file({name: view.clone() for name, view in views.items()}, str(out / f"copy-{rank}.safetensors"))
     answers = {
         "copies": copies,
@@ -103,7 +103,7 @@ def test_memory_of_a_transport_is_given_back_with_the_parameters_and_taken_again
     asyncio.run(one.trainer.release({"gradients", "optimizer"}))
     assert asyncio.run(one.trainer.publish(3, route("", transport="tensor"))).handle == first
     asyncio.run(one.trainer.release({"parameters"}))
-    assert one.worker.senders.made["tensor"]._staging is None
+    assert one.worker.senders.by_transport["tensor"]._staging is None
     asyncio.run(one.trainer.reacquire({"parameters"}))
     again = asyncio.run(one.trainer.publish(3, route("", transport="tensor"))).handle
     assert [bucket["names"] for bucket in again["buckets"]] == [bucket["names"] for bucket in first["buckets"]]

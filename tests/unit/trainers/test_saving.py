@@ -87,13 +87,13 @@ def test_offloaded_state_is_saved_from_the_host(bench, tmp_path):
     one.call("step", made.batch_of())
     one.call("save", tmp_path / "here")
     offload, tensor = one.worker.offload, next(iter(one.worker.actor.locals().values()))
-    one.thread.call(offload.leave, {"parameters", "optimizer", "gradients"})
+    one.thread.call(offload.to_host, {"parameters", "optimizer", "gradients"})
     one.call("save", tmp_path / "away")
     assert tensor.untyped_storage().nbytes() == 0
     for name in ("parameters.safetensors", "moments.safetensors", "trainer.json", "generators.json"):
         assert (tmp_path / "away" / name).read_bytes() == (tmp_path / "here" / name).read_bytes(), name
-    one.thread.call(offload.back, offload.away)
-    assert torch.equal(offload.seen(tensor), tensor)
+    one.thread.call(offload.to_device, offload.on_host)
+    assert torch.equal(offload.readable(tensor), tensor)
     one.call("step", made.batch_of())
 
 

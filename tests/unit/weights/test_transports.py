@@ -72,7 +72,7 @@ def test_a_tally_gives_the_checksums_of_the_bytes_and_keeps_no_tensor_longer_tha
     tally = Tally(route, hashing.Checksums)
     for name, value in tensors.items():
         tally.add(name, value)
-        assert set(tally._kept) <= {"a.q.weight"}
+        assert set(tally._sources) <= {"a.q.weight"}
     assert tally.finish() == hashing.expected(tensors, (QK, TOP), torch.bfloat16)
     joined = torch.cat([tensors["a.q.weight"], tensors["a.k.weight"]])
     assert tally.finish() == {

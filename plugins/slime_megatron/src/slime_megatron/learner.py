@@ -67,7 +67,7 @@ class MegatronLearner:
 
     def ready(self) -> None:
         """No gradients, and the rate of the next step, which a hook before its first pass may change."""
-        self.forget()
+        self.zero_grad()
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate * group.get("lr_mult", 1.0)
             group["weight_decay"] = self.weight_decay * group.get("wd_mult", 1.0)
@@ -127,7 +127,7 @@ class MegatronLearner:
         for buffer in (*self.ddp.buffers, *self.ddp.expert_parallel_buffers):
             yield buffer.grad_data
 
-    def forget(self) -> None:
+    def zero_grad(self) -> None:
         """Drop the gradients."""
         self.ddp.zero_grad_buffer()
         if self.optimizer is not None:

@@ -118,7 +118,7 @@ def save(worker: MegatronWorker, path: Path) -> None:
     Raises:
         StorageError: the folder cannot be made.
     """
-    staging, away = worker.staging, worker.offload.away
+    staging, away = worker.staging, worker.offload.on_host
     staging.wait()
     for one in learned(worker) if "parameters" not in away else ():
         one.learner.settle()
@@ -136,10 +136,10 @@ def save(worker: MegatronWorker, path: Path) -> None:
     staging.plan([plan.file])
     starts = plan.file.starts()
     latest: tuple[int, torch.Tensor] = -1, torch.empty(0)
-    with worker.offload.present(away if any(item.temporary for item in items) else ()):
+    with worker.offload.loaded(away if any(item.temporary for item in items) else ()):
         for item, begin, end, name in plan.copies:
             if latest[0] != id(item):
-                latest = id(item), worker.offload.seen(item.read().detach()).reshape(-1)
+                latest = id(item), worker.offload.readable(item.read().detach()).reshape(-1)
             staging.copy(starts[name], latest[1][begin - item.first : end - item.first], temporary=item.temporary)
     staging.write(path, _texts(worker, plan.file))
 

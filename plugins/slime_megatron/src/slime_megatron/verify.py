@@ -35,14 +35,14 @@ def gradients(worker: MegatronWorker, rank_batch: RankBatch, micros: list[MicroB
     tensors = worker.policy.tensors
     buffers = {n: h.tensor.clone() for n, h in tensors.held.items() if not isinstance(h.tensor, torch.nn.Parameter)}
     sums = LossSums(rank_batch, worker.device)
-    worker.actor.forget()
+    worker.actor.zero_grad()
     worker.policy.passes.backward(micros, worker.loss, worker.train, sums)
     loss = worker.finish(sums)[0]["loss"]
     worker.actor.gather_gradients()
     parameters: dict[str, Any] = {n: h.tensor for n, h in tensors.held.items() if n not in buffers}
     grads = {name: parameter.main_grad for name, parameter in parameters.items()}
     whole = _everywhere(tensors.like(grads), worker)
-    worker.actor.forget()
+    worker.actor.zero_grad()
     for name, buffer in buffers.items():  # a bias of experts follows their load
         tensors.held[name].tensor.copy_(buffer)
     return loss, {name: grad.double().cpu() for name, grad in whole.items()}

@@ -46,7 +46,7 @@ class Host:
 
     async def look(self) -> Look:
         """State of this process; an answer shows that it is not blocked."""
-        return Look(pid=os.getpid(), state=state_of(os.getpid()), why="it answers")
+        return Look(pid=os.getpid(), state=state_of(os.getpid()), note="it answers")
 
     async def call(self, function: str, *args: Any) -> Any:
         """What ``package.module:function`` returns on this machine."""

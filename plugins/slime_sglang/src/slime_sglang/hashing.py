@@ -79,12 +79,12 @@ class Murmur(Checksums):
             device = self._tiles[0].device
             sums = [tiles.to(device) for tiles in self._tiles]
             totals = _totals(sums, self._counts)
-            self._found |= {
+            self._digests |= {
                 key: f"{_splitmix(total) if count else 0:016x}"
                 for key, total, count in zip(self._keys, totals, self._counts, strict=True)
             }
             self._keys, self._tiles, self._counts = [], [], []
-        return self._found
+        return self._digests
 
 
 KINDS: Mapping[Checksum, Callable[[torch.dtype], Checksums]] = {"sha256": Checksums, "murmur": Murmur}

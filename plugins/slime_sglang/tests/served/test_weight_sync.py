@@ -241,7 +241,7 @@ def test_a_server_that_gives_up_ends_the_trainers_broadcast(source: Source, serv
     async def given_up() -> None:
         update = await source.publish(10, server, "nccl", tmp_path)
         await loaded(server, update)
-        sender: Any = source.trainer._worker.senders.made["nccl"]
+        sender: Any = source.trainer._worker.senders.by_transport["nccl"]
         sender._group = None  # a trainer that was restarted and names its group as before
         update = await source.publish(11, server, "nccl", tmp_path)
         assert update.handle["join"]
