@@ -426,9 +426,9 @@ def too_late(impl: HookImpl, about: str, deadline: float, key: str, late: Late) 
             "\nor set a timeout on what it waits for; a reward may run in a separate process, which can be ended: "
             "slime_core.hookspecs.own_process"
         )
-    what, place = f"did not answer in {deadline:g} s", f"blocked at {at}" if at else ""
+    message, place = f"did not answer in {deadline:g} s", f"blocked at {at}" if at else ""
     kind = Stuck if late.stuck else PluginError
-    return wrong(impl, what, about, code="PLG60", at=place, why=f"{reason}{stack}", fix=fix, kind=kind)
+    return wrong(impl, message, about, code="PLG60", at=place, why=f"{reason}{stack}", fix=fix, kind=kind)
 
 
 def wrong(

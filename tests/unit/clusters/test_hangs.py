@@ -80,7 +80,7 @@ DRIVER = ProcessReport(
             id="alone",
         ),
         pytest.param(
-            [rank(0, REDUCING), rank(1, state="", why="no answer from node-3 in 12 s")],
+            [rank(0, REDUCING), rank(1, state="", note="no answer from node-3 in 12 s")],
             "rank 1 (pid 101) cannot be asked: no answer from node-3 in 12 s, for 35 s in step; rank 0 waits for it in "
             "all_reduce",
             id="out of reach",
@@ -100,7 +100,7 @@ def test_stacks_tell_the_collective_and_the_place():
 
 def test_a_page_has_every_process_and_its_stack():
     page = render(
-        "why", {"run": "/r"}, [DRIVER, rank(0, REDUCING), rank(1, state="T", why="it is stopped")], "here I am"
+        "why", {"run": "/r"}, [DRIVER, rank(0, REDUCING), rank(1, state="T", note="it is stopped")], "here I am"
     )
     assert page.startswith("HANG  why\nrun     /r\n\nprocess  pid")
     assert "-- driver (pid 1)\nhere I am\n" in page

@@ -85,7 +85,7 @@ class GatewayRouter(Router):
                 self.up(self._gateway.address)
         finally:
             self._changing -= 1
-            self._seat()
+            self._serve_waiters()
 
     def culprit(self, lane: Lane, error: EngineError) -> Lane | None:
         """See `Router`."""
@@ -119,7 +119,7 @@ class GatewayRouter(Router):
         self._born += 1
         client = self._connect(address, peers=self._peers, servers=self._keys)
         self._gateway_lane = Lane(client=client, number=NUMBER, room=self._room, generation=self._born)
-        self._seat()
+        self._serve_waiters()
 
     def ended(self, error: EngineError) -> None:
         """See `gateway.GatewayUser`."""

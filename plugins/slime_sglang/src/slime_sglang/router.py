@@ -133,7 +133,7 @@ class Router:
     def admit(self, lane: Lane) -> None:
         """Choose this lane from now on, instead of an older generation of the same server."""
         self._lanes[lane.number] = lane
-        self._seat()
+        self._serve_waiters()
 
     async def join(self, lane: Lane) -> None:
         """:meth:`admit`, once whoever else chooses servers knows this one."""
@@ -172,7 +172,7 @@ class Router:
     def go(self) -> None:
         """Give places again."""
         self._held = False
-        self._seat()
+        self._serve_waiters()
 
     def lost(self, error: EngineError) -> None:
         """No server will come back: fail whoever waits, and whoever asks from now on."""
@@ -203,7 +203,7 @@ class Router:
 
     async def _wait(self, waiter: _Waiter) -> Place:
         self._waiters.append(waiter)
-        self._seat()
+        self._serve_waiters()
         try:
             return await waiter.place
         except asyncio.CancelledError:
@@ -222,9 +222,9 @@ class Router:
         lane.in_flight -= 1
         if place.rank is not None:
             lane.by_rank[place.rank] -= 1
-        self._seat()
+        self._serve_waiters()
 
-    def _seat(self) -> None:
+    def _serve_waiters(self) -> None:
         """Give places to those who wait, in their order, while there are any."""
         while self._waiters:
             waiter = self._waiters[0]
