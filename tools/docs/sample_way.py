@@ -19,7 +19,7 @@ from typing import Any
 import slime_core
 from slime_cli.main import main as slime
 from slime_core.rollout.collector import Collector
-from slime_core.trainers.threaded import WorkerTrainer
+from slime_core.trainers.trainer import WorkerTrainer
 
 CORE = str(Path(slime_core.__file__).parent) + "/"
 DEFAULT = ("--plugin", "rm_math", "stage.warmup.num_rollout=0", "--num-rollout", "2", "--skip-eval-before-train")

@@ -1,7 +1,7 @@
 """FSDP2, from one CPU process up: packed sequences, float32 masters, bfloat16 or float32 compute."""
 
 from slime_core.trainers.fsdp.worker import FsdpWorker
-from slime_core.trainers.threaded import WorkerTrainer
+from slime_core.trainers.trainer import WorkerTrainer
 
 __all__ = ["FsdpTrainer"]
 

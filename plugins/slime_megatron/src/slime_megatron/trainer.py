@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime_core.trainers.threaded import WorkerTrainer
+from slime_core.trainers.trainer import WorkerTrainer
 from slime_megatron.worker import MegatronWorker
 
 
