@@ -8,7 +8,7 @@
 
 An implementation names the arguments it wants, in any order, and may leave out the rest. Kinds:
 
-    owner     one provider a task answers: function by path > the task's choice > owning plugin > other plugin > core
+    owner     one provider a task: function by path > the task's choice > owning plugin > other plugin > core
     vote      all are called, any Drop wins           event    all are called, nothing is returned
     by name   registers things the config names       declare  read once at start
     claim     called in turn, None declines

@@ -105,7 +105,7 @@ def _policy_loss(log_probs: Any, entropy: Any, columns: Mapping[str, Any], train
 def _correct(
     log_probs: Any, trainer: Any, old: Any, columns: Mapping[str, Any], train: Any
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """Weights of the policy term, rejected tokens (each None where nothing asks for them), and metrics."""
+    """Weights of the policy term, rejected tokens (each None where no key sets them), and metrics."""
     from slime_core.algorithms.shared import corrections
 
     mask, sample, engine = columns["loss_mask"], columns["sample"], columns.get(ENGINE)

@@ -90,7 +90,7 @@ class FunctionsByPath(Functions):
         self._alive: WeakValueDictionary[str, Sample] = WeakValueDictionary()
 
     def attach(self, plugins: Plugins) -> None:
-        """Make the facade known to functions that ask for a reward by name."""
+        """Hand over the facade, for functions that compute a reward by name."""
         self._session.plugins = plugins
 
     def owner(self, hook: str, config: Config, evaluation: bool) -> HookImpl | None:

@@ -204,22 +204,22 @@ def is_installed(name: str) -> bool:
 
 
 def offered(hook: str, plugin: str) -> tuple[str, list[Any]]:
-    """A plugin's origin, and what it brings by ``hook``; asked once while nothing else is installed.
+    """A plugin's origin, and what it brings by ``hook``; called once while nothing else is installed.
 
     Raises:
         PluginError: PLG50 to PLG55 it does not load; PLG56, PLG57 its hook fails or returns something else.
     """
-    return _offered(hook, plugin, paths()) if is_installed(plugin) else _asked(hook, plugin)  # a file may change
+    return _kept(hook, plugin, paths()) if is_installed(plugin) else _offered(hook, plugin)  # a file may change
 
 
-def _asked(hook: str, plugin: str, _: object = None) -> tuple[str, list[Any]]:
+def _offered(hook: str, plugin: str, _: object = None) -> tuple[str, list[Any]]:
     from slime_core.plugins.load import load_plugin
 
     loaded = load_plugin(plugin)
     return loaded.provider.origin, offers(loaded, hook, KINDS[hook])
 
 
-_offered = lru_cache(maxsize=64)(_asked)
+_kept = lru_cache(maxsize=64)(_offered)
 
 
 def offers(loaded: LoadedPlugin, hook: str, kind: type[B]) -> list[B]:

@@ -44,7 +44,7 @@ class Plugins:
         self._loaded, self._core, self._functions = dict(loaded), core, functions
         self._threads = HookThreads()
         self._processes = Processes() if INSIDE not in os.environ else None
-        self._checks: Any = None  # once they are asked for
+        self._checks: Any = None  # from the first use on
         self._last: tuple[HookImpl, str] | None = None
         self._router = HookRouter(self._loaded, core, functions)
         self._options: dict[tuple[str, int], BaseModel | None] = {}
@@ -56,7 +56,7 @@ class Plugins:
 
     @property
     def loaded(self) -> tuple[LoadedPlugin, ...]:
-        """The loaded plugins themselves, for a hook that a plugin asks (`slime_model_bridge`)."""
+        """The loaded plugins themselves, for hooks that a plugin calls (`slime_model_bridge`)."""
         return tuple(self._loaded.values())
 
     def origin(self, name: str) -> str:
@@ -175,7 +175,7 @@ class Plugins:
         return impl is None or impl.provider.source != "core"
 
     async def rollout(self, groups: list[Group], ctx: Context) -> list[Group]:
-        """Make the groups of a step whole (`slime_rollout`), each by the provider of its task, in the given order."""
+        """Make the groups of a step whole (`slime_rollout`), each by its task's provider, in their order."""
         results: dict[str, Group] = {}
         by_impl: dict[int, tuple[HookImpl, list[Group]]] = {}
         for group in groups:

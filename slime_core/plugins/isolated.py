@@ -38,7 +38,7 @@ class Gone(Exception):
 
 
 class IsolatedWorker:
-    """One process and the socket to it. It is to be made on a thread that lasts: the process ends with it."""
+    """One process and the socket to it. Make it on a thread that lasts: the process ends with that thread."""
 
     def __init__(self, config: Config) -> None:
         parent_end, child_end = socket.socketpair()
@@ -86,7 +86,7 @@ def value_of(response: Mapping[str, Any]) -> Any:
 
 
 class Processes:
-    """Workers of a run, each with the config of the stage that asks."""
+    """Workers of a run, each with the config of its stage."""
 
     def __init__(self, most: int = 0) -> None:
         self._most = most or max(1, min(8, os.cpu_count() or 1))

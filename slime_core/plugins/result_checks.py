@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def expect(impl: HookImpl, value: Any, kind: type[T], about: str, fix: str) -> T:
-    """The value, of the kind that the hook must give.
+    """The value, of the type that the hook must return.
 
     Raises:
         PluginError: PLG57.
@@ -45,13 +45,13 @@ def same_groups(impl: HookImpl, done: Any, issued: list[Group], about: str) -> d
     return by_id
 
 
-MAY_GIVE = ("advantages", "returns")
+RETURNED = ("advantages", "returns")
 
 
 def role_columns(scores: Mapping[str, Columns]) -> Columns:
     """One column a role, as estimators and losses read it: its log-probs or values; also ``policy_entropy``.
 
-    Example: {"policy": {"log_probs": lp, "entropy": h}} gives {"policy": lp, "policy_entropy": h}
+    Example: {"policy": {"log_probs": lp, "entropy": h}} returns {"policy": lp, "policy_entropy": h}
     """
     result: Columns = {}
     for role, columns in scores.items():
@@ -73,8 +73,8 @@ def checked_columns(impl: HookImpl, returned: Any, batch: Batch) -> Columns:
     columns: Columns = {}
     for name, values in returned.items():
         column = np.asarray(values) if not isinstance(values, (str, bytes)) else np.asarray(None)
-        if name not in MAY_GIVE or column.dtype.kind not in "fiub":
-            reason = f"an estimator gives {' and '.join(MAY_GIVE)}, arrays of numbers"
+        if name not in RETURNED or column.dtype.kind not in "fiub":
+            reason = f"an estimator returns {' and '.join(RETURNED)}, arrays of numbers"
             raise wrong(impl, f"returned '{name}' of type {column.dtype}", about, code="PLG57", why=reason)
         if column.shape != batch.loss_mask.shape:
             message = f"returned '{name}' of shape {column.shape}, not {batch.loss_mask.shape},"

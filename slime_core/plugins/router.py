@@ -45,7 +45,7 @@ class Functions:
     """Functions by path, as implementations of hooks; here none: `slime_core.compat.functions` has them."""
 
     def attach(self, plugins: Any) -> None:
-        """Make the facade known to functions that ask for a reward by name."""
+        """Hand over the facade, for functions that compute a reward by name."""
 
     def owner(self, hook: str, config: Config, evaluation: bool) -> HookImpl | None:
         """The function of an owner hook for the whole run."""

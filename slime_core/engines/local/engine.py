@@ -129,7 +129,7 @@ class LocalEngine:
         """Serve an update's weights. Running requests go on with them; each token says its version.
 
         Raises:
-            EngineError: ENG86 tensors that do not fit, ENG06 weights whose memory was given back.
+            EngineError: ENG86 tensors that do not fit, ENG06 weights whose memory is released.
         """
         self._require_open()
         if "weights" not in self._held:
@@ -163,7 +163,7 @@ class LocalEngine:
         """Go on after :meth:`pause`.
 
         Raises:
-            EngineError: ENG06, memory was released and not taken back.
+            EngineError: ENG06, memory is released.
         """
         if self._held != MEMORY:
             raise EngineError(f"resumed while {sorted(MEMORY - self._held)} were released", code="ENG06")
@@ -171,12 +171,12 @@ class LocalEngine:
         self._stir()
 
     async def release(self, what: set[str]) -> None:
-        """Give back memory; sequences that lose their cache are computed again after :meth:`resume`."""
+        """Release memory; sequences that lose their cache are computed again after :meth:`resume`."""
         self._held -= what
         await self._thread.run(self._release, set(what))
 
     async def reacquire(self, what: set[str]) -> None:
-        """Take memory back; weights come with the next :meth:`load`."""
+        """Reacquire memory; weights come with the next :meth:`load`."""
         back = (what & MEMORY) - self._held
         self._held |= back
         if "kv" in back and self._scheduler is not None:

@@ -1,8 +1,8 @@
 """Logits of packed rows by the own code of any transformers model whose attention can be replaced.
 
 The model runs on [1, N] tokens of many sequences. Everything but attention treats a row by itself; attention is ours
-and finds each row's slot and position in the pass's Rows. What a model passes to attention beyond what is known here
-raises :class:`Unfit`, and the engine falls back to recomputing whole prefixes.
+and finds each row's slot and position in the pass's Rows. What a model passes to attention beyond that raises
+:class:`Unfit`, and the engine falls back to recomputing whole prefixes.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class PackedPlan(OwnPlan):
     """
 
     name = "packed"
-    hidden_widths = False  # elementwise kernels run over sizes that no linear layer tells of (fused experts)
+    hidden_widths = False  # elementwise kernels run over sizes of no linear layer (fused experts)
 
     def __init__(self, model: Any, device: str) -> None:
         from transformers import AttentionInterface

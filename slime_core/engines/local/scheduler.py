@@ -114,7 +114,7 @@ class Scheduler:
             self.drop()
 
     def drop(self) -> None:
-        """Give the cache back, in which nothing runs; the next sequences choose its size anew."""
+        """Release the cache, in which nothing runs; the next sequences choose its size anew."""
         self.served.drop()
         self._slots.forget()
         self.sequences, self.tokens = self._configured, 0

@@ -1,4 +1,4 @@
-"""The model that is served: twin module, the plan that runs it, its cache, and what was found out about it once.
+"""The model that is served: twin module, the plan that runs it, and its cache.
 
 first load -> verify plans against the module's own logits -> allowed row counts
 resize -> cache -> prefill, decode, score
@@ -41,7 +41,7 @@ class ServedModel:
         self.plan: Any = None  # `lean.LeanPlan`, `packed.PackedPlan` or `packed.RescanPlan`, from the first load on
         self.cache = KVCache((), 0, 0, self._dtype, device)  # of no layers, until `allocate`
         self._resting = False  # copies of weights are dropped until they are used again
-        self.holds_cache = True  # False while its memory is given back
+        self.holds_cache = True  # False while its memory is released
 
     @property
     def rescans(self) -> bool:
@@ -78,7 +78,7 @@ class ServedModel:
         self.cache = KVCache(self.plan.shapes, slots, tokens, self._dtype, self.device)
 
     def drop(self) -> None:
-        """Give the cache's memory back until the next :meth:`allocate`."""
+        """Release the cache's memory until the next :meth:`allocate`."""
         self.cache = KVCache((), 0, 0, self._dtype, self.device)
         if self.device != "cpu":
             torch.cuda.empty_cache()
@@ -96,7 +96,7 @@ class ServedModel:
             self._resting = False
 
     def release(self, what: set[str]) -> None:
-        """Give back memory."""
+        """Release memory."""
         if "kv" in what:
             self.drop()
             self.holds_cache = False

@@ -1,8 +1,8 @@
 """A module of our own by a Hugging Face config; its parameters are the served tensors.
 
-transport    float32 compute, same device      else
-shared       parameters ARE the tensors given   a cast copy, refreshed at every load
-tensors      a copy                             a cast copy
+transport    float32 compute, same device   else
+shared       parameters are the tensors      a cast copy, refreshed at every load
+tensors      a copy                          a cast copy
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Twin:
                 module._buffers[leaf] = tensor
 
     def release(self) -> None:
-        """Give the weights' memory back; the next load must bring all of them."""
+        """Release the weights' memory; the next load must bring all of them."""
         for name in {names[0] for names in self._ties.values()}:
             self._own.discard(name)
             self._place(name, torch.empty_like(self._tensor(name), device="meta"))
