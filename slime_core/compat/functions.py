@@ -93,18 +93,13 @@ class FunctionsByPath(Functions):
         """Hand over the facade, for functions that compute a reward by name."""
         self._session.plugins = plugins
 
-    def owner(self, hook: str, config: Config, evaluation: bool) -> HookImpl | None:
-        """The function that implements an owner hook for the whole run."""
+    def owner(self, hook: str, config: Config, evaluation: bool, path: str = "") -> HookImpl | None:
+        """The function of an owner hook: at the ``path`` that a task names, else the run's."""
         self._note(config)
         keys = list(ADAPTERS.get(hook, ()))
         key = keys[-1 if evaluation else 0] if keys else ""
-        path = _value(config, key)
+        path = path or _value(config, key)
         return self._impl(hook, key, path) if path else None
-
-    def of_task(self, hook: str, path: str, config: Config) -> HookImpl:
-        """The function that a task chose."""
-        self._note(config)
-        return self._impl(hook, next(iter(ADAPTERS[hook])), path)
 
     def listeners(self, hook: str, config: Config) -> list[HookImpl]:
         """Functions for a vote or event hook, in order."""

@@ -47,13 +47,9 @@ class Functions:
     def attach(self, plugins: Any) -> None:
         """Hand over the facade, for functions that compute a reward by name."""
 
-    def owner(self, hook: str, config: Config, evaluation: bool) -> HookImpl | None:
-        """The function of an owner hook for the whole run."""
+    def owner(self, hook: str, config: Config, evaluation: bool, path: str = "") -> HookImpl | None:
+        """The function of an owner hook: at the ``path`` that a task names, else the run's."""
         return None
-
-    def of_task(self, hook: str, path: str, config: Config) -> HookImpl:
-        """The function that a task chose."""
-        raise NotImplementedError
 
     def listeners(self, hook: str, config: Config) -> list[HookImpl]:
         """Functions for a vote or event hook, in order."""
@@ -281,7 +277,7 @@ class HookRouter:
             return None
         if hook == "slime_reward" and is_name(path):
             return self._core.hooks[hook]  # it reads the task's name from the config
-        return self._functions.of_task(hook, path, config)
+        return self._functions.owner(hook, config, False, path)
 
 
 def owners_of(config: Config, loaded: Mapping[str, LoadedPlugin]) -> dict[str, str]:
