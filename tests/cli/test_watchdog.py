@@ -156,10 +156,10 @@ def test_a_blocking_call_in_an_async_hook_is_named_with_its_line_and_one_that_wa
     _, said = process.communicate(timeout=60)
     assert process.returncode == 0, said
     stood = place(tmp_path, "blocks", "time.sleep(8)")
-    lags = [line for line in said.splitlines() if "holds the event loop" in line]
+    lags = [line for line in said.splitlines() if "blocked the event loop" in line]
     assert len(lags) == (way == "blocks"), said
     if lags:
-        assert lags[0].startswith("geo.slime_reward (prompt 'main/3') holds the event loop for ")
+        assert lags[0].startswith("geo.slime_reward (prompt 'main/3') has blocked the event loop for ")
         assert f"at {stood}" in lags[0]
         assert lags[0] in (run_dir.log / "run.log").read_text()
 

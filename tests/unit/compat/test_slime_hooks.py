@@ -315,10 +315,10 @@ def test_functions_of_megatron_ranks_are_called_as_slime_calls_them(write, conne
     }
     plugins, ctx = connect(Config(train=train))
     plugins.resolve(ctx.config)
-    plugins.tell("slime_megatron_init", "a start", ctx, args="settings")
+    plugins.notify("slime_megatron_init", "a start", ctx, args="settings")
     for role in ("policy", "reference", "teacher", "values"):
-        plugins.tell("slime_megatron_before_log_prob", "log-probs", ctx, model=["model"], role=role)
-    plugins.tell("slime_megatron_before_train_step", "a step", ctx, model=["model"], optimizer="optimizer", step=5)
+        plugins.notify("slime_megatron_before_log_prob", "log-probs", ctx, model=["model"], role=role)
+    plugins.notify("slime_megatron_before_train_step", "a step", ctx, model=["model"], optimizer="optimizer", step=5)
     (answer,) = plugins._functions.listeners("slime_megatron_init", ctx.config)
     seen = plugins._functions._locate(
         "train.custom_megatron_init_path", train["custom_megatron_init_path"]
