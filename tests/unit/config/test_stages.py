@@ -107,6 +107,21 @@ def test_a_wrong_stage_is_refused_with_its_line(recipe, refused, text, code, wha
     assert error.where.split(", ")[0] == f"recipe.toml:{line}"
 
 
+def test_what_is_built_once_a_run_cannot_differ_between_stages(recipe, refused):
+    keys = {
+        "init_weights = 'random'",
+        "trust_remote_code = true",
+        "rollout_engine = 'sglang'",
+        "train_backend = 'megatron'",
+        "dtype = 'float32'",
+        "debug_rollout_only = true",
+        "debug_train_only = true",
+    }
+    error = refused(recipe("[[stage]]\nname = 'a'\n" + "\n".join(keys)))
+    names = {line.partition(" = ")[0] for line in keys}
+    assert [name for name in names if f"stage[0].{name} cannot differ between stages" not in error.why] == []
+
+
 def test_problems_of_all_stages_are_named_at_once(recipe, refused):
     error = refused(recipe("[[stage]]\nname = 'a'\nlr = -1.0\n[[stage]]\nname = 'b'\nclip_grad = -1.0\n"))
     assert "train.lr = -1.0" in error.why
