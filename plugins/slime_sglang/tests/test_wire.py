@@ -143,7 +143,7 @@ def test_more_tokens_than_were_asked_for_are_rejected():
     asked = request(max_new_tokens=8)
     code, text = code_of(lambda: wire.completion(answer(asked, 9), expected(asked)), ServerFault)
     assert code == "ENG82"
-    assert "9 tokens came where at most 8" in text
+    assert "9 tokens came, but at most 8 were requested" in text
 
 
 def test_an_echoed_prompt_is_rejected():

@@ -1,5 +1,7 @@
-"""The client before the real server, through the proxy that spoils answers: what plugins/slime_sglang/tests/test_client.py
-asks of a canned server, asked of SGLang."""
+"""The client before the real server, through the proxy that spoils answers: what SGLang itself does is in it.
+
+Answers that are broken on the way or impossible are the proxy's alone: `test_client_broken_answers.py` has them.
+"""
 
 from __future__ import annotations
 
