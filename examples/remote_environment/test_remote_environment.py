@@ -152,7 +152,7 @@ def played(answers, environment, monkeypatch):
             samples=[],
             sampling=models.Sampling(max_new_tokens=4),
             version=2,
-            engine=models.EngineDoor(url="http://127.0.0.1:1"),
+            engine=models.EngineEndpoint(url="http://127.0.0.1:1"),
         )
         async with httpx.AsyncClient(transport=httpx.MockTransport(engine)) as http:
             return await play(Task(work, "grpo/1-0", 7, http))
