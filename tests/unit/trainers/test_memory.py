@@ -116,7 +116,7 @@ async def work():
                                                     params=SamplingParams(max_new_tokens=4)))
     limited(limit)
     done = await asyncio.gather(*(ask(n) for n in range(min(slots, 24))))
-    return {"tokens": sum(len(one.tokens) for one in done), "seats": engine._scheduler.seats}
+    return {"tokens": sum(len(one.tokens) for one in done), "sequences": engine._scheduler.sequences}
 
 try:
     found = asyncio.run(work())
@@ -146,7 +146,7 @@ def test_an_engine_takes_as_many_slots_as_memory_holds(tmp_path):
     """512 slots of 2048 tokens are 2 GiB."""
     found = in_process(ENGINE, tiny_model(tmp_path / "model"), 512, 2048, 256 << 20)
     assert found["tokens"] == 24 * 4
-    assert found["seats"] < 512
+    assert found["sequences"] < 512
 
 
 FREED = """
