@@ -134,9 +134,9 @@ def test_compiled_layers_have_the_modules_own_gradient(bench, backend, recompute
     assert policy.compiled
     policy.fused = False  # which comes first on a CPU
     function = type(policy.hf.model.layers[0]).forward
-    policy._made[function] = Compiled(function, backend=backend)
+    policy._compiled[function] = Compiled(function, backend=backend)
     compiled = one.gradient(batch)
-    (known,) = policy._made.values()  # of all layers
+    (known,) = policy._compiled.values()  # of all layers
     assert known.works
     policy.compiled = False
     own = one.gradient(batch)
