@@ -40,12 +40,12 @@ class _Once(logging.Handler):
     def __init__(self, note: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
         self._note = note
-        self._said: set[Hashable] = set()
+        self._keys: set[Hashable] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Pass the record on."""
         key = getattr(record, "once", record.getMessage())
-        if key not in self._said:
-            self._said.add(key)
+        if key not in self._keys:
+            self._keys.add(key)
             with suppress(Exception):
                 self._note(record.getMessage())

@@ -56,21 +56,21 @@ def report_failure(error: BaseException, session: CliSession) -> int:
         code = error.exit_code if isinstance(error, click.exceptions.Exit) else error.code
         return code if isinstance(code, int) else int(code is not None)
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
-        say(f"interrupted{_kept(session)}")
+        say(f"interrupted{_saved_notice(session)}")
         return INTERRUPTED
     if isinstance(error, Terminated):
-        say(f"terminated{_kept(session)}")
+        say(f"terminated{_saved_notice(session)}")
         return TERMINATED
     if isinstance(error, HELP_ASKED):
         say(error.format_message())
         return error.exit_code
     if isinstance(error, click.ClickException):
-        return _told(_usage(error), error, session)
+        return _report(_usage(error), error, session)
     if isinstance(error, Preempted):
         return _stopped(error, session)
     if isinstance(error, SlimeError):
-        return _told(placed(error, session.run_dir), error, session)
-    return _told(_ours(error), error, session, always_saved=True)
+        return _report(placed(error, session.run_dir), error, session)
+    return _report(_as_slime_error(error), error, session, always_saved=True)
 
 
 def ended_by_code(error: SystemExit) -> SlimeError:
@@ -144,7 +144,7 @@ def coloured() -> bool:
     return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def _told(shown: SlimeError, error: BaseException, session: CliSession, *, always_saved: bool = False) -> int:
+def _report(shown: SlimeError, error: BaseException, session: CliSession, *, always_saved: bool = False) -> int:
     from slime_core.config.dump import scrub
 
     trace = scrub(shortened("".join(traceback.format_exception(error)), TRACE), session.secrets)
@@ -185,7 +185,7 @@ def _usage(error: click.ClickException) -> SlimeError:
     return ConfigError(error.format_message(), code="CFG00", where=f"command line: {path}", fix=f"{path} --help")
 
 
-def _ours(error: BaseException) -> SlimeError:
+def _as_slime_error(error: BaseException) -> SlimeError:
     from slime_core.memory import is_out_of_memory, shortage
 
     if is_out_of_memory(error):
@@ -211,5 +211,5 @@ def _save(trace: str, session: CliSession) -> Path | None:
         return None
 
 
-def _kept(session: CliSession) -> str:
+def _saved_notice(session: CliSession) -> str:
     return f"; what was done is in {session.run_dir.path}" if session.run_dir is not None else ""

@@ -103,7 +103,7 @@ def check(name: str, as_json: bool) -> None:
         click.echo(json.dumps(answer, indent=1, sort_keys=True))
     else:
         heading(f"{info.name} {info.requirement}")
-        print_pairs({f"{finding['status']:<4}  {finding['name']}": _told(finding) for finding in findings})
+        print_pairs({f"{finding['status']:<4}  {finding['name']}": _sentence(finding) for finding in findings})
         warned = sum(finding["status"] == "warn" for finding in findings)
         more = f", {warned} warning{'s' * (warned > 1)}" if warned else ""
         click.echo((f"  {len(broken)} broken" if broken else "  all promises kept") + more)
@@ -116,7 +116,7 @@ def _finding(error: dict[str, str]) -> dict[str, str]:
     return {"name": "import", "status": "fail", "found": text, "where": error["where"], "fix": error["fix"]}
 
 
-def _told(finding: dict[str, str]) -> str:
+def _sentence(finding: dict[str, str]) -> str:
     lines = [finding["found"], finding["where"], f"fix: {finding['fix']}" if finding["fix"] else ""]
     return "\n".join(line for line in lines if line)
 

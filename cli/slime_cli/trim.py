@@ -30,7 +30,7 @@ def trim_figures(run_dir: RunDir, version: int, *, evaluations: int = 1) -> int:
     for path in (run_dir.metrics, run_dir.samples):
         try:
             lines = path.read_bytes().splitlines(keepends=True)
-            remaining = list(_kept(lines, version, evaluations))
+            remaining = list(_remaining_lines(lines, version, evaluations))
             dropped += len(lines) - len(remaining)
             if len(remaining) != len(lines):
                 replace_file(path, b"".join(remaining))
@@ -46,7 +46,7 @@ def trim_figures(run_dir: RunDir, version: int, *, evaluations: int = 1) -> int:
     return dropped
 
 
-def _kept(lines: list[bytes], version: int, evaluations: int) -> Iterator[bytes]:
+def _remaining_lines(lines: list[bytes], version: int, evaluations: int) -> Iterator[bytes]:
     """Whole lines of ``version`` and before."""
     counts: Counter[str] = Counter()
     for line in lines:

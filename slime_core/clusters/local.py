@@ -231,7 +231,7 @@ async def local_serving(config: Config) -> AsyncIterator[Serving]:
             run_dir = Path(stack.enter_context(TemporaryDirectory(prefix="slime-eval-")))
             served = await stack.enter_async_context(start(serving_start(config, folder, run_dir)))
             if folder.init_weights == "random":
-                weights = {"folder": str(await asyncio.to_thread(_drawn, config, folder, run_dir / "drawn"))}
+                weights = {"folder": str(await asyncio.to_thread(_random_weights, config, folder, run_dir / "drawn"))}
                 await served.engine.load(WeightUpdate(version=0, epoch=0, transport="disk", handle=weights))
             yield Serving(
                 engines=served.engine,
@@ -260,7 +260,7 @@ def serving_start(config: Config, folder: ModelFolder, run_dir: Path) -> EngineS
     )
 
 
-def _drawn(config: Config, folder: ModelFolder, path: Path) -> Path:
+def _random_weights(config: Config, folder: ModelFolder, path: Path) -> Path:
     """A folder of the weights that are drawn from the seed."""
     model: Any = folder.build_model("float32", seed=config.seed)
     model.save_pretrained(str(path))

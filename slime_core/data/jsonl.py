@@ -216,8 +216,8 @@ class _Index:
         self.stride = 1
         self.count = 0
         self.blanks: list[int] = []  # row number that follows each blank line
-        self._kept: list[NDArray[np.int64]] = []
-        self._held = 0
+        self._chunks: list[NDArray[np.int64]] = []
+        self._total = 0
         self._open = 0  # where the unfinished line starts
         self._tail = b""  # its first bytes
 
@@ -246,7 +246,7 @@ class _Index:
 
     def starts(self) -> NDArray[np.int64]:
         """The kept starts: of rows 0, stride, 2 stride ..."""
-        return np.concatenate([*self._kept, np.empty(0, dtype=np.int64)])
+        return np.concatenate([*self._chunks, np.empty(0, dtype=np.int64)])
 
     def _add_starts(self, starts: NDArray[np.int64], keep: NDArray[np.bool_]) -> None:
         if not keep.all():
@@ -257,11 +257,11 @@ class _Index:
         rows = starts[keep]
         first = -self.count % self.stride
         self.count += len(rows)
-        self._kept.append(rows[first :: self.stride].copy())
-        self._held += len(self._kept[-1])
-        while self._held > MAX_STARTS:
-            self._kept = [self.starts()[::2].copy()]
-            self._held = len(self._kept[0])
+        self._chunks.append(rows[first :: self.stride].copy())
+        self._total += len(self._chunks[-1])
+        while self._total > MAX_STARTS:
+            self._chunks = [self.starts()[::2].copy()]
+            self._total = len(self._chunks[0])
             self.stride *= 2
 
 
@@ -278,7 +278,7 @@ class Pin:
 
     def __init__(self, path: Path, status: os.stat_result, *, size: int, digest: str) -> None:
         self.path, self.size, self.digest = path, size, digest
-        self._seen = _key(status)
+        self._file_key = _key(status)
 
     def check(self) -> None:
         """Look at the file.
@@ -290,11 +290,11 @@ class Pin:
             status = os.stat(self.path)
         except OSError as error:
             raise self.lost("is gone", f"found nothing: {error.strerror}") from error
-        if _key(status) == self._seen:
+        if _key(status) == self._file_key:
             return
         if status.st_size < self.size:
             raise self.lost("was cut short", f"found {status.st_size} bytes")
-        same_file = self._seen[:2] == _key(status)[:2]
+        same_file = self._file_key[:2] == _key(status)[:2]
         if not same_file or status.st_size == self.size:
             self._compare("was changed" if same_file else "was replaced", status.st_size)
         if status.st_size > self.size:
@@ -303,7 +303,7 @@ class Pin:
                 f"{self.path}: {status.st_size - self.size} bytes were appended since it was opened; "
                 f"this run reads the first {self.size} bytes only",
             )
-        self._seen = _key(status)
+        self._file_key = _key(status)
 
     def lost(self, what: str, detail: str) -> DataError:
         """The error of a file that has changed."""

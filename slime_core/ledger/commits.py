@@ -65,7 +65,7 @@ class Owner:
             holder = self._read()
             os.close(self._fd)
             if isinstance(error, BlockingIOError):
-                raise _held(path, holder) from None
+                raise _lock_error(path, holder) from None
             raise storage_error(error, self.path, "the ledger cannot be locked") from error
         owner = self._read()
         self.marks = (_whole(owner.get("serial")), _whole(owner.get("step")))
@@ -295,7 +295,7 @@ def _whole(value: object) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _held(path: Path, holder: dict[str, Any]) -> StorageError:
+def _lock_error(path: Path, holder: dict[str, Any]) -> StorageError:
     pid, local = holder.get("pid"), holder.get("host") in (None, socket.gethostname())
     alive = isinstance(pid, int) and start_of(pid) == holder.get("started") != 0
     if not isinstance(pid, int):

@@ -125,7 +125,7 @@ class Deadline:
     """
 
     def __init__(self, seconds: float) -> None:
-        self._left = seconds
+        self._remaining = seconds
         self._scope = asyncio.timeout(None)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None  # of a slice
@@ -166,10 +166,10 @@ class Deadline:
 
     def _start(self) -> None:
         """Begin the next slice; the end, where no seconds are left."""
-        if self._left <= 0:
+        if self._remaining <= 0:
             self._scope.reschedule(self._loop.time())
-        elif self._left < math.inf:
-            self._since, self._planned = self._loop.time(), min(self._left, SLICE)
+        elif self._remaining < math.inf:
+            self._since, self._planned = self._loop.time(), min(self._remaining, SLICE)
             self._timer = self._loop.call_later(self._planned, self._next)
 
     def _stop(self) -> None:
@@ -178,7 +178,7 @@ class Deadline:
             self._timer.cancel()
             self._timer = None
             took = self._loop.time() - self._since
-            self._left -= took if took <= self._planned + SLACK else self._planned
+            self._remaining -= took if took <= self._planned + SLACK else self._planned
 
     def _next(self) -> None:
         self._stop()

@@ -112,7 +112,7 @@ class Report:
         config = redacted(self.config, self.secrets)
         self.run_dir.write_config(to_toml(config))
         plain = config.model_dump(mode="json")
-        self._each(lambda sink: sink.start(self.run_dir.path, plain))
+        self._call_sinks(lambda sink: sink.start(self.run_dir.path, plain))
         self._show(lambda live: live.start(self.config, self.run_dir.path))
         self._mark = time.monotonic()
 
@@ -131,7 +131,7 @@ class Report:
         else:
             report = replace(report, seconds={**report.seconds, OTHER: max(0.0, wall - parts)})
         self._mark, self._last = now, report
-        self._each(lambda sink: sink.write(report))
+        self._call_sinks(lambda sink: sink.write(report))
         self._show(lambda live: live.step(report, wall))
         for line in self._alarms.see(report):
             self.note(line)
@@ -209,13 +209,13 @@ class Report:
 
     def finish(self) -> None:
         """Flush and close everything."""
-        self._each(lambda sink: sink.close())
+        self._call_sinks(lambda sink: sink.close())
         self._show(lambda live: live.close())
         if self._folder is not None:
             folder, self._folder = self._folder, None
             os.close(folder)
 
-    def _each(self, call: Callable[[Sink], None]) -> None:
+    def _call_sinks(self, call: Callable[[Sink], None]) -> None:
         for sink in list(self._sinks):
             self._one(sink, lambda sink=sink: call(sink))  # type: ignore[misc]
 

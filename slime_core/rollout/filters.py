@@ -87,7 +87,7 @@ class DropLimit:
 
     def step(self) -> None:
         """Begin to count another step."""
-        self._dropped = self._kept = 0
+        self._dropped = self._passed = 0
         self._notes = 0  # each after twice as many groups as the one before
         self._unjudged = ""  # reason of the last group that could not be judged
         self._reasons: Counter[str] = Counter()
@@ -107,7 +107,9 @@ class DropLimit:
         self._unjudged = unjudged(samples) or self._unjudged
         if self._dropped == self._many << self._notes:
             self._notes += 1
-            self._note(f"{self._dropped} groups were dropped in this step and {self._kept} kept; {self._summary()}")
+            self._note(
+                f"{self._dropped} groups were dropped in this step and {self._passed} kept; {self._summary()}"
+            )
         self.ended(position, dropped=True)
 
     def state(self) -> dict[str, Any]:
@@ -125,7 +127,7 @@ class DropLimit:
         Raises:
             TrainerError: TRN100 ``limit`` groups in a row were dropped.
         """
-        self._kept += dropped is False
+        self._passed += dropped is False
         if position < self._next or position in self._waiting:
             return
         self._waiting[position] = dropped

@@ -45,7 +45,7 @@ class FakeEngine:
         self.vocab_size, self.stop_token = vocab_size, stop_token
         self.tensors: dict[str, NDArray[Any]] = {}
         self.served: list[str] = []  # request ids in the order in which they ended
-        self._held = set(MEMORY)
+        self._resident = set(MEMORY)
         self._running: dict[str, Completion] = {}
         self._aborted: set[str] = set()
         self._paused = False
@@ -82,8 +82,8 @@ class FakeEngine:
                 return
 
     def _draw(self, request: GenerateRequest, out: Completion) -> None:
-        if self._held != MEMORY:
-            raise EngineError(f"request {request.id} ran while {sorted(MEMORY - self._held)} were released")
+        if self._resident != MEMORY:
+            raise EngineError(f"request {request.id} ran while {sorted(MEMORY - self._resident)} were released")
         position = len(request.tokens) + len(out.tokens)
         out.tokens.append(seed_of(request.seed, position) % self.vocab_size)
         out.log_probs.append(-float(np.log(self.vocab_size)))
@@ -105,7 +105,7 @@ class FakeEngine:
 
     async def load(self, update: WeightUpdate) -> None:
         """See `protocols.Engine`."""
-        if "weights" not in self._held:
+        if "weights" not in self._resident:
             raise EngineError("weights were loaded while their memory was released")
         if update.handle is not None:  # a transfer that needs both sides
             self.tensors = await update.handle.receive()
@@ -134,11 +134,11 @@ class FakeEngine:
 
     async def release(self, what: set[str]) -> None:
         """See `protocols.Engine`."""
-        self._held -= what
+        self._resident -= what
 
     async def reacquire(self, what: set[str]) -> None:
         """See `protocols.Engine`."""
-        self._held |= what & MEMORY
+        self._resident |= what & MEMORY
 
 
 class ScriptedEngine(FakeEngine):

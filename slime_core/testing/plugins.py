@@ -117,7 +117,7 @@ def _failed(promise: str, error: SlimeError) -> PluginFinding:
 class _Suite:
     def __init__(self, entry: str, loaded: LoadedPlugin) -> None:
         self.entry, self.name, self.loaded = plugin_path(entry, Path.cwd()), loaded.provider.name, loaded
-        self._made: tuple[Plugins, Config] | None = None
+        self._setup: tuple[Plugins, Config] | None = None
 
     def promises(self) -> Iterator[tuple[str, Callable[[], str | None]]]:
         """Names and tries, in the order of a run."""
@@ -287,16 +287,16 @@ class _Suite:
 
     def _run(self) -> tuple[Plugins, Config]:
         """The plugin in its default recipe's last stage, or alone."""
-        if self._made is None:
+        if self._setup is None:
             declared = self.loaded.hooks.get("slime_recipes")
             recipes = dict(call_now(declared, {}, about="its recipes")) if declared else {}
             if "default" in recipes:
                 config = _watching(stages(load_config(Path(recipes["default"]), models=option_models))[-1])
-                self._made = load_plugins(config), config
+                self._setup = load_plugins(config), config
             else:
                 config = _watching(Config(plugins=(self.entry,)))
-                self._made = connect({self.name: load_plugin(self.entry)}, [config]), config
-        return self._made
+                self._setup = connect({self.name: load_plugin(self.entry)}, [config]), config
+        return self._setup
 
     def _tasks(self, config: Config) -> list[tuple[DataTask, bool]]:
         training = [(task, False) for task in config.data.tasks] or [(DataTask(name="default"), False)]

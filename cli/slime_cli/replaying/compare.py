@@ -89,7 +89,7 @@ class StepComparison:
         """Where the runs first part."""
         step = self.first
         if step is not None:
-            before = [name.replace("_", "-") for name in PARTS[: PARTS.index(step.first)] if _told(step, name)]
+            before = [name.replace("_", "-") for name in PARTS[: PARTS.index(step.first)] if _is_mentioned(step, name)]
             same = f"same {_listed(before)}; " if before else ""
             return f"step {step.version}: {same}{step.parts[step.first].detail}"
         if self.only[0] or self.only[1]:
@@ -336,7 +336,7 @@ def _evaluations(one: RunDir, other: RunDir) -> list[str]:
     return lines
 
 
-def _told(step: StepPair, name: str) -> bool:
+def _is_mentioned(step: StepPair, name: str) -> bool:
     """Whether a part goes into the sentence: it was compared, and says more than that there is nothing."""
     return step.parts[name].verdict == "same" and (name != "advantages" or step.parts[name].largest is not None)
 

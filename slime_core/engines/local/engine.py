@@ -71,7 +71,7 @@ class LocalEngine:
         self._scheduler: Scheduler | None = None  # from the first load on
         self._inbox: list[EngineJob] = []
         self._leavers: list[EngineJob] = []  # their callers were cancelled
-        self._held = set(MEMORY)
+        self._resident = set(MEMORY)
         self._paused = False
         self._closed = False
         self._task: asyncio.Task[None] | None = None
@@ -132,7 +132,7 @@ class LocalEngine:
             EngineError: ENG86 tensors that do not fit, ENG06 weights whose memory is released.
         """
         self._require_open()
-        if "weights" not in self._held:
+        if "weights" not in self._resident:
             raise EngineError("weights were loaded while their memory was released", code="ENG06")
         try:
             await self._thread.run(self._load, update)
@@ -165,20 +165,20 @@ class LocalEngine:
         Raises:
             EngineError: ENG06, memory is released.
         """
-        if self._held != MEMORY:
-            raise EngineError(f"resumed while {sorted(MEMORY - self._held)} were released", code="ENG06")
+        if self._resident != MEMORY:
+            raise EngineError(f"resumed while {sorted(MEMORY - self._resident)} were released", code="ENG06")
         self._paused = False
         self._stir()
 
     async def release(self, what: set[str]) -> None:
         """Release memory; sequences that lose their cache are computed again after :meth:`resume`."""
-        self._held -= what
+        self._resident -= what
         await self._thread.run(self._release, set(what))
 
     async def reacquire(self, what: set[str]) -> None:
         """Reacquire memory; weights come with the next :meth:`load`."""
-        back = (what & MEMORY) - self._held
-        self._held |= back
+        back = (what & MEMORY) - self._resident
+        self._resident |= back
         if "kv" in back and self._scheduler is not None:
             self._scheduler.served.holds_cache = True
         self._stir()
@@ -204,7 +204,7 @@ class LocalEngine:
 
     def _require_weights(self, where: str) -> None:
         self._require_open()
-        if self.version < 0 or ("weights" not in self._held and not self._paused):
+        if self.version < 0 or ("weights" not in self._resident and not self._paused):
             raise EngineError("no weights are loaded yet", code="ENG83", where=where, fix="call load first")
 
     def _stir(self) -> None:

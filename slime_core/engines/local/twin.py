@@ -32,7 +32,7 @@ class Twin:
         attention = "eager" if capped else None
         self.model = allocate(config, name, device, attention, trust_remote_code).requires_grad_(False)
         self.ready = False
-        self._own: set[str] = set()  # parameters whose storage is ours and may be overwritten
+        self._writable: set[str] = set()  # parameters whose storage is ours and may be overwritten
         self._ties = self._tied_names()
 
     def _tied_names(self) -> dict[str, list[str]]:
@@ -89,12 +89,12 @@ class Twin:
         old = self._tensor(name)
         same = tensor.dtype == old.dtype and tensor.device.type == torch.device(self.device).type
         if alias and same:
-            self._own.discard(name)
+            self._writable.discard(name)
             self._place(name, tensor)
-        elif name in self._own:
+        elif name in self._writable:
             old.copy_(tensor)
         else:
-            self._own.add(name)
+            self._writable.add(name)
             self._place(name, tensor.to(device=self.device, dtype=old.dtype, copy=True))
 
     def _tensor(self, name: str) -> torch.Tensor:
@@ -117,7 +117,7 @@ class Twin:
     def release(self) -> None:
         """Release the weights' memory; the next load must bring all of them."""
         for name in {names[0] for names in self._ties.values()}:
-            self._own.discard(name)
+            self._writable.discard(name)
             self._place(name, torch.empty_like(self._tensor(name), device="meta"))
         self.ready = False
 

@@ -92,13 +92,13 @@ class Senders:
             config.pop("torch_dtype", None)
             config["dtype"] = route.dtype
             return DiskSender(self._device, {"config.json": json.dumps(config, indent=2) + "\n"})
-        sender: Sender = self._brought("senders", route.transport)(self._device)
+        sender: Sender = self._constructor("senders", route.transport)(self._device)
         return sender
 
     def _sums(self, route: WeightRoute) -> Callable[[torch.dtype], Checksums]:
-        return Checksums if route.checksum == "sha256" else self._brought("checksums", route.checksum)
+        return Checksums if route.checksum == "sha256" else self._constructor("checksums", route.checksum)
 
-    def _brought(self, field: str, name: str) -> Callable[[Any], Any]:
+    def _constructor(self, field: str, name: str) -> Callable[[Any], Any]:
         """The senders that the run's engine provides for its routes."""
         backend = engine_of(self._config)
         classes: Mapping[str, Callable[[Any], Any]] = getattr(backend, field)

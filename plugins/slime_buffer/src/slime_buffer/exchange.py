@@ -49,9 +49,9 @@ class Exchange:
         self._waiting: dict[Key, asyncio.Future[models.Ended]] = {}
         self._parked: dict[Key, models.Ended] = {}  # made for an earlier process of this run
         self._claims: dict[Key, str] = {}  # handed over or parked, not acknowledged
-        self._left: set[Key] = set()  # requested, and no caller waits any more
+        self._abandoned: set[Key] = set()  # requested, and no caller waits any more
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._begun = False
+        self._is_started = False
 
     async def make(
         self, group: models.AskedGroup, engine: models.EngineEndpoint | None, seconds: float
@@ -71,7 +71,7 @@ class Exchange:
         try:
             await wait_for_future(future, seconds)
         except asyncio.CancelledError:
-            self._left.add(key)
+            self._abandoned.add(key)
             self._start("settle", self._settle)
             raise
         finally:
@@ -120,9 +120,9 @@ class Exchange:
     async def _read(self) -> None:
         while self._waiting:
             claimed = await self._client.claim_batch(
-                *(self.run, self.run), count=64, lease_seconds=LEASE, wait_seconds=WAIT, restart=not self._begun
+                *(self.run, self.run), count=64, lease_seconds=LEASE, wait_seconds=WAIT, restart=not self._is_started
             )
-            self._begun = True
+            self._is_started = True
             for ended in claimed.groups:
                 assert claimed.claim is not None
                 self._hand_over(ended, claimed.claim)
@@ -136,18 +136,18 @@ class Exchange:
         if future is not None and not future.done():
             self._parked.pop(key, None)
             future.set_result(ended)
-        elif key not in self._left:
+        elif key not in self._abandoned:
             self._parked[key] = ended
 
     async def _settle(self) -> None:
         """Poll the ledger until every group is settled: acknowledge those it has, drop those it dropped."""
         pause = FIRST_LOOK
-        while self._claims or self._left:
+        while self._claims or self._abandoned:
             pause = FIRST_LOOK if await self._settle_now() else min(2 * pause, LAST_LOOK)
             await asyncio.sleep(pause)
 
     async def _settle_now(self) -> bool:
-        keys = [*self._claims, *(self._left - set(self._claims))]
+        keys = [*self._claims, *(self._abandoned - set(self._claims))]
         if self._recorded_groups is None or not keys:
             return False
         groups = await self._recorded_groups([name for name, _ in keys])
@@ -162,11 +162,11 @@ class Exchange:
             for key in matching:
                 del self._claims[key]
                 self._parked.pop(key, None)
-        open_ones = ended & self._left
+        open_ones = ended & self._abandoned
         for reason in {groups[name].last_reason or "left" for name, _ in open_ones}:
             matching = [key for key in open_ones if (groups[key[0]].last_reason or "left") == reason]
             await self._client.drop(self.run, _keys(matching), reason, tell=False)
-        self._left -= ended
+        self._abandoned -= ended
         return True
 
 

@@ -68,7 +68,7 @@ class Session:
         self._parser, self._leave_out, self._branches = parser, tuple(leave_out), branches
         self._prompt = sample.tokens[: sample.prompt_length]
         self._seed = seed_of(ctx.config.seed, "eval" if ctx.evaluation else "sample", sample.id, sample.attempt)
-        self._asked: Counter[bytes] = Counter()  # digest of tokens -> how often they were continued
+        self._continuations: Counter[bytes] = Counter()  # digest of tokens -> how often they were continued
         self._running: dict[str, asyncio.Task[Completion]] = {}
         self._context = contextvars.copy_context()  # of the hook, whose clock stands while the run holds a request
         self._over = False
@@ -145,7 +145,7 @@ class Session:
                 prompt=prompt,
                 done=done,
                 temperature=ask.params.temperature or 1.0,
-                said=self._said(done, ask, seed),
+                said=self._message(done, ask, seed),
                 rewritten=sum(message["role"] == "assistant" for message in new),
             )
             self._tree.add(parent, ask.keys[start:], node)
@@ -184,8 +184,8 @@ class Session:
         digest = blake2b(array("q", tokens).tobytes(), digest_size=16).digest()
         names = (digest.hex(), *(() if chosen is None else (chosen,)))
         key = "/".join(map(str, names)).encode()
-        self._asked[key] += 1
-        return seed_of(self._seed, *names, self._asked[key] - 1)
+        self._continuations[key] += 1
+        return seed_of(self._seed, *names, self._continuations[key] - 1)
 
     async def _generate(self, tokens: list[int], params: SamplingParams, seed: int) -> Completion:
         name = self._free_name()
@@ -223,7 +223,7 @@ class Session:
         self.counts["beside"] += 1
         return f"{self.sample.id}~{self.counts['beside']}"
 
-    def _said(self, done: Completion, ask: ChatRequest, seed: int) -> Message:
+    def _message(self, done: Completion, ask: ChatRequest, seed: int) -> Message:
         """The message that an answer's ids make."""
         text = self._speech.text(done.tokens)
         positions = [place for stop in ask.params.stop if (place := text.find(stop)) >= 0]

@@ -42,11 +42,11 @@ class HfWriting:
             if groups[-1] and sum(map(nbytes, groups[-1])) + nbytes(rows) > shard:
                 groups.append([])
             groups[-1].append(rows)
-        self._held = dict(zip(file_names(len(groups)), groups))
+        self._groups = dict(zip(file_names(len(groups)), groups))
         self.dtype = _dtype(tensors)
         self.files = [
             PlannedFile(name=name, size=len(_header(group)) + sum(map(nbytes, group)), parts=partial(_parts, group))
-            for name, group in self._held.items()
+            for name, group in self._groups.items()
         ]
 
     def finish(self, path: Path) -> None:
@@ -64,9 +64,9 @@ class HfWriting:
         if config.get("dtype", config.get("torch_dtype")) != self.dtype:
             config.pop("torch_dtype", None)
             small["config.json"] = (json.dumps({**config, "dtype": self.dtype}, indent=2) + "\n").encode()
-        if len(self._held) > 1:
-            names = {rows.name: name for name, group in self._held.items() for rows in group}
-            total = sum(nbytes(rows) for group in self._held.values() for rows in group)
+        if len(self._groups) > 1:
+            names = {rows.name: name for name, group in self._groups.items() for rows in group}
+            total = sum(nbytes(rows) for group in self._groups.values() for rows in group)
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
             small[INDEX] = (json.dumps(index, indent=2) + "\n").encode()
         for name, data in small.items():

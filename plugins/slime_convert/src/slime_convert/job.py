@@ -182,18 +182,18 @@ class Job:
             DataError: a source is damaged.
         """
         todo = [file for file in self.files if file.name not in self.marks]
-        self._each([lambda file=file: self._make(file) for file in todo])  # type: ignore[misc]
+        self._run_all([lambda file=file: self._make(file) for file in todo])  # type: ignore[misc]
 
     def run(self, tasks: Sequence[Callable[[], None]]) -> None:
         """Do other work with the job's workers; the first error ends it."""
-        self._each(tasks)
+        self._run_all(tasks)
 
     def check_stop(self) -> None:
         """Called often by tasks: raises where another one failed."""
         if self._stop.is_set():
             raise JobStopped
 
-    def _each(self, tasks: Sequence[Callable[[], None]]) -> None:
+    def _run_all(self, tasks: Sequence[Callable[[], None]]) -> None:
         with ThreadPoolExecutor(max(1, self._workers), thread_name_prefix="convert") as pool:
             futures = [pool.submit(self._guarded, task) for task in tasks]
             try:

@@ -31,10 +31,12 @@ def verdict_from_json(data: Mapping[str, Any]) -> Verdict:
         ValueError: what is no verdict.
     """
     try:
-        values = _known(Verdict, data)
-        values["diagnostics"] = tuple(Diagnostic(**_known(Diagnostic, item)) for item in data.get("diagnostics", ()))
+        values = _known_fields(Verdict, data)
+        values["diagnostics"] = tuple(
+            Diagnostic(**_known_fields(Diagnostic, item)) for item in data.get("diagnostics", ())
+        )
         values["cases"] = tuple(_case(item) for item in data.get("cases", ()))
-        values["flags"] = tuple(Flag(**_known(Flag, item)) for item in data.get("flags", ()))
+        values["flags"] = tuple(Flag(**_known_fields(Flag, item)) for item in data.get("flags", ()))
         values["timing"] = _timing(data["timing"]) if data.get("timing") else None
         values["notes"] = tuple(map(str, data.get("notes", ())))
         values["layers"] = tuple(data.get("layers", ()))
@@ -48,18 +50,18 @@ def verdict_from_json(data: Mapping[str, Any]) -> Verdict:
 
 
 def _case(data: Mapping[str, Any]) -> Case:
-    values = _known(Case, data)
+    values = _known_fields(Case, data)
     values |= {name: float(values[name]) for name in ("max_abs", "max_rel", "tolerance") if name in values}
     return Case(**{**values, "where": tuple(values.get("where", ()))})
 
 
 def _timing(data: Mapping[str, Any]) -> Timing:
-    values = _known(Timing, data)
+    values = _known_fields(Timing, data)
     texts = {name: float(value) for name, value in values.items() if isinstance(value, str) and name != "device"}
     return Timing(**{**values, **texts})
 
 
-def _known(kind: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
+def _known_fields(kind: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
     return {item.name: data[item.name] for item in fields(kind) if item.name in data}
 
 

@@ -76,7 +76,7 @@ class Records:
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / FILE
-        self._known: dict[Key, tuple[int, str]] = {}  # revision and digest
+        self._revisions: dict[Key, tuple[int, str]] = {}  # revision and digest
         self.problems = run_dir / PROBLEMS
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.problems.exists():
@@ -85,16 +85,16 @@ class Records:
         if self.path.exists():
             _mend(self.path)
             for row in _lines(self.path):
-                self._known[key_of(row)] = int(row.get("revision", 0)), digest(row)
+                self._revisions[key_of(row)] = int(row.get("revision", 0)), digest(row)
 
     def add(self, rows: Iterable[dict[str, Any]]) -> int:
         """Write the turns that are new, in one append; the answer is how many."""
         lines = []
         for turn in rows:
             key, mark = key_of(turn), digest(turn)
-            revision, before = self._known.get(key, (-1, ""))
+            revision, before = self._revisions.get(key, (-1, ""))
             if mark != before:
-                self._known[key] = revision + 1, mark
+                self._revisions[key] = revision + 1, mark
                 lines.append(json.dumps({**turn, "revision": revision + 1}, ensure_ascii=False) + "\n")
         if lines:
             with self.path.open("a", encoding="utf-8", errors="surrogatepass") as file:

@@ -49,7 +49,7 @@ class KernelbenchRun:
     """
 
     def __init__(self, judge: Judge | None = None) -> None:
-        self._given = judge
+        self._judge = judge
         self._judges: dict[tuple[Any, ...], Judge] = {}
         self._records: dict[Path, Records] = {}
         self._writing = asyncio.Lock()
@@ -75,8 +75,8 @@ class KernelbenchRun:
 
     def judge(self, ctx: Context) -> Judge:
         """The judge that a stage's config asks for, in this event loop."""
-        if self._given is not None:
-            return self._given
+        if self._judge is not None:
+            return self._judge
         options = isolated(ctx)
         key = (asyncio.get_running_loop(), ctx.run_dir, options.judge_url, options.max_unjudged, options.judging())
         if key not in self._judges:

@@ -110,8 +110,8 @@ def speedup(turn: Turn) -> float | None:
 def render_summary(report: Mapping[str, Any]) -> Iterator[str]:
     """Lines of :func:`summary`."""
     for name, part in report.items():
-        yield f"{name}: {part['dialogues']} dialogues, {part['solved']:.1%} solved; ended by {_told(part['ended'])}"
-        yield f"verdicts: {_told(part['statuses'])}"
+        yield f"{name}: {part['dialogues']} dialogues, {part['solved']:.1%} solved; ended by {_summary(part['ended'])}"
+        yield f"verdicts: {_summary(part['statuses'])}"
         yield "  turn  dialogues  compiled  correct    hack  reward  speed-up  tokens  judge s"
         for row in part["by_turn"]:
             shares = "  ".join(f"{_share(row[key]):>7}" for key in ("compiled", "correct", "hack"))
@@ -171,7 +171,7 @@ def _counts(names: Iterator[str]) -> dict[str, int]:
     return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
 
-def _told(counts: Mapping[str, int]) -> str:
+def _summary(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 

@@ -147,7 +147,7 @@ def _problem(flag: MegatronFlag, value: Any, field: str, actual: Any, bridge: Br
         code="CFG04",
         what=f"{flag.dashed} {show(value)} disagrees with the model folder, where {_field(flag, field)} is {shown}",
         keys=(("megatron", flag.name),),
-        why=_said(field, bridge, hf_config),
+        why=_source(field, bridge, hf_config),
         fix=f"leave {flag.dashed} out: the model is that of config.json\nor name another folder: --hf-checkpoint DIR",
     )
 
@@ -167,7 +167,7 @@ class _Reads:
         return getattr(self._config, name)
 
 
-def _said(field: str, bridge: Bridge, hf_config: Any) -> str:
+def _source(field: str, bridge: Bridge, hf_config: Any) -> str:
     """Which attribute of config.json a field comes from."""
     plain = {
         "vocab_size": "vocab_size",

@@ -86,7 +86,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
             k, v = (gather_from_sequence_parallel_region(x, group=self.cp) for x in (k, v))
         scale = self.scale or 1 / math.sqrt(q.shape[-1])
         half = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
-        if half and not self._each(q, v, pack):
+        if half and not self._is_per_sequence(q, v, pack):
             assert pack.cu_q is not None
             assert pack.cu_k is not None
             if pack.keys is not None:
@@ -98,7 +98,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
             out = _by_span(q, k, v, pack, scale)
         return out.flatten(1).unsqueeze(1)
 
-    def _each(self, q: torch.Tensor, v: torch.Tensor, pack: Pack) -> bool:
+    def _is_per_sequence(self, q: torch.Tensor, v: torch.Tensor, pack: Pack) -> bool:
         """Whether each sequence is a call of its own on a GPU. cuDNN's gradients have not the same bits every time."""
         config = self.config
         if not pack.lengths or config.attention_backend is not AttnBackend.auto:

@@ -96,11 +96,11 @@ class LatentAttention(MegatronModule):  # type: ignore[misc]
             query, _ = self.linear_q_proj(hidden)
         else:
             down = self._whole(self.linear_q_down_proj(hidden)[0])
-            query, _ = self.linear_q_up_proj(self.q_layernorm(self._mine(down)))
+            query, _ = self.linear_q_up_proj(self.q_layernorm(self._local_rows(down)))
         both = self._whole(self.linear_kv_down_proj(hidden)[0])
         latent, turned = both.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
         turned = copy_to_tensor_model_parallel_region(turned, group=self.tp)  # each rank's heads give it a gradient
-        up, _ = self.linear_kv_up_proj(self.kv_layernorm(self._mine(latent)))
+        up, _ = self.linear_kv_up_proj(self.kv_layernorm(self._local_rows(latent)))
         query = query[:, 0].unflatten(-1, (self.heads, self.width))
         up = up[:, 0].unflatten(-1, (self.heads, config.qk_head_dim + config.v_head_dim))
         plain, rotary = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
@@ -123,7 +123,7 @@ class LatentAttention(MegatronModule):  # type: ignore[misc]
         whole: torch.Tensor = gather_from_tensor_model_parallel_region(part, group=self.tp)
         return whole
 
-    def _mine(self, rows: torch.Tensor) -> torch.Tensor:
+    def _local_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """This rank's rows, where the sequence is shared."""
         if not self.config.sequence_parallel:
             return rows

@@ -58,7 +58,7 @@ class MegatronLearner:
         self.optimizer = None  # its memory first
         with torch.no_grad():  # or float32 shards would be no leaves, which the one in main memory refuses
             self.optimizer = get_megatron_optimizer(built.optimizer, [self.ddp])
-        for one in _each(self.optimizer):
+        for one in _optimizers(self.optimizer):
             _fuse(one.optimizer)
         for one in self._offloaded():
             offloading.page_lock(one)
@@ -91,7 +91,7 @@ class MegatronLearner:
         """Clip and step; after :meth:`ready`. The gradients are of no more use. The answer is the learning rate."""
         rate = self.rate
         if self.clip_grad > 0:
-            for one in _each(self.optimizer):
+            for one in _optimizers(self.optimizer):
                 if parameters := one.get_parameters():
                     apart = one.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
                     clip_grad_by_total_norm_fp32(
@@ -104,7 +104,7 @@ class MegatronLearner:
         return rate
 
     def _offloaded(self) -> list[Any]:
-        return [one for one in _each(self.optimizer) if offloading.is_offloaded(one)]
+        return [one for one in _optimizers(self.optimizer) if offloading.is_offloaded(one)]
 
     @property
     def rate(self) -> float:
@@ -113,7 +113,7 @@ class MegatronLearner:
 
     def states(self) -> Iterator[torch.Tensor]:
         """What the optimizer keeps, some of it parameters."""
-        for one in _each(self.optimizer) if self.optimizer is not None else ():
+        for one in _optimizers(self.optimizer) if self.optimizer is not None else ():
             if offloading.is_offloaded(one):
                 yield from offloading.tensors(one)
                 continue
@@ -147,6 +147,6 @@ def _fuse(inner: Any) -> None:
         group["fused"], group["foreach"] = True, False
 
 
-def _each(optimizer: Any) -> Iterable[Any]:
+def _optimizers(optimizer: Any) -> Iterable[Any]:
     """Dense parameters and experts have an optimizer each."""
     return [one for one in optimizer.chained_optimizers if not getattr(one, "is_stub_optimizer", False)]

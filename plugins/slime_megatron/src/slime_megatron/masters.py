@@ -83,7 +83,7 @@ class Master:
 
 def masters(optimizer: Any) -> Iterator[Master]:
     """Everything that this rank's optimizers keep, in the order of theirs."""
-    for one in _each(optimizer):
+    for one in _optimizers(optimizer):
         if isinstance(one, DistributedOptimizer):
             for parameter, main in _sharded(one):
                 span = one._get_model_param_range_map(parameter)["param"]
@@ -115,7 +115,7 @@ def _sharded(one: DistributedOptimizer) -> Iterator[tuple[torch.Tensor, torch.Te
 
 def prepare(optimizer: Any, steps: int) -> None:
     """Have moments for all parameters, and the count of steps that were made with them."""
-    for one in _each(optimizer):
+    for one in _optimizers(optimizer):
         if offloading.is_offloaded(one):
             offloading.begin(one, steps)
             continue
@@ -123,5 +123,5 @@ def prepare(optimizer: Any, steps: int) -> None:
         offloading.count(one.optimizer, steps)
 
 
-def _each(optimizer: Any) -> list[Any]:
+def _optimizers(optimizer: Any) -> list[Any]:
     return [one for one in optimizer.chained_optimizers if not getattr(one, "is_stub_optimizer", False)]

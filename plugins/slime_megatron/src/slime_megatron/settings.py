@@ -325,8 +325,8 @@ def build(settings: MegatronSettings) -> Built:
 
     kind = MLATransformerConfig if settings.mla else TransformerConfig
     return Built(
-        transformer=_made(kind, settings.transformer),
-        ddp=_made(DistributedDataParallelConfig, settings.ddp),
+        transformer=_build(kind, settings.transformer),
+        ddp=_build(DistributedDataParallelConfig, settings.ddp),
         optimizer=_optimizer(OptimizerConfig, settings.optimizer),
     )
 
@@ -335,14 +335,14 @@ def _optimizer(kind: Any, table: Mapping[str, Any]) -> Any:
     """Masters in main memory are nowhere else; megatron-core asks for Transformer Engine then, and does not use it."""
     apart = "use_precision_aware_optimizer"
     if not (table.get(OFFLOAD) and table.get(apart)):
-        return _made(kind, table)
-    optimizer = _made(kind, {**table, apart: False})
+        return _build(kind, table)
+    optimizer = _build(kind, {**table, apart: False})
     for name, value in {apart: True, f"{apart}_no_fp8_or_ds_fp8": True, "store_param_remainders": False}.items():
         setattr(optimizer, name, value)
     return optimizer
 
 
-def _made(kind: Any, table: Mapping[str, Any]) -> Any:
+def _build(kind: Any, table: Mapping[str, Any]) -> Any:
     fields = {field.name for field in fields_of(kind)}
     if missing := [name for name in table if name not in fields]:
         raise ConfigError(

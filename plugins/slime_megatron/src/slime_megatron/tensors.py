@@ -139,14 +139,14 @@ class Tensors:
     def fill(self, folder: Mapping[str, torch.Tensor]) -> None:
         """Copy this rank's shards from a folder's tensors, by Hugging Face name, each read when it is asked for."""
         for local in self.held.values():
-            local.tensor.copy_(self._mine(local, folder))
+            local.tensor.copy_(self._local_part(local, folder))
 
     @torch.no_grad()
     def read(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """This rank's shards of another folder's tensors, beside the model's own; as :meth:`fill` reads them."""
-        return {n: self._mine(local, tensors).to(local.tensor, copy=True) for n, local in self.held.items()}
+        return {n: self._local_part(local, tensors).to(local.tensor, copy=True) for n, local in self.held.items()}
 
-    def _mine(self, entry: LocalTensor, folder: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _local_part(self, entry: LocalTensor, folder: Mapping[str, torch.Tensor]) -> torch.Tensor:
         whole = join(entry.entry, [folder[name] for name in entry.entry.hf], self.sizes)
         local = shard(entry.entry, whole, entry.group.rank(), entry.group.size())
         if local.shape != entry.tensor.shape:

@@ -61,7 +61,7 @@ def show(name: str, flags: bool, tensors: bool, as_json: bool) -> None:
     elif flags:
         click.echo("\n   ".join(["MODEL_ARGS=(", *args]) + "\n)")
     else:
-        _pairs({"family": bridge.family, "from": source, **_told(counts)})
+        _pairs({"family": bridge.family, "from": source, **_count_rows(counts)})
         _pairs({field: pattern(value) if isinstance(value, list) else value for field, value in fields.items()})
         if tensors:
             _print_rows(_rows(bridge, config))
@@ -112,7 +112,7 @@ def _preset(name: str) -> dict[str, Any]:
     }
 
 
-def _told(counts: ParameterCounts) -> dict[str, str]:
+def _count_rows(counts: ParameterCounts) -> dict[str, str]:
     names = {"parameters": counts.total, "active": counts.active, "beside embeddings": counts.beside_embeddings}
     return {name: f"{number:,} ({short(number)})" for name, number in names.items()}
 

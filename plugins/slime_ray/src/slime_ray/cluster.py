@@ -41,7 +41,7 @@ def ray_cluster(config: Config, plugins: Plugins, report: Report) -> AbstractAsy
         name = stack.enter_context(joined(config, placed))
         await stack.enter_async_context(head_kept(head()))
         ray_hosts = await stack.enter_async_context(hosts(config, placed))
-        for text in _told(name, placed, ray_hosts):
+        for text in _summary(name, placed, ray_hosts):
             report.note(text)
         if not engine_of(config).embedded and placed.engines and not ray_hosts.alone:
             report.note("servers listen on their machines' addresses: tokens and rollouts travel in clear text there")
@@ -59,7 +59,7 @@ def ray_cluster(config: Config, plugins: Plugins, report: Report) -> AbstractAsy
     return assembled(config, plugins, report, place)
 
 
-def _told(name: str, placed: RayPlan, ray_hosts: Hosts) -> list[str]:
+def _summary(name: str, placed: RayPlan, ray_hosts: Hosts) -> list[str]:
     """Where everything lives; SGLang's servers are engines too."""
     names = [machine.name for machine in ray_hosts.machines]
     where = [f"{name}: {len(placed.ranks)} trainer rank(s), {len(placed.engines)} engine(s)"]

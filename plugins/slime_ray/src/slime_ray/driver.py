@@ -48,7 +48,7 @@ class Driver:
         self._me = ray.get_runtime_context().current_actor
         self._child: subprocess.Popen[bytes] | None = None
         self._name = uuid.uuid4().hex
-        self._asked = False
+        self._stop_requested = False
         self._guard = threading.Lock()
         self._watching = threading.Thread(target=self._watch, daemon=True, name="slime-driver")
         self._watching.start()
@@ -68,7 +68,7 @@ class Driver:
     async def stop(self, now: bool) -> None:
         """Ask the process to end: in order, once, or at once and then by force."""
         with self._guard:
-            again, self._asked, child = self._asked, True, self._child
+            again, self._stop_requested, child = self._stop_requested, True, self._child
             if (record := read_record(self._path)) is not None and record.code is None:
                 record.asking("now" if now else "stop").write(self._path)
         if child is None or (again and not now):
@@ -106,7 +106,7 @@ class Driver:
         code = 0
         for _ in range(self._order.restarts + 2):  # the last one says why there is no other
             code = self._run()
-            if code >= 0 or self._asked:
+            if code >= 0 or self._stop_requested:
                 break
         return code if code >= 0 else 128 - code
 
@@ -117,7 +117,7 @@ class Driver:
             os.write(memory, order.letter.encode())
             os.lseek(memory, 0, os.SEEK_SET)
             with self._guard, (self._path / LOG).open("ab") as out:
-                if self._asked:
+                if self._stop_requested:
                     return 128 + signal.SIGTERM
                 self._child = child = subprocess.Popen(
                     [sys.executable, *order.program, str(os.getpid())],
@@ -198,7 +198,7 @@ class Drivers:
 
     def find(self, name: str) -> DetachedDriver | None:
         """The driver of that name; None if it never existed or has ended."""
-        with _gone():
+        with _ignore_lost_actor():
             actor: Any = ray.get_actor(name, namespace=NAMESPACE)
             try:
                 about: dict[str, Any] = ray.get(actor.about.remote(), timeout=ANSWER)
@@ -210,7 +210,7 @@ class Drivers:
     def stop(self, name: str, *, now: bool) -> bool:
         """Request its end; False if it does not respond. One that is gone has ended."""
         try:
-            with _gone():
+            with _ignore_lost_actor():
                 actor = ray.get_actor(name, namespace=NAMESPACE)
                 ray.get(actor.stop.remote(now), timeout=PATIENCE + ANSWER)
         except (ActorUnavailableError, GetTimeoutError):
@@ -219,7 +219,7 @@ class Drivers:
 
 
 @contextmanager
-def _gone() -> Iterator[None]:
+def _ignore_lost_actor() -> Iterator[None]:
     """An actor that does not exist, or ends during a call."""
     with suppress(ValueError):
         try:

@@ -152,7 +152,7 @@ def _init(address: str, processors: int, env: dict[str, Any]) -> None:
         common["runtime_env"] = env
     try:
         if address == LOCAL:
-            _own(processors, common)
+            _start_ray(processors, common)
         else:
             _probe(address)
             ray.init(address, **common)
@@ -175,7 +175,7 @@ def session_folder() -> dict[str, str]:
     return {"_temp_dir": "/tmp/ray"} if len(tempfile.gettempdir()) > 107 - 68 else {}
 
 
-def _own(processors: int, common: dict[str, Any]) -> None:
+def _start_ray(processors: int, common: dict[str, Any]) -> None:
     """Start one; Ray gives its parts 30 seconds to come up, which a busy machine may need more than once."""
     cores = max(processors, len(os.sched_getaffinity(0)))
     common |= session_folder()

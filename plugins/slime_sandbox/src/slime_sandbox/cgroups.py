@@ -67,7 +67,7 @@ class Groups:
     def __init__(self, folder: Path, version: int) -> None:
         self.folder, self._version = folder, version
         self._free: list[ControlGroup] = []
-        self._made = 0
+        self._count = 0
         for stale in folder.glob(f"{PREFIX}*"):  # of a process that was killed
             if not Path("/proc", stale.name.split("-")[2]).exists():
                 with suppress(OSError):
@@ -94,8 +94,8 @@ class Groups:
                 group.close()
                 continue
             return group
-        self._made += 1
-        group = ControlGroup(self.folder / f"{PREFIX}{os.getpid()}-{id(self):x}-{self._made}", self._version)
+        self._count += 1
+        group = ControlGroup(self.folder / f"{PREFIX}{os.getpid()}-{id(self):x}-{self._count}", self._version)
         try:
             group.begin(limit)
         except OSError:

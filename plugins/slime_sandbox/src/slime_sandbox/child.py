@@ -58,9 +58,9 @@ class CandidateProcess:
         self._level, self._layers = level, layers
         self._loop = asyncio.get_running_loop()
         self._output = bytearray()
-        self._said: dict[str, Any] = {}
+        self._message: dict[str, Any] = {}
         self._cut: tuple[Status, str] | None = None  # why this side ended it
-        self._gone = self._loop.create_future()
+        self._exit = self._loop.create_future()
         self._data: socket.socket | None = None  # stays open until the end: what an ended candidate sent can be read
         self._ends: list[Any] = []
         self._open: set[str] = set()  # what the end of this candidate still waits for
@@ -76,7 +76,7 @@ class CandidateProcess:
             for content in self._files.values():
                 await self.send(content)
         except OSError as error:  # this side has no descriptors, processes or groups left
-            self._said["infra"] = f"no candidate could be started: {error}"
+            self._message["infra"] = f"no candidate could be started: {error}"
             self._close()
         except BaseException:
             await self.__aexit__()
@@ -180,12 +180,12 @@ class CandidateProcess:
         if message is None:
             self._shut("report", self._report)
             return
-        self._said |= message
+        self._message |= message
         for number in descriptors:
             self._jail = number
             self._open.add("jail")
             self._loop.add_reader(number, self._shut, "jail", number)
-        if "jailed" in message and self._cut is None and "exit" not in self._said:
+        if "jailed" in message and self._cut is None and "exit" not in self._message:
             self._began = time.monotonic()  # its own time, not that of who made its jail
             self._timer.cancel()
             self._timer = self._loop.call_later(self._limits.wall_seconds, self._late)
@@ -216,7 +216,7 @@ class CandidateProcess:
 
     def _end(self, status: Status, reason: str) -> None:
         """Kill it, because of ``reason``; only the first counts."""
-        if self._cut is None and "exit" not in self._said and "infra" not in self._said:
+        if self._cut is None and "exit" not in self._message and "infra" not in self._message:
             self._cut = (status, reason)
         self._leave()
 
@@ -233,7 +233,7 @@ class CandidateProcess:
                 signal.pidfd_send_signal(self._jail, signal.SIGKILL)
 
     async def _finished(self) -> Outcome:
-        await asyncio.shield(self._gone)
+        await asyncio.shield(self._exit)
         assert self._outcome is not None
         return self._outcome
 
@@ -241,7 +241,7 @@ class CandidateProcess:
         """All processes are gone: give everything back, once."""
         if self._outcome is not None:
             return
-        self._outcome = self._made()
+        self._outcome = self._build_outcome()
         if self._group is not None and self._box.groups is not None:
             self._box.groups.give(self._group)
         self._open.clear()
@@ -251,10 +251,10 @@ class CandidateProcess:
         if self._jail >= 0:
             self._loop.remove_reader(self._jail)
             os.close(self._jail)
-        self._gone.set_result(None)
+        self._exit.set_result(None)
 
-    def _made(self) -> Outcome:
-        facts, code = self._said, self._said.get("exit")
+    def _build_outcome(self) -> Outcome:
+        facts, code = self._message, self._message.get("exit")
         status, reason = self._cut or _judge(facts)
         if self._group and status in ("died", "infra") and self._group.ran_out():
             status, reason = "memory", OVER_MEMORY

@@ -40,7 +40,7 @@ class Zygote:
 
     def __init__(self, requests: socket.socket, spaces: bool) -> None:
         self._requests = requests
-        self._own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC) if spaces else -1
+        self._namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC) if spaces else -1
         self._entries: dict[str, Callable[[inside.CandidateChannel], Any]] = {}
         self._running: dict[int, Running] = {}  # by the candidate's pidfd
         self._wardens: dict[int, int] = {}  # pidfd of a warden that has no namespace to end with it -> its candidate's
@@ -96,7 +96,7 @@ class Zygote:
         entry = self._entry(request["entry"])
         listener = socket.socket(fileno=os.dup(descriptors[REPORT]))
         try:
-            if self._own >= 0:
+            if self._namespace >= 0:
                 kernel.setns(descriptors[WARDEN], kernel.CLONE_NEWPID)
             pid = os.fork()
             if not pid:
@@ -105,10 +105,10 @@ class Zygote:
             listener.close()
             raise
         finally:
-            if self._own >= 0:
-                kernel.setns(self._own, kernel.CLONE_NEWPID)
+            if self._namespace >= 0:
+                kernel.setns(self._namespace, kernel.CLONE_NEWPID)
         number, warden = os.pidfd_open(pid), -1
-        if self._own < 0:
+        if self._namespace < 0:
             warden = os.dup(descriptors[WARDEN])
             self._wardens[warden] = number
             self._poller.register(warden, select.POLLIN)
@@ -142,7 +142,7 @@ class Zygote:
         if one.warden >= 0:
             self._forget(one.warden)
         _, status, usage = os.wait4(one.pid, 0)
-        if one.warden < 0 and self._own < 0:
+        if one.warden < 0 and self._namespace < 0:
             shutil.rmtree(one.folder, ignore_errors=True)
         report = {"exit": os.waitstatus_to_exitcode(status), "cpu": usage.ru_utime + usage.ru_stime}
         with one.report, suppress(OSError):

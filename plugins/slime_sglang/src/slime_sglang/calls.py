@@ -158,7 +158,7 @@ class HttpCalls:
         entry.rid = f"{self._name}-{self._count:010d}-{entry.id}"
         return entry.rid
 
-    def _own(self, answer: Any, entry: InFlightRequest) -> None:
+    def _check_answer(self, answer: Any, entry: InFlightRequest) -> None:
         """Raises ServerFault ENG88 where the answer is of another try, or of nobody's request."""
         rid = wire.meta(answer, f"request {entry.id}").get("id")
         if rid == entry.rid:
@@ -174,7 +174,7 @@ class HttpCalls:
             running=True,
         )
 
-    def _seen(self, tokens: int) -> None:
+    def _note_tokens(self, tokens: int) -> None:
         self.progress.tokens += max(tokens, 0)
         self.progress.last_token = time.monotonic()
 

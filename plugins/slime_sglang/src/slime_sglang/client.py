@@ -109,8 +109,8 @@ class Client(HttpCalls):
 
         async def one_try(end: float) -> Completion:
             body = self._body(entry, request, limit, dp_rank, stream=False)
-            answer = await self._asked(body, request, end=end, cap=_cap(limit))
-            self._own(answer, entry)
+            answer = await self._request(body, request, end=end, cap=_cap(limit))
+            self._check_answer(answer, entry)
             done = wire.completion(answer, self._expected(request, limit, low, high))
             return self._came(self._cut(done, request), entry, 0)
 
@@ -163,10 +163,10 @@ class Client(HttpCalls):
 
         async def one_try(end: float) -> NDArray[Any]:
             body = bodies.score_body(tokens, start, rid=self._rid(entry), features=self.features)
-            answer = await self._asked(dumps(body), None, end=end, cap=_cap(len(tokens) - start))
-            self._own(answer, entry)
+            answer = await self._request(dumps(body), None, end=end, cap=_cap(len(tokens) - start))
+            self._check_answer(answer, entry)
             scores = wire.scores(answer, tokens, start, vocab_size=self._vocab_size)
-            self._seen(0)
+            self._note_tokens(0)
             self.progress.replies += 1
             entry.rid = ""
             return scores
@@ -241,7 +241,7 @@ class Client(HttpCalls):
 
     # -- a request that generates
 
-    async def _asked(self, body: bytes, request: GenerateRequest | None, *, end: float, cap: int) -> Any:
+    async def _request(self, body: bytes, request: GenerateRequest | None, *, end: float, cap: int) -> Any:
         headers = self._headers(request)
         reply = await self._http.ask("POST", "/generate", body, end=end, cap=cap, headers=headers)
         return decoded(self._answered(reply))
@@ -292,7 +292,7 @@ class Client(HttpCalls):
                         if final:
                             yield self._came(done, entry, count)
                             return
-                        self._seen(len(done.tokens) - count)
+                        self._note_tokens(len(done.tokens) - count)
                         count = len(done.tokens)
                         yield done
                         if done.finish == "stop":  # and the server goes on
@@ -346,7 +346,7 @@ class Client(HttpCalls):
             ) from None
         if isinstance(answer, dict) and "error" in answer:
             raise EngineError(f"the server refuses the request: {message(data)}", code="ENG78")
-        self._own(answer, entry)
+        self._check_answer(answer, entry)
         return answer
 
     def _came(self, done: Completion, entry: InFlightRequest, count: int) -> Completion:
@@ -355,7 +355,7 @@ class Client(HttpCalls):
                 "the server ended the request without a token, unasked", "ENG81", f"request {entry.id}", again=True
             )
         entry.rid = ""
-        self._seen(len(done.tokens) - count)
+        self._note_tokens(len(done.tokens) - count)
         self.progress.replies += 1
         return done
 

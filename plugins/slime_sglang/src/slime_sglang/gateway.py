@@ -206,12 +206,12 @@ class Gateway:
             try:
                 if name and self._serving.is_set():
                     await self._ask("DELETE", f"/workers/{name}", missing=True)
-                    while any(worker.get("id") == name for worker in await self._known()):
+                    while any(worker.get("id") == name for worker in await self._list_workers()):
                         await asyncio.sleep(POLL)
             except ServerFault as error:
                 self.report(error)
 
-    async def _known(self) -> list[dict[str, Any]]:
+    async def _list_workers(self) -> list[dict[str, Any]]:
         workers = (await self._ask("GET", "/workers")).get("workers")
         return workers if isinstance(workers, list) else []
 
@@ -223,7 +223,7 @@ class Gateway:
         self._ids[number] = name = str(reply.get("worker_id", ""))
         deadline = time.monotonic() + JOINING
         while self._workers.get(number) is worker:  # else it was taken away meanwhile
-            if any(entry.get("url") == worker.url and entry.get("is_healthy") for entry in await self._known()):
+            if any(entry.get("url") == worker.url and entry.get("is_healthy") for entry in await self._list_workers()):
                 return
             if time.monotonic() >= deadline:
                 status = await self._ask("GET", f"/workers/{name}")

@@ -40,7 +40,7 @@ class GatewayRouter(Router):
         on_loss: Callable[[EngineError], None],
     ) -> None:
         super().__init__()
-        self._gateway, self._connect, self._room, self._gone = gateway, connect, room, on_loss
+        self._gateway, self._connect, self._room, self._on_loss = gateway, connect, room, on_loss
         self._keys: dict[str, LaneKey] = {}  # whose address is whose, of all generations
         self._changing = 0  # servers that are being taken away
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -123,7 +123,7 @@ class GatewayRouter(Router):
 
     def ended(self, error: EngineError) -> None:
         """See `gateway.GatewayUser`."""
-        self._gone(error)
+        self._on_loss(error)
 
     def _peers(self) -> Sequence[Client]:
         return [lane.client for lane in self.lanes]
@@ -142,11 +142,11 @@ class GatewayRouter(Router):
     # -- places
 
     def _open(self, place: Place) -> bool:
-        return not self._held and place.lane is self._gateway_lane
+        return not self._is_paused and place.lane is self._gateway_lane
 
     def _place(self, request: GenerateRequest, avoid: Collection[LaneKey]) -> Place | None:
         gateway_lane = self._gateway_lane
-        if self._held or self._changing or gateway_lane is None:
+        if self._is_paused or self._changing or gateway_lane is None:
             return None
         kinds = [
             KINDS.get(str(lane.fact("disaggregation_mode") or "null"), "regular") for lane in self._lanes.values()

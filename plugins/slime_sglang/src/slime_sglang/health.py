@@ -184,7 +184,7 @@ class Watch:
         refused = False
         try:
             reply = await http.ask("GET", "/v1/loads?include=core", end=time.monotonic() + self._limits.ask)
-            used, running = _held(reply.body) if reply.status == 200 else ((), None)
+            used, running = _usage(reply.body) if reply.status == 200 else ((), None)
         except ServerFault as error:
             refused = error.code == "ENG69"
         if self._limits.told and running is not None:  # of those in flight anywhere, as many as it says it has
@@ -286,7 +286,7 @@ class Watch:
         self._changed = asyncio.Event()
 
 
-def _held(body: bytes) -> tuple[tuple[int, ...], int | None]:
+def _usage(body: bytes) -> tuple[tuple[int, ...], int | None]:
     """Tokens that the server holds, by data-parallel rank, and its requests; nothing where it does not say."""
     try:
         loads = json.loads(body)["loads"]

@@ -118,7 +118,7 @@ class Transport:
         where = f"{method} {self.url}{path}"
         session = self._sessions.get(reuse) or self._open(reuse)
         with _named(where):
-            async with asyncio.timeout(_left(end)):
+            async with asyncio.timeout(_remaining(end)):
                 async with session.request(
                     method, self.url + path, data=body, headers=headers, allow_redirects=False
                 ) as response:
@@ -143,18 +143,18 @@ class Transport:
         where = f"POST {self.url}{path}"
         session = self._sessions.get(True) or self._open(True)
         with _named(where):
-            async with asyncio.timeout(_left(end)):
+            async with asyncio.timeout(_remaining(end)):
                 response = await session.post(self.url + path, data=body, headers=headers, allow_redirects=False)
         try:
             if response.status != 200:
                 with _named(where):
-                    async with asyncio.timeout(_left(end)):
+                    async with asyncio.timeout(_remaining(end)):
                         data = await response.content.read(CAP)
                 checked(Reply(where, response.status, response.headers, data))
             rest = b""
             while True:
                 with _named(where):
-                    async with asyncio.timeout(_left(end)):
+                    async with asyncio.timeout(_remaining(end)):
                         part = await response.content.readany()
                 if not part:
                     break
@@ -219,12 +219,14 @@ def _named(where: str) -> Iterator[None]:
             "no secure connection to the server",
             code="ENG93",
             where=where,
-            why=_said(error),
+            why=_reason(error),
             fix="name the PEM file of the authority that signed its certificate in rollout.rollout_engine_ca, "
             "or give http:// where it speaks no TLS; nothing turns the check off",
         ) from error
     except aiohttp.InvalidURL as error:
-        raise EngineError("this is not an address of a server", code="ENG69", where=where, why=_said(error)) from error
+        raise EngineError(
+            "this is not an address of a server", code="ENG69", where=where, why=_reason(error)
+        ) from error
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
         unknown = isinstance(error, aiohttp.ClientConnectorDNSError)
         raise fault(
@@ -232,7 +234,7 @@ def _named(where: str) -> Iterator[None]:
             "ENG69",
             where,
             again=True,
-            why=f"{_said(error)}; proxies that the environment names are not used",
+            why=f"{_reason(error)}; proxies that the environment names are not used",
             fix="look at the server's log, and whether the address is right",
         ) from error
     except aiohttp.ClientError as error:
@@ -242,7 +244,7 @@ def _named(where: str) -> Iterator[None]:
             where,
             again=True,
             running=True,
-            why=_said(error),
+            why=_reason(error),
         ) from error
     except TimeoutError as error:
         raise fault(
@@ -254,11 +256,11 @@ def _named(where: str) -> Iterator[None]:
         ) from error
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[: 2 * SHOWN]
 
 
-def _left(end: float) -> float:
+def _remaining(end: float) -> float:
     return max(end - time.monotonic(), 0.0)
 
 

@@ -218,7 +218,7 @@ async def _watched(to: Target) -> None:
     except RuntimeError as error:
         raise to.refused(f"the trainer's store at {handle['address']} does not answer: {error}") from error
     work = asyncio.ensure_future(_joined(to))
-    watch = asyncio.ensure_future(_told(store, key))
+    watch = asyncio.ensure_future(_failure_reason(store, key))
     try:
         await asyncio.wait({work, watch}, timeout=to.left, return_when=asyncio.FIRST_COMPLETED)
         if work.done() and not work.cancelled() and work.exception() is None:
@@ -239,7 +239,7 @@ async def _watched(to: Target) -> None:
         await asyncio.gather(work, watch, return_exceptions=True)
 
 
-async def _told(store: Any, key: str) -> str:
+async def _failure_reason(store: Any, key: str) -> str:
     """What the store says of a failure, once it says something."""
     from slime_sglang.senders import nccl
 

@@ -115,7 +115,7 @@ class Router:
 
     def __init__(self) -> None:
         self._lanes: dict[int, Lane] = {}
-        self._held = False
+        self._is_paused = False
         self._lost: EngineError | None = None
         self._waiters: deque[_Waiter] = deque()
         self._last: OrderedDict[str, tuple[LaneKey, int | None]] = OrderedDict()  # session -> server and rank
@@ -167,11 +167,11 @@ class Router:
 
     def hold(self) -> None:
         """Give no places until :meth:`go`."""
-        self._held = True
+        self._is_paused = True
 
     def go(self) -> None:
         """Give places again."""
-        self._held = False
+        self._is_paused = False
         self._serve_waiters()
 
     def lost(self, error: EngineError) -> None:
@@ -214,7 +214,7 @@ class Router:
             raise
 
     def _open(self, place: Place) -> bool:
-        return not self._held and self._lanes.get(place.lane.number) is place.lane
+        return not self._is_paused and self._lanes.get(place.lane.number) is place.lane
 
     def leave(self, place: Place) -> None:
         """The request of this place has ended, one way or another."""
@@ -238,7 +238,7 @@ class Router:
             waiter.place.set_result(place)
 
     def _place(self, request: GenerateRequest, avoid: Collection[LaneKey]) -> Place | None:
-        if self._held:
+        if self._is_paused:
             return None
         lanes = [lane for lane in self._lanes.values() if lane.key not in avoid] or list(self._lanes.values())
         lanes = [lane for lane in lanes if not lane.full]

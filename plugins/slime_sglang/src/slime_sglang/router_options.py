@@ -94,7 +94,9 @@ def router_arguments(
         raise missing(installation)
     written = {name.replace("-", "_"): value for name, value in table_of(config).items()}
     defaults = {
-        name: value for name, value in _own(config, paired).items() if name in available and name not in written
+        name: value
+        for name, value in _fixed_options(config, paired).items()
+        if name in available and name not in written
     }
     words = options.arguments(available, defaults, by_slime=True, family=ROUTER)
     words += options.arguments(available, table_of(config), version=installation.router, where=where, family=ROUTER)
@@ -112,7 +114,7 @@ def missing(installation: Installation) -> ConfigError:
     )
 
 
-def _own(config: Config, paired: bool) -> dict[str, Any]:
+def _fixed_options(config: Config, paired: bool) -> dict[str, Any]:
     """What slime sets, by the router's names."""
     options: dict[str, Any] = {
         "disable_retries": True,  # a try may be running still; `calls` knows when it is over

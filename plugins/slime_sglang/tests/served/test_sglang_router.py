@@ -210,7 +210,7 @@ def test_a_killed_server_leaves_the_router_and_comes_back(
             assert run.engine.fleet.watch is not None
             await run.engine.fleet.watch.settled()
             assert run.engine.fleet.watch.states == {0: "healthy", 1: "healthy"}
-            urls = {worker["url"] for worker in await run.gateway._known()}
+            urls = {worker["url"] for worker in await run.gateway._list_workers()}
             assert urls == {server.server.address.url, second.server.address.url}
             assert old not in urls
             assert run.gateway.restarts == 0

@@ -189,7 +189,7 @@ def test_servers_of_others_have_the_router_where_it_is_asked_for(
                 router = served.engine.router
                 assert isinstance(router, GatewayRouter)
                 gateway = router._gateway
-                assert {worker["url"] for worker in await gateway._known()} == {one.url, other.url}
+                assert {worker["url"] for worker in await gateway._list_workers()} == {one.url, other.url}
                 assert any("SGLang's router" in note for note in notes), notes
                 session = gateway.process.pid
                 assert ports.members(session)

@@ -91,7 +91,7 @@ class BufferService:
             await self._tell(change.untold)
         self._count("groups_asked", len(specs))
         self._tell_waiting()
-        return _asked(change)
+        return _order_model(change)
 
     async def push(self, push: models.Push) -> models.Asked:
         """Store whole groups that nobody asked for."""
@@ -145,7 +145,7 @@ class BufferService:
         """Leases of work get their length again."""
         numbers = bodies.lease_numbers("w", lease.leases)
         lease_ids = await self._run(self._leases.extend, list(numbers.values()), lease.lease_seconds)
-        return _held(lease.leases, numbers, lease_ids)
+        return _lease_model(lease.leases, numbers, lease_ids)
 
     async def release(self, lease: models.Lease) -> models.Held:
         """Open groups can be claimed again."""
@@ -153,7 +153,7 @@ class BufferService:
         lease_ids = await self._run(self._leases.release, list(numbers.values()))
         self._count("work_released", len(lease_ids))
         self._tell_waiting()
-        return _held(lease.leases, numbers, lease_ids)
+        return _lease_model(lease.leases, numbers, lease_ids)
 
     async def claim_batch(self, claim: models.ClaimBatch) -> models.Claimed:
         """Lease groups that have ended, with what they hold."""
@@ -195,7 +195,7 @@ class BufferService:
             await self._tell(change.untold)
         self._count("groups_dropped", len(change.untold))
         self._tell_waiting()
-        return _asked(change)
+        return _order_model(change)
 
     async def peek(self, query: models.PeekQuery) -> models.Rows:
         """List groups; nothing is taken."""
@@ -344,7 +344,7 @@ def _all_samples(group: Stored) -> list[Sample]:
     return [Sample(id=name) for name in dict.fromkeys([*issued, *group.sample_ids()])]
 
 
-def _asked(change: Change) -> models.Asked:
+def _order_model(change: Change) -> models.Asked:
     return models.Asked(
         groups=[
             models.Standing(group=name, attempt=attempt, state=STATES[state], reason=reason)  # type: ignore[arg-type]
@@ -353,6 +353,6 @@ def _asked(change: Change) -> models.Asked:
     )
 
 
-def _held(names: Sequence[str], numbers: dict[str, int], lease_ids: Sequence[int]) -> models.Held:
+def _lease_model(names: Sequence[str], numbers: dict[str, int], lease_ids: Sequence[int]) -> models.Held:
     names_held = [name for name in names if numbers.get(name) in lease_ids]
     return models.Held(held=names_held, lost=[name for name in names if name not in names_held])

@@ -60,7 +60,7 @@ class Store:
                 db.execute("UPDATE runs SET engine = ? WHERE name = ?", (engine, run))
             (count,) = db.execute("SELECT count(*) FROM groups WHERE run = ? AND state = 0", (run,)).fetchone()
             for spec in specs:
-                stored = self._known(run, spec["id"], spec["attempt"])
+                stored = self._find(run, spec["id"], spec["attempt"])
                 if stored is None:
                     count += 1
                     names = [sample["id"] for sample in spec["samples"]]
@@ -86,7 +86,7 @@ class Store:
             self._require_room(run)
             self._require_run(run)
             for spec, rollouts in groups:
-                stored = self._known(run, spec["id"], spec["attempt"])
+                stored = self._find(run, spec["id"], spec["attempt"])
                 if stored is None:
                     serial = self._insert(run, spec, [rollout.sample for rollout in rollouts])
                     for place, rollout in enumerate(rollouts):
@@ -137,7 +137,7 @@ class Store:
         change = Change()
         with self._tables.transaction() as db:
             for name, attempt in keys:
-                stored = self._known(run, name, attempt)
+                stored = self._find(run, name, attempt)
                 if stored is None:
                     continue
                 if stored.state in (OPEN, FINISHED) and (stored.step or 0) <= 0:
@@ -211,7 +211,7 @@ class Store:
             self._db.execute("UPDATE groups SET unread = 1, spec = ? WHERE serial = ?", (spec, stored.serial))
 
     def _write(self, run: str, rollout: Incoming, complete: dict[int, None]) -> tuple[str, str]:
-        stored = self._known(run, rollout.group, rollout.attempt)
+        stored = self._find(run, rollout.group, rollout.attempt)
         if stored is None:
             return "refused", "this group was not requested"
         serial = stored.serial
@@ -240,7 +240,7 @@ class Store:
     def _complete(self, serial: int) -> list[int]:
         return [s for (s,) in self._rows("SELECT serial FROM groups WHERE serial = ? AND written = size", serial)]
 
-    def _known(self, run: str, name: str, attempt: int) -> Known | None:
+    def _find(self, run: str, name: str, attempt: int) -> Known | None:
         query = "SELECT serial, state, told, step FROM groups WHERE run = ? AND id = ? AND attempt = ?"
         rows = self._rows(query, run, name, attempt)
         return Known(*rows[0]) if rows else None

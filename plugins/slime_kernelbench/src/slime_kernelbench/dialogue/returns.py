@@ -56,11 +56,11 @@ def returns(
         return []
     whole = [*rewards, *[rewards[-1]] * (length - len(rewards))]
     if mode == "trajectory":
-        return [_known(whole, 0, gamma, _discounted)] * len(rewards)
+        return [_return_from(whole, 0, gamma, _discounted)] * len(rewards)
     if mode == "potential":
         whole = [_difference(whole, turn) for turn in range(len(whole))]
     horizon = _best if mode == "max_future" else _discounted
-    return [_known(whole, turn, gamma, horizon) for turn in range(len(rewards))]
+    return [_return_from(whole, turn, gamma, horizon) for turn in range(len(rewards))]
 
 
 def padded(
@@ -75,7 +75,7 @@ def padded(
     return returns(whole, mode, gamma)
 
 
-def _known(
+def _return_from(
     rewards: Sequence[float | None], turn: int, gamma: float, horizon: Callable[[Known, float], float]
 ) -> float | None:
     """The return from a turn on; turns that weigh nothing (gamma 0) need not be known."""

@@ -50,19 +50,19 @@ class RecentCache(Generic[K, V]):
 
     def __init__(self, most: int, weigh: Callable[[V], int] = lambda _: 1) -> None:
         self._most, self._weigh = most, weigh
-        self._held: OrderedDict[K, V] = OrderedDict()
+        self._entries: OrderedDict[K, V] = OrderedDict()
         self._making: dict[K, asyncio.Lock] = {}
 
     async def get(self, key: K, make: Callable[[], Awaitable[V]], worn: Callable[[V], bool] | None = None) -> V:
         """The one of ``key``; made where there is none, or where it is ``worn``. Raises what ``make`` does."""
         async with self._making.setdefault(key, asyncio.Lock()):
-            value = self._held.get(key)
+            value = self._entries.get(key)
             if value is None or (worn is not None and worn(value)):
-                value = self._held[key] = await make()
-            self._held.move_to_end(key)
-        weight = sum(map(self._weigh, self._held.values()))
-        while weight > self._most and len(self._held) > 1:
-            old, dropped = self._held.popitem(last=False)
+                value = self._entries[key] = await make()
+            self._entries.move_to_end(key)
+        weight = sum(map(self._weigh, self._entries.values()))
+        while weight > self._most and len(self._entries) > 1:
+            old, dropped = self._entries.popitem(last=False)
             self._making.pop(old, None)
             weight -= self._weigh(dropped)
         return value

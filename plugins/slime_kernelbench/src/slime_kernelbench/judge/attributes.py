@@ -23,13 +23,13 @@ class Attributes:
     """
 
     def __init__(self, model: Any) -> None:
-        self._held = [(now, dict(now)) for now in _attributes(model)]
+        self._pairs = [(now, dict(now)) for now in _attributes(model)]
 
     def restore(self, output: Any) -> list[str]:
         """Put them back; names of those that were new and hold memory of the output."""
         answer = {_place(tensor) for tensor in tensors_of(output)}
         restored: list[str] = []
-        for now, before in self._held:
+        for now, before in self._pairs:
             new = {name: value for name, value in now.items() if name not in before or before[name] is not value}
             restored += [str(name) for name, value in new.items() if answer & set(map(_place, tensors_of(value)))]
             if new or len(now) != len(before):

@@ -52,7 +52,7 @@ class Bench:
         self._inputs = Inputs(on_device, which, device)
         self._inputs.renew(request["seeds"][0])
         self._compiled = _compiled(self._model, self._inputs.now) if request["compile"] else None
-        self._told: dict[str, Tree] = {
+        self._result: dict[str, Tree] = {
             "init": model.init,
             "state": model.state,
             "shapes": model.shapes,
@@ -73,7 +73,7 @@ class Bench:
     def measured(self) -> Tree:
         """Times, beside all that a candidate's answers are held against."""
         eager = _timed(self._model, self._inputs, self._request)
-        return self._told | {"eager": eager, "compiled": self._timed_compiled()}
+        return self._result | {"eager": eager, "compiled": self._timed_compiled()}
 
     def _timed_compiled(self) -> Tree:
         """None where that does not work."""

@@ -242,7 +242,9 @@ class Trial:
             self.cases.append(_case(question, comparison))
         if not comparison.agrees:
             kind = "not_repeatable" if repeat else comparison.kind
-            self.wrong = self.wrong or Diagnostic(stage="correctness", kind=kind, message=_told(question, comparison))
+            self.wrong = self.wrong or Diagnostic(
+                stage="correctness", kind=kind, message=_message(question, comparison)
+            )
         if isinstance(race := reply.get("race"), str) and race:
             message = f"{race[:200]}, in an order that no GPU promises; use an atomic, or one program for each element"
             self.wrong = self.wrong or Diagnostic(stage="correctness", kind="race", message=message)
@@ -359,5 +361,5 @@ def _case(question: ModelCall, comparison: OutputComparison) -> Case:
     )
 
 
-def _told(question: ModelCall, comparison: OutputComparison) -> str:
+def _message(question: ModelCall, comparison: OutputComparison) -> str:
     return f"inputs of shapes {question.shapes}, {question.regime} values: {comparison.problem}"

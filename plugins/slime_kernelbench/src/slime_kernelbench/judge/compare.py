@@ -163,11 +163,11 @@ def _values(name: str, output: Array, want: Array, allowed: Array) -> OutputComp
     if bad.any():
         missing = int((~np.isfinite(output.astype(np.float64)) & np.isfinite(want.astype(np.float64))).sum())
         finding.kind = "nan" if missing else "values"
-        finding.problem = _told(name, int(bad.sum()), want.size, missing, finding)
+        finding.problem = _message(name, int(bad.sum()), want.size, missing, finding)
     return finding
 
 
-def _told(name: str, bad: int, size: int, missing: int, finding: OutputComparison) -> str:
+def _message(name: str, bad: int, size: int, missing: int, finding: OutputComparison) -> str:
     if missing:
         return f"{name}: {missing} of {size} elements are NaN or infinite, or never written; one at {finding.where}"
     return (

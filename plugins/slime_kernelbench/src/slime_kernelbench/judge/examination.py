@@ -65,13 +65,13 @@ class Examiner:
 
     def __init__(self, opened: OpenedBox, secret: Secret, sets: int, seconds: float = 60.0) -> None:
         self._opened, self._secret, self._sets, self._seconds = opened, secret, sets, seconds
-        self._kept = RecentCache[tuple[str, str], Examination](KEPT)
+        self._cache = RecentCache[tuple[str, str], Examination](KEPT)
         self._larger = RecentCache[tuple[str, str, int], list[SizeStyle]](KEPT // 8)
 
     async def examination(self, problem: KernelProblem, source: str = "") -> Examination:
         """Questions for the candidate ``source``. Raises `Unjudgeable`."""
         which = problem.occasion or str(self._secret.number("set", problem.source, source) % self._sets)
-        return await self._kept.get((problem.source, which), partial(self._draw, problem, which))
+        return await self._cache.get((problem.source, which), partial(self._draw, problem, which))
 
     async def larger(self, problem: KernelProblem, source: str, least: int) -> list[SizeStyle]:
         """Questions of at least so many elements for the candidate ``source``, where such can be had. Raises
@@ -79,11 +79,11 @@ class Examiner:
         which = problem.occasion or str(self._secret.number("set", problem.source, source) % self._sets)
 
         async def draw() -> list[SizeStyle]:
-            return (await self._asked(problem, which, {"least": least}))[0]
+            return (await self._examine(problem, which, {"least": least}))[0]
 
         return await self._larger.get((problem.source, which, least), draw)
 
-    async def _asked(self, problem: KernelProblem, which: str, more: Tree) -> tuple[list[SizeStyle], Tree]:
+    async def _examine(self, problem: KernelProblem, which: str, more: Tree) -> tuple[list[SizeStyle], Tree]:
         request = {
             "source": problem.source,
             "seed": self._secret.number("inputs", problem.source, which, bits=48),
@@ -97,7 +97,7 @@ class Examiner:
         return styles, answer
 
     async def _draw(self, problem: KernelProblem, which: str) -> Examination:
-        styles, answer = await self._asked(problem, which, {"styles": list(STYLES)})
+        styles, answer = await self._examine(problem, which, {"styles": list(STYLES)})
         weights_seed = self._secret.number("weights", problem.source, which)
         order = self._secret.number("order", problem.source, which, bits=48)
         return Examination(weights_seed=weights_seed, order=order, styles=styles, dtypes=frozenset(_dtypes(answer)))

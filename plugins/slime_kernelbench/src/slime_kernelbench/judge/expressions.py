@@ -273,7 +273,7 @@ class Expressions(Ground):
         return facts or self._refused(node, name, scope.hot)
 
     def _of_class(self, node: ast.Attribute, fact: Value, name: str, scope: Scope) -> Facts:
-        attributes = self._held(fact.name, name)
+        attributes = self._attribute_facts(fact.name, name)
         if name == "apply" and self.classes[fact.name].is_function:
             return only(Value("method", f"{fact.name}.forward", only(fact)))
         if (method := self.method_of(fact.name, name)) is not None:
@@ -282,14 +282,14 @@ class Expressions(Ground):
             attributes |= only(bound if "classmethod" in static else Value("function", name, node=id(method)))
         return attributes or (only(PLAIN) if name == "__name__" else self._refused(node, name, True))
 
-    def _held(self, owner: str, name: str) -> Facts:
+    def _attribute_facts(self, owner: str, name: str) -> Facts:
         """What an attribute of a class's, or of its objects, may hold."""
         return frozenset().union(
             *(self.table.get("attribute", one, name) or frozenset() for one in self._order(owner))
         )
 
     def _own_attribute(self, node: ast.Attribute, owner: str, name: str, scope: Scope) -> Facts:
-        attributes = self._held(owner, name)
+        attributes = self._attribute_facts(owner, name)
         if (method := self.method_of(owner, name)) is not None:
             if is_property(method):
                 return attributes | self.call_method(owner, name, [], {}, scope.hot)
@@ -336,7 +336,11 @@ class Expressions(Ground):
             return only(fact) if fact.kind == "tensor" else only(UNKNOWN)
         if fact.kind in ("box", "plain") or name in names.HOT_TENSOR or name in names.SETUP_TENSOR:
             return only(Value("method", "value." + name, only(fact)))
-        return only(UNKNOWN).union(*(self._held(owner, name) for owner in self.classes)) if unbound else only(UNKNOWN)
+        return (
+            only(UNKNOWN).union(*(self._attribute_facts(owner, name) for owner in self.classes))
+            if unbound
+            else only(UNKNOWN)
+        )
 
     def _refused(self, node: ast.AST, name: str, hot: bool) -> Facts:
         if hot and name in names.COMPUTES:

@@ -47,7 +47,7 @@ class Flow(Control):
 
     def __init__(self, allow: frozenset[str] = frozenset()) -> None:
         super().__init__(allow)
-        self._made: dict[int, ast.BinOp] = {}  # what augmented assignments read
+        self._operations: dict[int, ast.BinOp] = {}  # what augmented assignments read
         self.counted: set[ast.expr] = set()  # and their targets
         self._begin()
 
@@ -159,7 +159,7 @@ class Flow(Control):
             self.bind(node.target, self.value(node.value, scope), scope)
 
     def on_AugAssign(self, node: ast.AugAssign, scope: Scope) -> None:
-        read = self._made.setdefault(id(node), loaded(node))
+        read = self._operations.setdefault(id(node), loaded(node))
         facts, before = self.value(read, scope), self.facts(read.left, scope)
         boxes = self.boxes(before)
         operands = self.opened(self.facts(node.value, scope))

@@ -81,7 +81,9 @@ class Kernels:
         for node in body:
             if isinstance(node, _SYNTAX) or (isinstance(node, ast.FunctionDef) and node is not kernel):
                 self._refuse(node, "kernel_syntax", f"{type(node).__name__} is not allowed in a kernel")
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and not self._own(node, local_names):
+            elif (
+                isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and not self._is_local(node, local_names)
+            ):
                 self._name(name, node, is_value=id(node) not in inner)
             elif isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
                 self._refuse(node, "kernel_syntax", "a kernel assigns to names alone; results leave by tl.store")
@@ -134,7 +136,7 @@ class Kernels:
         elif is_value and not path.startswith("math.") and path not in ("triton.cdiv", "triton.next_power_of_2"):
             self._refuse(node, "kernel_names_host", f"{path} is host code; a kernel cannot use it")
 
-    def _own(self, node: ast.Name, local_names: set[str]) -> bool:
+    def _is_local(self, node: ast.Name, local_names: set[str]) -> bool:
         """Whether a name is the kernel's, and not one of the file's or Python's."""
         return node.id in local_names or id(node) in self.local
 
@@ -145,7 +147,7 @@ class Kernels:
         while isinstance(base, ast.Attribute):
             parts.append(base.attr)
             base = base.value
-        if not isinstance(base, ast.Name) or self._own(base, local_names):
+        if not isinstance(base, ast.Name) or self._is_local(base, local_names):
             return []
         facts = self.scope.find(base.id) or frozenset()
         return [".".join([one.name, *reversed(parts)]) for one in facts if one.kind in ("module", "library")]

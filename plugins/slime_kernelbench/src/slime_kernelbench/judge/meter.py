@@ -134,13 +134,13 @@ class State:
     """The tensors that a model has, as they are when this is made; found anywhere in its modules' attributes."""
 
     def __init__(self, model: Any) -> None:
-        self._held = [(name, tensor, tensor.detach().clone()) for name, tensor in _tensors(model)]
-        self._same = _Same([then for _, _, then in self._held])
+        self._copies = [(name, tensor, tensor.detach().clone()) for name, tensor in _tensors(model)]
+        self._same = _Same([then for _, _, then in self._copies])
 
     def restore(self) -> list[str]:
         """Names of those with other bits than they had, which they have again afterwards."""
         changed: list[str] = []
-        for name, now, then in self._held:
+        for name, now, then in self._copies:
             if not self._same(now, then):
                 now.detach().copy_(then)
                 changed.append(name)

@@ -34,7 +34,7 @@ def _same(function: Any, /) -> Any:
     return function
 
 
-def _kept(maxsize: Any = 128, typed: bool = False) -> Any:
+def _lru_cache(maxsize: Any = 128, typed: bool = False) -> Any:
     return maxsize if callable(maxsize) else _same
 
 
@@ -67,7 +67,7 @@ class _Base:
 _SOURCES: dict[str, dict[str, Any]] = {
     "functools": {
         "cache": _same,
-        "lru_cache": _kept,
+        "lru_cache": _lru_cache,
         "partial": _partial,
         "reduce": functools.reduce,
         "wraps": _wraps,

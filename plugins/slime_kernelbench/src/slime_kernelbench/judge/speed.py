@@ -147,12 +147,12 @@ class Speed:
     # What the reference says.
 
     async def _baseline(self, box: Sandbox, problem: KernelProblem, gpu: str) -> Baseline:
-        make = partial(self._drawn, box, problem, gpu)
+        make = partial(self._make_baseline, box, problem, gpu)
         baseline = await self._baselines.get((problem.source, gpu), make, worn=lambda entry: entry.uses >= USES)
         baseline.uses += 1
         return baseline
 
-    async def _drawn(self, box: Sandbox, problem: KernelProblem, gpu: str) -> Baseline:
+    async def _make_baseline(self, box: Sandbox, problem: KernelProblem, gpu: str) -> Baseline:
         seeds = _seeds(SETS)
         weights_seed = secrets.randbits(32)
         request = {

@@ -45,7 +45,7 @@ class Compiler:
             return
         try:
             answer = unpack(outcome.result)
-            diagnostics = [_told(one) for one in answer.get("kernels", [answer])]
+            diagnostics = [_diagnostic(one) for one in answer.get("kernels", [answer])]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             diagnostics = [Diagnostic(stage="compile", kind="protocol", message=str(error)[:200])]
         failures = [one for one in diagnostics if one is not None]
@@ -56,7 +56,7 @@ class Compiler:
             trial.reached = "correctness"
 
 
-def _told(kernel: Mapping[str, Any]) -> Diagnostic | None:
+def _diagnostic(kernel: Mapping[str, Any]) -> Diagnostic | None:
     """What is wrong with one kernel, or None."""
     error = kernel.get("error")
     if isinstance(error, dict):

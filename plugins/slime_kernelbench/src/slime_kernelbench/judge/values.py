@@ -82,17 +82,17 @@ class Table:
 
     def __init__(self) -> None:
         self._facts: dict[tuple[object, ...], Facts] = {}
-        self._asked: set[tuple[object, ...]] = set()
+        self._reads: set[tuple[object, ...]] = set()
         self.stale = False
 
     def begin(self) -> None:
         """A new look at everything, knowing what is known."""
-        self._asked.clear()
+        self._reads.clear()
         self.stale = False
 
     def get(self, *key: object) -> Facts | None:
         """Facts under a key; None where there are none so far."""
-        self._asked.add(key)
+        self._reads.add(key)
         return self._facts.get(key)
 
     def grow(self, facts: Facts, *key: object) -> None:
@@ -100,7 +100,7 @@ class Table:
         before = self._facts.get(key)
         if before is None or not facts <= before:
             self._facts[key] = facts | (before or frozenset())
-            self.stale |= key in self._asked
+            self.stale |= key in self._reads
 
 
 @dataclass(slots=True, frozen=True, order=True)

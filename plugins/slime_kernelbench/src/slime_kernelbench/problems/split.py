@@ -88,7 +88,7 @@ class _Words(ast.NodeVisitor):
 
     def __init__(self) -> None:
         self.tokens: list[str] = []
-        self._own: dict[str, int] = {}
+        self._numbers: dict[str, int] = {}
 
     def generic_visit(self, node: ast.AST) -> None:
         """One node, then what is in it."""
@@ -99,16 +99,16 @@ class _Words(ast.NodeVisitor):
     def visit_Name(self, node: ast.Name) -> None:
         """``torch`` and ``self`` say something; other names are what they are called here."""
         reserved = node.id in ("torch", "nn", "F", "self", "True", "False")
-        self.tokens.append(node.id if reserved else f"name{self._own.setdefault(node.id, len(self._own))}")
+        self.tokens.append(node.id if reserved else f"name{self._numbers.setdefault(node.id, len(self._numbers))}")
 
     def visit_arg(self, node: ast.arg) -> None:
         """A parameter."""
-        self._own.setdefault(node.arg, len(self._own))
+        self._numbers.setdefault(node.arg, len(self._numbers))
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         """``.softmax`` says what is computed; ``self.anything`` is a name of its own."""
         if isinstance(node.value, ast.Name) and node.value.id == "self":
-            self.tokens.append(f"self{self._own.setdefault('.' + node.attr, len(self._own))}")
+            self.tokens.append(f"self{self._numbers.setdefault('.' + node.attr, len(self._numbers))}")
             return
         self.tokens.append(node.attr)
         self.visit(node.value)

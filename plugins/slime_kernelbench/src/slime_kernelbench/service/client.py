@@ -69,7 +69,7 @@ class RemoteJudge:
         """The verdict on one candidate; trouble with the service is `infra`, never an exception."""
         if (refused := _unsendable(source)) is not None:
             return refused
-        body = json.dumps({"key": token_urlsafe(24), "source": source, "problem": _asked(problem)}).encode()
+        body = json.dumps({"key": token_urlsafe(24), "source": source, "problem": _problem_tree(problem)}).encode()
         end, tries = time.monotonic() + self._deadline, 0
         while True:
             try:
@@ -177,7 +177,7 @@ def _refusal(answer: httpx.Response, raw: bytes) -> _Trouble:
     return _Trouble(kind, f"HTTP {status}: {reason}", again=status in AGAIN, after=after)
 
 
-def _asked(problem: KernelProblem) -> dict[str, Any]:
+def _problem_tree(problem: KernelProblem) -> dict[str, Any]:
     return {**asdict(problem), "where": problem.where[:4096]}
 
 

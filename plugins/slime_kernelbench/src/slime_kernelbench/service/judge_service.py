@@ -34,7 +34,7 @@ class JudgeService:
 
     def __init__(self, pool: Pool, *, capacity: int = KEPT) -> None:
         self.pool = pool
-        self._kept = capacity
+        self._capacity = capacity
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
 
     async def judge(self, ask: JudgeRequest) -> Verdict:
@@ -75,5 +75,5 @@ class JudgeService:
 
     def _forget(self) -> None:
         ended = [key for key, entry in self._entries.items() if entry.task.done()]
-        for key in ended[: max(0, len(ended) - self._kept)]:
+        for key in ended[: max(0, len(ended) - self._capacity)]:
             del self._entries[key]

@@ -225,7 +225,7 @@ class Pool:
         source = answer("add") + f"# {secrets.token_hex(8)}\n"  # never the one that was judged before
         verdict = await self._ask(worker, source, problem, self.limits.canary)
         if not verdict.correct:
-            raise Lost(f"the canary kernel was found {verdict.status}: {_told(verdict)}")
+            raise Lost(f"the canary kernel was found {verdict.status}: {_summary(verdict)}")
         worker.passed = True
 
     async def _work(self, worker: JudgeWorker, place: PoolDevice) -> None:
@@ -282,8 +282,8 @@ class Pool:
             self._put(job, first=True)
             raise
         if verdict.status == "infra" and not _unjudgeable(verdict):
-            self._again(job, _told(verdict))
-            return _told(verdict) or "the judge could judge nothing"
+            self._again(job, _summary(verdict))
+            return _summary(verdict) or "the judge could judge nothing"
         _answer(job, verdict)
         return f"a candidate ended with {verdict.status}" if worker.device.gpu and _abnormal(verdict) else ""
 
@@ -313,7 +313,7 @@ def _abnormal(verdict: Verdict) -> bool:
     return verdict.status == "timeout" or (ended and not verdict.correct)
 
 
-def _told(verdict: Verdict) -> str:
+def _summary(verdict: Verdict) -> str:
     return "; ".join(item.message for item in verdict.diagnostics[:1])
 
 

@@ -39,7 +39,7 @@ class JudgeWorker:
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
         self._hearing: asyncio.Task[None] | None = None
-        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._futures: dict[int, asyncio.Future[Any]] = {}
         self._number = 0
 
     @classmethod
@@ -85,7 +85,7 @@ class JudgeWorker:
         """
         self._number += 1
         number, answer = self._number, asyncio.get_running_loop().create_future()
-        self._asked[number] = answer
+        self._futures[number] = answer
         try:
             async with asyncio.timeout(seconds):
                 if self._hearing is None or not self._hearing.done():  # else nobody would hear an answer
@@ -96,7 +96,7 @@ class JudgeWorker:
         except ConnectionError:
             pass
         finally:
-            del self._asked[number]
+            del self._futures[number]
         raise Lost(f"its worker {end_of(await self._process.wait())}")
 
     async def _hear(self) -> None:
@@ -104,14 +104,14 @@ class JudgeWorker:
         reason = ""
         try:
             while (answer := await receive(self._reader)) is not None:
-                waiting = self._asked.get(answer["id"])
+                waiting = self._futures.get(answer["id"])
                 if waiting is not None and not waiting.done():
                     waiting.set_result(answer["verdict"])
             reason = end_of(await self._process.wait())
         except (ValueError, KeyError) as error:
             reason = f"sent an invalid answer: {error}"
         finally:
-            for waiting in self._asked.values():
+            for waiting in self._futures.values():
                 if not waiting.done():
                     waiting.set_exception(Lost(f"its worker {reason or 'was given up'}"))
 

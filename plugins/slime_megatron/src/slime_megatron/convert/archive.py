@@ -138,7 +138,7 @@ class _Slice(RawIOBase):
     """Some bytes of a file as a file of its own, for `zipfile`."""
 
     def __init__(self, file: Path, begin: int, length: int, what: str) -> None:
-        self._file, self._begin, self._length, self._what, self._place = file, begin, length, what, 0
+        self._file, self._begin, self._length, self._subject, self._place = file, begin, length, what, 0
 
     def readable(self) -> bool:
         return True
@@ -155,7 +155,7 @@ class _Slice(RawIOBase):
 
     def readinto(self, into: memoryview) -> int:  # type: ignore[override]
         count = max(0, min(len(into), self._length - self._place))
-        read_at(self._file, self._begin + self._place, memoryview(into)[:count], self._what, "TOK201")
+        read_at(self._file, self._begin + self._place, memoryview(into)[:count], self._subject, "TOK201")
         self._place += count
         return count
 

@@ -71,7 +71,7 @@ class DistWriting:
     def __init__(self, targets: Sequence[WriteTarget], *, layers_apart: bool, folder: str = RELEASE) -> None:
         self._folder, self._apart = folder, layers_apart
         total = sum(nbytes(target.rows) for target in targets)
-        self._known: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        self._layouts: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._planned = plan = _Plan(min(FILE, max(LEAST, total // SEVERAL)))
         self._empty = empty_state()
         plan.add(len(self._empty), self._empty)
@@ -87,7 +87,7 @@ class DistWriting:
         rows, first_place = target.rows, target.places[0]
         shape, keys = (*first_place.of, *rows.shape), tuple(place.key for place in target.places)
         for key in keys:
-            written = self._known.setdefault(key, (shape, rows.dtype))
+            written = self._layouts.setdefault(key, (shape, rows.dtype))
             if written != (shape, rows.dtype):
                 raise DataError(
                     f"the layers' {key} is {list(written[0])} {written[1]} and {list(shape)} {rows.dtype}",

@@ -63,11 +63,11 @@ class Forbidden(pickle.UnpicklingError):
 class _Restricted(pickle.Unpickler):
     def __init__(self, data: bytes, globals_: Mapping[tuple[str, str], Any]) -> None:
         super().__init__(io.BytesIO(data))
-        self._known = globals_
+        self._globals = globals_
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in self._known:
-            return self._known[module, name]
+        if (module, name) in self._globals:
+            return self._globals[module, name]
         if module in METADATA and name in METADATA[module]:
             return getattr(MODULES[module], name)
         if module.startswith("megatron.core.dist_checkpointing.") and name.startswith("MCore"):

@@ -28,7 +28,7 @@ class Equivalence:
     def __init__(self, *, workers: int, seconds: float, memory_mb: int) -> None:
         self._workers = workers or min(os.cpu_count() or 1, 8)
         self._seconds, self._memory = seconds, memory_mb
-        self._held: tuple[int, GraderPool] | None = None
+        self._pool: tuple[int, GraderPool] | None = None
         self._lock = threading.Lock()
         self._forms: OrderedDict[str, str] = OrderedDict()
 
@@ -64,7 +64,7 @@ class Equivalence:
         number = forms.at_once(text)
         if number is not None or text in self._forms:
             return number if number is not None else self._forms[text]
-        form = "" if hostile.refusal(text) else await self._asked(text, within)
+        form = "" if hostile.refusal(text) else await self._query(text, within)
         if not form:
             return canonical(text)
         self._forms[text] = form
@@ -72,7 +72,7 @@ class Equivalence:
             self._forms.popitem(last=False)
         return form
 
-    async def _asked(self, text: str, within: float) -> str:
+    async def _query(self, text: str, within: float) -> str:
         try:
             async with asyncio.timeout(None if math.isinf(within) else within):
                 return await asyncio.wrap_future(self.pool().form(text))
@@ -95,17 +95,17 @@ class Equivalence:
     def pool(self) -> GraderPool:
         """The workers of this process; a fork gets its own."""
         with self._lock:
-            if self._held is None or self._held[0] != os.getpid():
+            if self._pool is None or self._pool[0] != os.getpid():
                 pool = GraderPool(workers=self._workers, seconds=self._seconds, memory_mb=self._memory)
-                self._held = (os.getpid(), pool)
-            return self._held[1]
+                self._pool = (os.getpid(), pool)
+            return self._pool[1]
 
     def close(self) -> None:
         """End the workers."""
         with self._lock:
-            if self._held is not None and self._held[0] == os.getpid():
-                self._held[1].close()
-            self._held = None
+            if self._pool is not None and self._pool[0] == os.getpid():
+                self._pool[1].close()
+            self._pool = None
 
 
 def _readable(text: str) -> str:

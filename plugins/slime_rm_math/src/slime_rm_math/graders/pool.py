@@ -224,15 +224,15 @@ class GraderPool:
             try:
                 if not self._ready.is_set():
                     self._control.settimeout(START_SECONDS)
-                    self._told()
+                    self._read_message()
                     self._ready.set()
                 self._control.settimeout(ORDER_SECONDS)
                 socket.send_fds(self._control, [json.dumps({"slot": number}).encode()], sockets)
-                return int(self._told()["process"])
+                return int(self._read_message()["process"])
             except OSError as error:
                 raise NoWorkers(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from error
 
-    def _told(self) -> dict[str, Any]:
+    def _read_message(self) -> dict[str, Any]:
         packet = self._control.recv(PACKET)
         message: dict[str, Any] = json.loads(packet) if packet else {"error": "their parent process has ended"}
         if "error" in message:

@@ -48,7 +48,7 @@ class TensorSender:
         self._device = device
         self._staging: Staging | None = None
         self._laid: tuple[object, ...] = ()  # what the buckets are of
-        self._told: list[dict[str, Any]] = []  # of each bucket, the same at every update
+        self._buckets: list[dict[str, Any]] = []  # of each bucket, the same at every update
         self._names: list[str] = []  # of shared memory, on a CPU
         self._spread: tuple[tuple[int, ...], Any] = (), None  # ranks with a copy, and their group
         self._everyone: list[Any] = []  # what each rank has told, while the buffers stay
@@ -65,7 +65,7 @@ class TensorSender:
         staging.fill(tensors)
         self._lend()
         tally.add_all(staging.views)
-        return {"buckets": list(self._told)}
+        return {"buckets": list(self._buckets)}
 
     def spread(self, parts: list[TensorPart], route: WeightRoute, rank: int) -> dict[str, list[dict[str, Any]]]:
         """Copy rank 0's buffer to the ranks of ``route.copies``; their buckets by rank. A collective of all ranks.
@@ -90,7 +90,7 @@ class TensorSender:
                 self._lend()
         if not self._everyone:
             self._everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(self._everyone, self._told)
+            dist.all_gather_object(self._everyone, self._buckets)
         return {str(number): self._everyone[number] for number in route.copies}
 
     def _lay(self, parts: list[TensorPart], route: WeightRoute) -> Staging:
@@ -101,7 +101,7 @@ class TensorSender:
             buckets = lay_out(parts, route.dtype)  # one: all of it is in memory anyway, and each costs SGLang a call
             self._staging, self._laid = Staging(buckets, self._allocate), laid
             pairs = zip(buckets, self._staging.flats, strict=True)
-            self._told = [bucket.described() | {"handle": payload(bucket, flat)} for bucket, flat in pairs]
+            self._buckets = [bucket.described() | {"handle": payload(bucket, flat)} for bucket, flat in pairs]
         return self._staging
 
     def _lend(self) -> None:
@@ -113,7 +113,7 @@ class TensorSender:
 
     def drop(self) -> None:
         """Give the buffer's memory back; no update may be under way."""
-        self._staging, self._told, self._everyone = None, [], []
+        self._staging, self._buckets, self._everyone = None, [], []
         for name in self._names:
             Path(f"/dev/shm{name}").unlink(missing_ok=True)
         self._names = []

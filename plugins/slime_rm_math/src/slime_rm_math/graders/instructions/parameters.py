@@ -25,7 +25,7 @@ class Parameters:
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        self._given = values
+        self._values = values
 
     def number(self, name: str) -> int:
         """A whole number from 0 to a million; data sets write some as 20.0.
@@ -33,7 +33,7 @@ class Parameters:
         Raises:
             BadRow: it is none.
         """
-        value = self._given.get(name)
+        value = self._values.get(name)
         whole = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
         if not whole or not 0 <= value <= LARGEST or value != int(value):  # type: ignore[operator,arg-type]
             raise BadRow(f"{name} is {value!r}, not a whole number")
@@ -45,7 +45,7 @@ class Parameters:
         Raises:
             BadRow: it is none.
         """
-        value = self._given.get(name)
+        value = self._values.get(name)
         if not isinstance(value, str) or not value.strip():
             raise BadRow(f"{name} is {value!r}, not a text")
         return value
@@ -56,7 +56,7 @@ class Parameters:
         Raises:
             BadRow: it is none.
         """
-        value = self._given.get(name)
+        value = self._values.get(name)
         if not isinstance(value, (list, tuple)) or not value or not all(isinstance(one, str) and one for one in value):
             raise BadRow(f"{name} is {value!r}, not a list of texts")
         return list(value)
