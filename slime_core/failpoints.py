@@ -66,7 +66,7 @@ class _Armed:
         place, _, self.action = text.partition("=")
         self.name, _, nth = place.partition(":")
         self.nth = int(nth or 1)
-        self.seen: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         if text and (self.name not in (*NAMES, *SERVICE_NAMES) or self.action not in ("kill", "stop", "raise")):
             raise StorageError(
                 f"SLIME_FAILPOINT={text} names no failpoint", why="NAME:NTH=kill, =stop or =raise; see NAMES"
@@ -83,8 +83,8 @@ def failpoint(name: str) -> None:
     """
     if _armed.name != name:
         return
-    _armed.seen[name] += 1
-    if _armed.seen[name] != _armed.nth:
+    _armed.counts[name] += 1
+    if _armed.counts[name] != _armed.nth:
         return
     if _armed.action in ("kill", "stop"):
         os.kill(os.getpid(), signal.SIGKILL if _armed.action == "kill" else signal.SIGSTOP)

@@ -51,7 +51,7 @@ class Letter:
     secrets: dict[str, str] = field(default_factory=dict, repr=False)
 
     @property
-    def left(self) -> float | None:
+    def remaining(self) -> float | None:
         """Seconds of `--stop-after` that are left."""
         return None if self.until is None else max(1.0, self.until - time.time())
 
@@ -95,7 +95,7 @@ def next_words(letter: Letter, run_dir: RunDir, session: CliSession) -> list[str
     started = any((start.get("epoch") or 0) > letter.epoch for start in starts_of(run_dir))
     if not (started and run_dir.config.is_file()):
         wait_for_the_lock(run_dir)  # which the command holds until it has seen this process
-        stop_after = [] if letter.left is None else ["--stop-after", str(letter.left)]
+        stop_after = [] if letter.remaining is None else ["--stop-after", str(letter.remaining)]
         return [letter.words[0], *stop_after, *letter.words[1:]]
     if info.get("status") not in ("running", "failed"):
         return None
@@ -105,7 +105,7 @@ def next_words(letter: Letter, run_dir: RunDir, session: CliSession) -> list[str
         error = given_up(deaths, reason)
         error.why += "" if len(deaths) > 1 else f"; {reason}"
         raise error
-    say(f"RESTART {len(deaths)} of {letter.allowed} in {pause(len(deaths)):g} s, after: {lost.told}")
+    say(f"RESTART {len(deaths)} of {letter.allowed} in {pause(len(deaths)):g} s, after: {lost.summary}")
     try:
         with terminable():
             time.sleep(pause(len(deaths)))
@@ -115,7 +115,7 @@ def next_words(letter: Letter, run_dir: RunDir, session: CliSession) -> list[str
         raise Preempted("interrupted before resuming (SIGTERM)", why="nothing is lost", fix=fix) from None
     remember(Past(deaths=deaths, allowed=letter.allowed, secrets=letter.secrets))
     again = RestartCommand(
-        session, forced=letter.forced, stop_after=letter.left, verify_step=letter.verify_step, as_json=False
+        session, forced=letter.forced, stop_after=letter.remaining, verify_step=letter.verify_step, as_json=False
     )
     return again.words(run_dir, lost.version)
 

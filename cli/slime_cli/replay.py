@@ -54,7 +54,7 @@ def make_again(run_dir: RunDir, step: int, *, verify: bool = False) -> Replayed:
     from slime_core.plugins import load_plugins, option_models
 
     quiet_libraries()
-    config = here(read(run_dir.config, check=False, models=option_models).config)
+    config = local_config(read(run_dir.config, check=False, models=option_models).config)
     plugins = load_plugins(config)
     try:
         with tempfile.TemporaryDirectory(prefix="slime-replay-") as scratch:
@@ -63,7 +63,7 @@ def make_again(run_dir: RunDir, step: int, *, verify: bool = False) -> Replayed:
         plugins.close()
 
 
-def here(config: Config) -> Config:
+def local_config(config: Config) -> Config:
     """The recorded config, on a device that this machine has."""
     import torch
 

@@ -57,7 +57,7 @@ class Death:
         return cls(version=version, kind=type(error).__name__, error=error.as_dict())
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """One line."""
         return f"{self.error['code']} {self.error['what']} (at version {self.version})"
 
@@ -78,7 +78,7 @@ class Past:
     def tell(self, report: Report, version: int) -> None:
         """Say in the run's log and figures that it was restarted."""
         if self.deaths:
-            report.restarted(version, self.number, self.allowed, self.deaths[-1].told)
+            report.restarted(version, self.number, self.allowed, self.deaths[-1].summary)
 
 
 def past() -> Past:
@@ -115,7 +115,7 @@ def given_up(deaths: Sequence[Death], reason: str) -> SlimeError:
     first = deaths[0]
     error = remade(first.kind, first.error, SlimeError)
     if len(deaths) > 1:
-        others = [f"restart {number} ended with {death.told}" for number, death in enumerate(deaths) if number]
+        others = [f"restart {number} ended with {death.summary}" for number, death in enumerate(deaths) if number]
         last = f"{deaths[-1].error['where']}: {deaths[-1].error['why']}"
         error.why = "\n".join(filter(None, [error.why, f"at version {first.version}", *others, last, reason]))
     return error

@@ -19,7 +19,7 @@ from slime_cli.detaching import Detaching, actor_name
 from slime_cli.driver_process import Letter, deadline
 from slime_cli.failure import CliSession
 from slime_cli.restarts import MEMORY, allowed, unsaved
-from slime_core.clusters.detached import FILE, LOG, DriverRecord, Order, read_record, taken, time_of_day
+from slime_core.clusters.detached import FILE, LOG, DriverRecord, Order, read_record, second_driver_error, time_of_day
 from slime_core.errors import ConfigError
 from slime_core.plugins.backends import cluster_of
 from slime_core.report.text import say
@@ -77,7 +77,7 @@ def submit(detach: Detach, settings: Settings) -> dict[str, Any]:
         with claimed(detach, settings) as run_dir:
             name, letter = actor_name(run_dir.path), letter_of(detach, settings, run_dir)
             if name in drivers.names():
-                raise taken(str(run_dir.path), name)
+                raise second_driver_error(str(run_dir.path), name)
             order = Order(
                 run_dir=letter.run_dir,
                 program=PROGRAM,

@@ -53,7 +53,7 @@ class Watchdog:
         self.hang_timeout = float(order["hang_timeout"]) or math.inf
         self.beats, self.silent = 0, 0.0
         self.loop_beats, self.loop_silent, self.look, self.named = 0, 0.0, QUIET, set[str]()
-        self.last, self.count, self.unheard, self.told = 0, 0, 0.0, False
+        self.last, self.count, self.unheard, self.notified = 0, 0, 0.0, False
 
     def run(self) -> None:
         """Look until the driver ends, or is ended."""
@@ -70,7 +70,7 @@ class Watchdog:
             self.loop_silent = 0.0 if loop_beats != self.loop_beats else self.loop_silent + passed
             self.look = self.look if self.loop_silent else QUIET
             self.unheard = 0.0 if answered else self.unheard + passed
-            self.beats, self.loop_beats, self.told = beats, loop_beats, self.told and not answered
+            self.beats, self.loop_beats, self.notified = beats, loop_beats, self.notified and not answered
             if self._unheard() or self._holds() or (self.silent >= QUIET and self._late()):
                 return
 
@@ -87,8 +87,8 @@ class Watchdog:
 
     def _unheard(self) -> bool:
         """End a driver that does not hear its second signal; say so of the first."""
-        if self.unheard >= DEAF and not self.told and self.count == 1:
-            self.told = True
+        if self.unheard >= DEAF and not self.notified and self.count == 1:
+            self.notified = True
             place = innermost(self._culprit()[1], None)
             name = signal.Signals(self.last).name
             say(f"\n{name}: not handled yet: Python is blocked at {place}; a second signal ends the run at once")

@@ -110,7 +110,7 @@ class DetachedDriver:
     about: Mapping[str, Any]  # its host, pid and run_dir; empty where it does not answer
 
 
-def taken(run_dir: str, name: str) -> ConfigError:
+def second_driver_error(run_dir: str, name: str) -> ConfigError:
     """The error of a second driver of one run directory."""
     return ConfigError(
         "a detached driver runs in this run directory",

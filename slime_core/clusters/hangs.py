@@ -287,13 +287,13 @@ class ProcessReport:
         return collective(self.look.stack) or place(self.look.stack) or self.look.waits_in
 
     @property
-    def who(self) -> str:
+    def label(self) -> str:
         """`rank 1 (pid 123 on node-3)`; the node only where it is another one."""
         elsewhere = "" if self.node == socket.gethostname() else f" on {self.node}"
         return f"{self.name} (pid {self.look.pid}{elsewhere})"
 
     @property
-    def asked(self) -> str:
+    def duration(self) -> str:
         """`for 35 s in step`."""
         return f"for {self.seconds:.0f} s in {self.doing}" if self.seconds is not None else "now"
 
@@ -309,22 +309,22 @@ def cause(processes: Sequence[ProcessReport], late: str) -> str:
     busy = [one for one in processes if one.doing and one.name != "driver"]
     stuck = next((one for one in processes if one.look.state in STOPPED), None)
     if stuck is not None:
-        return f"{stuck.who} is stopped (state {stuck.look.state}), {stuck.asked}{_waiting(busy, stuck)}"
+        return f"{stuck.label} is stopped (state {stuck.look.state}), {stuck.duration}{_waiting(busy, stuck)}"
     ended = next(
         (one for one in processes if one.look.state in ("", "Z", "X") and not one.name.startswith("SGLang")), None
     )
     if ended is not None:
-        return f"{ended.who} cannot be asked: {ended.look.description}, {ended.asked}{_waiting(busy, ended)}"
+        return f"{ended.label} cannot be asked: {ended.look.description}, {ended.duration}{_waiting(busy, ended)}"
     together = [one for one in busy if collective(one.look.stack)]
     apart = [one for one in busy if not collective(one.look.stack)]
     if together and apart:
-        return f"{apart[0].who} is in {apart[0].within}, {apart[0].asked}{_waiting(busy, apart[0])}"
+        return f"{apart[0].label} is in {apart[0].within}, {apart[0].duration}{_waiting(busy, apart[0])}"
     kinds = {collective(one.look.stack) for one in together}
     if len(kinds) > 1:
         where = ", ".join(f"{one.name} in {one.within}" for one in together)
-        return f"trainer ranks wait in different collectives, {together[0].asked}: {where}"
+        return f"trainer ranks wait in different collectives, {together[0].duration}: {where}"
     waiting = next((one for one in processes if one.name == late), processes[0])
-    return f"{waiting.who} makes no progress, {waiting.asked}" + (
+    return f"{waiting.label} makes no progress, {waiting.duration}" + (
         f": it is in {waiting.within}" if waiting.within else ""
     )
 
@@ -346,7 +346,7 @@ def render(first: str, facts: Mapping[str, str], processes: Sequence[ProcessRepo
     lines = [f"HANG  {first}", *(f"{name:8}{text}" for name, text in facts.items()), "", *table]
     for one in processes:
         stack = driver if one.name == "driver" else one.look.stack or one.look.note
-        lines += ["", f"-- {one.who}", stack]
+        lines += ["", f"-- {one.label}", stack]
     return "\n".join(lines) + "\n"
 
 

@@ -147,7 +147,7 @@ class FunctionsByPath(Functions):
 
         return wrap(inner, self._session, self._config_of, self._losses)
 
-    def seen(self, group: Group, config: Config) -> None:
+    def note_group(self, group: Group, config: Config) -> None:
         """Note a group's samples, where a later function wants them."""
         if any(_named(config, key) for key in LATER):
             group.samples[:] = [Sample.of(sample) for sample in group.samples]

@@ -27,7 +27,7 @@ class GenerationCall:
     """One sample's generation by a function, between its first and last request."""
 
     seed: int
-    asked: Counter[int] = field(default_factory=Counter)  # tokens' hash -> how often they were continued
+    continuations: Counter[int] = field(default_factory=Counter)  # tokens' hash -> how often they were continued
     version: int | None = None  # the oldest weights that made a token
     error: SlimeError | None = None  # the error of one of its requests
 

@@ -81,7 +81,7 @@ class Plugins:
 
     async def reward(self, group: Group, ctx: Context) -> list[Reward]:
         """One Reward a sample, in order (`slime_reward`)."""
-        self._functions.seen(group, ctx.config)
+        self._functions.note_group(group, ctx.config)
         impl = self._owner("slime_reward", group.prompt.task, ctx)
         judge = self._judge_rest if made_elsewhere(ctx.config, ctx.evaluation) else self._judge
         copy = self._hook_checks().copy(group, ctx) if ctx.config.report.check_hooks else None
@@ -186,7 +186,7 @@ class Plugins:
             done = await self._call(impl, ctx, about, GENERATE, groups=members)
             results.update(same_groups(impl, done, members, about))
         for group in results.values():
-            self._functions.seen(group, ctx.config)
+            self._functions.note_group(group, ctx.config)
         return [results[group.id] for group in groups]
 
     def loss(self, name: str) -> Loss:
@@ -232,9 +232,9 @@ class Plugins:
         columns_checked["advantages"] = add_terms(estimator, columns_returned["advantages"], scored, train)
         return replace(scored, columns={**scored.columns, **columns_checked})
 
-    def seen(self, group: Group, config: Config) -> None:
+    def note_group(self, group: Group, config: Config) -> None:
         """Show functions by path a finished group that this process did not generate."""
-        self._functions.seen(group, config)
+        self._functions.note_group(group, config)
 
     def batch(self, batch: Batch, ctx: Context) -> None:
         """Call every `slime_batch` with the step's columns."""

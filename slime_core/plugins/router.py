@@ -67,7 +67,7 @@ class Functions:
         """``inner``, or what wraps it in any stage."""
         return inner
 
-    def seen(self, group: Group, config: Config) -> None:
+    def note_group(self, group: Group, config: Config) -> None:
         """Note a group's samples, where a later function wants them."""
 
     def finish_batch(self, batch: Batch, train: Any) -> None:

@@ -183,7 +183,7 @@ class DumpedGroups(GroupSource):
         if len(groups) != count:
             self._note(f"step {self._version + 1}: the dump has {len(groups)} groups, rollout_batch_size is {count}")
         for group in groups:
-            self._plugins.seen(group, self._config)
+            self._plugins.note_group(group, self._config)
         await self._ledger.issue(groups)
         await asyncio.gather(*(self._ledger.finish(group) for group in groups))
         self._counts.issued += len(groups)

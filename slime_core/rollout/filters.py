@@ -107,9 +107,7 @@ class DropLimit:
         self._unjudged = unjudged(samples) or self._unjudged
         if self._dropped == self._many << self._notes:
             self._notes += 1
-            self._note(
-                f"{self._dropped} groups were dropped in this step and {self._passed} kept; {self._summary()}"
-            )
+            self._note(f"{self._dropped} groups were dropped in this step and {self._passed} kept; {self._summary()}")
         self.ended(position, dropped=True)
 
     def state(self) -> dict[str, Any]:

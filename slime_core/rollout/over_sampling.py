@@ -60,7 +60,7 @@ class OverSampling(StepSelection):
     def is_quiet(self) -> bool:
         """Whether nothing in flight goes on before the next round."""
         in_flight, engine = self._groups.in_flight.values(), self._suspendable
-        return not engine.busy and all(any(name in engine.held for name in group.ids) for group in in_flight)
+        return not engine.busy and all(any(name in engine.suspended for name in group.ids) for group in in_flight)
 
     def begin_step(self) -> None:
         """Begin at tick 0: there finished groups of the last step ended, and unfinished ones go on."""

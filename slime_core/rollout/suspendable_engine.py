@@ -30,7 +30,7 @@ class SuspendableEngine:
     Example:
         engine = SuspendableEngine(inner, tokenizer, changed=event.set)
         engine.watch(["grpo/17-0"])
-        engine.begin(limit=16)           # sixteen tokens, then it is in engine.held
+        engine.begin(limit=16)           # sixteen tokens, then it is in engine.suspended
         engine.more(16)
         await engine.close()             # partial tokens are kept
         engine.begin(limit=None)         # goes on
@@ -46,7 +46,7 @@ class SuspendableEngine:
         self._turns: dict[str, list[RequestTurn]] = {}  # of each watched sample, in order; the last may be under way
         self._restored: dict[str, list[RequestTurn]] = {}  # turns of an earlier process, not yet asked for again
         self.busy: set[str] = set()  # watched samples that may still make tokens in this round
-        self.held: set[str] = set()  # watched samples that wait for more room
+        self.suspended: set[str] = set()  # watched samples that wait for more room
 
     def watch(self, ids: Iterable[str]) -> None:
         """Measure these samples from the beginning of the round on."""
@@ -60,7 +60,7 @@ class SuspendableEngine:
             for name in ids:
                 table.pop(name, None)
         self.busy.difference_update(ids)
-        self.held.difference_update(ids)
+        self.suspended.difference_update(ids)
         return max((self._used.pop(name) for name in ids if name in self._used), default=None)
 
     def begin(self, limit: int | None) -> None:
@@ -117,7 +117,7 @@ class SuspendableEngine:
             yield
         finally:
             self.busy.discard(name)
-            self.held.discard(name)
+            self.suspended.discard(name)
             self._changed()
 
     def _turn_of(self, request: GenerateRequest) -> RequestTurn:
@@ -161,14 +161,14 @@ class SuspendableEngine:
             with deadline.stopped() if deadline is not None else nullcontext():
                 while self._at_limit(name):
                     self.busy.discard(name)
-                    self.held.add(name)
+                    self.suspended.add(name)
                     self._changed()
                     await self._round_opened.wait()
         return None if self._limit is None else self._limit - self._used.get(name, 0)
 
     def _open_round(self) -> None:
-        self.busy |= self.held
-        self.held.clear()
+        self.busy |= self.suspended
+        self.suspended.clear()
         self._round_opened.set()
         self._round_opened = asyncio.Event()
 

@@ -65,7 +65,7 @@ class Broken(Exception):
 
     def __init__(self, message: str, fix: str = "", *, warn: bool = False) -> None:
         super().__init__(message)
-        self.found, self.fix, self.warn = message, fix, warn
+        self.message, self.fix, self.warn = message, fix, warn
 
 
 def check_plugin(name: str) -> list[PluginFinding]:
@@ -101,7 +101,7 @@ def _tried(promise: str, fn: Callable[[], str | None]) -> PluginFinding:
         return PluginFinding(name=promise, status="skip" if text is None else "ok", found=text or "not implemented")
     except Broken as broken:
         return PluginFinding(
-            name=promise, status="warn" if broken.warn else "fail", found=broken.found, fix=broken.fix
+            name=promise, status="warn" if broken.warn else "fail", found=broken.message, fix=broken.fix
         )
     except SlimeError as error:
         return _failed(promise, error)

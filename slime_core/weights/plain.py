@@ -72,7 +72,7 @@ def probe(text: Sequence[int], context_len: int) -> Batch:
     )
 
 
-def drawn(seed: int, vocab_size: int) -> NDArray[np.int64]:
+def random_tokens(seed: int, vocab_size: int) -> NDArray[np.int64]:
     """Token ids for a run without prompts: one of each of equal parts of the vocabulary, shuffled."""
     count = PROMPTS * LENGTH
     generator = np.random.Generator(np.random.Philox(seed_of(seed, "canary")))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from slime_core.errors import EngineError
 from slime_core.notices import notice
 from slime_core.weights.canary import compare
-from slime_core.weights.plain import LENGTH, PROMPTS, Band, Plain, drawn, probe
+from slime_core.weights.plain import LENGTH, PROMPTS, Band, Plain, probe, random_tokens
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -80,7 +80,7 @@ class Canary:
             return notice("score", "the servers give no log-probs of given tokens: canary/* has no such figures")
         if self._plain is None:
             low = "bfloat16" in (route.dtype, self.config.train.dtype)
-            text = self.text(PROMPTS * LENGTH) or drawn(self.config.seed, self.vocab_size).tolist()
+            text = self.text(PROMPTS * LENGTH) or random_tokens(self.config.seed, self.vocab_size).tolist()
             prompts = probe(text, self.config.rollout.rollout_max_context_len or LENGTH)
             dtype, fixed = "bfloat16" if low else "float32", self.config.rollout.canary_band
             band = Band(dtype, fixed, mixture=any(EXPERTS in check.name for check in route.checks))

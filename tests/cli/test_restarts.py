@@ -98,7 +98,7 @@ from pathlib import Path
 if sys.argv[1:2] == ["run"]:
     found = past()
     again = past()
-    print(json.dumps([os.getpid(), sys.argv[1:], os.getcwd(), found.number, found.allowed, found.deaths[0].told,
+    print(json.dumps([os.getpid(), sys.argv[1:], os.getcwd(), found.number, found.allowed, found.deaths[0].summary,
                       found.secrets, again.number, MEMORY in os.environ, len(os.listdir("/proc/self/fd"))]))
 else:
     folder = os.getcwd()

@@ -193,7 +193,7 @@ class _Making:
         staleness = Staleness(stage, OpenGroups())
         staleness.step(groups, version - 1)  # mask again what was too stale to train then
         for group in groups:
-            self._plugins.seen(group, stage)
+            self._plugins.note_group(group, stage)
         await self._components.ledger.issue(groups)
         for group in groups:
             await self._components.ledger.finish(group)

@@ -93,7 +93,7 @@ def test_a_disk_that_fails_loses_nothing_and_the_same_job_goes_on(tmp_path, monk
     monkeypatch.setattr(durable, "disk", durable.Disk())
     again, notes = Making(), []
     job = make(tmp_path / "out", again, note=notes.append)
-    assert (sorted(again.made), job.kept) == (["f2", "f3"], 2)
+    assert (sorted(again.made), job.reused) == (["f2", "f3"], 2)
     assert notes == ["2 of 4 files are kept from an earlier try"]
     assert content(tmp_path / "out") == WHOLE
 

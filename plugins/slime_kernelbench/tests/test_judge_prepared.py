@@ -42,7 +42,7 @@ def files_of(library: Path) -> dict[str, Leaf]:
         async with await Sandbox.open(policy, preload=PRELOAD) as box:
             return (await box.run("slime_kernelbench.judge.prepared:main")).result
 
-    return prepared.heard(asyncio.run(ask()))
+    return prepared.parse_answer(asyncio.run(ask()))
 
 
 def test_tritons_driver_is_compiled_in_the_sandbox_and_needs_no_compiler_afterwards(

@@ -23,7 +23,7 @@ SPOILED = [RELU.replace("tl.maximum(x, 0.0)", f"tl.maximum(x, {floor})") for flo
 @pytest.mark.unit
 def test_a_key_is_kept_for_its_owner_alone_and_is_the_same_when_it_is_read_again(tmp_path):
     one, other = tmp_path / "run" / FILE, tmp_path / "other" / FILE
-    numbers = [Secret.kept(path).number("inputs", "add", bits=256) for path in (one, one, other)]
+    numbers = [Secret.load_or_create(path).number("inputs", "add", bits=256) for path in (one, one, other)]
     assert numbers[0] == numbers[1] != numbers[2]
     assert stat.S_IMODE(one.stat().st_mode) == 0o600
     assert [path.name for path in one.parent.iterdir()] == [FILE.name]
@@ -34,7 +34,7 @@ def test_a_key_is_kept_for_its_owner_alone_and_is_the_same_when_it_is_read_again
 def test_a_secret_of_another_length_is_refused(tmp_path):
     (tmp_path / "secret").write_bytes(b"short")
     with pytest.raises(StorageError, match="key of the judge's inputs") as caught:
-        Secret.kept(tmp_path / "secret")
+        Secret.load_or_create(tmp_path / "secret")
     assert "5 bytes are no key of 32" in caught.value.why
 
 

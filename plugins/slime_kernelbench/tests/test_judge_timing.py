@@ -15,7 +15,7 @@ from slime_kernelbench.judge.candidate import Trial
 from slime_kernelbench.judge.meter import Inputs, Meter, stopwatch
 from slime_kernelbench.judge.samples import Pattern, forms, sampled
 from slime_kernelbench.judge.speed import PARTS, Speed
-from slime_kernelbench.judge.timing import Samples, floor_of, half_width, median, suspicions, told
+from slime_kernelbench.judge.timing import Samples, build_timing, floor_of, half_width, median, suspicions
 from slime_kernelbench.judge.wire import Leaf
 from slime_kernelbench.types import KernelProblem, Verdict
 
@@ -36,7 +36,7 @@ EAGER = flat(1.0, 1.05)
 
 
 def rules(first: Samples, again: Samples | None = None, floor: float = 0.0) -> set[str]:
-    timing = told(device="x", first=first, again=again or first, eager=EAGER, compiled=None, floor=floor)
+    timing = build_timing(device="x", first=first, again=again or first, eager=EAGER, compiled=None, floor=floor)
     return {flag.rule for flag in suspicions(timing, first, again or first, EAGER)}
 
 
@@ -49,7 +49,7 @@ def test_medians_and_their_intervals_by_hand() -> None:
 
 
 def test_a_timing_by_hand() -> None:
-    timing = told(device="H200", first=flat(0.5), again=flat(0.52), eager=EAGER, compiled=flat(0.8), floor=0.1)
+    timing = build_timing(device="H200", first=flat(0.5), again=flat(0.52), eager=EAGER, compiled=flat(0.8), floor=0.1)
     assert (timing.candidate, timing.remeasured, timing.eager, timing.compiled) == (0.5, 0.52, 1.0, 0.8)
     assert timing.slower == 0.52
     assert timing.speedup == pytest.approx(0.8 / 0.52)

@@ -14,7 +14,7 @@ from slime_core.testing.fakes import ScriptedEngine
 from slime_kernelbench.options import Options
 from slime_kernelbench.run import KernelbenchRun, prompts
 from slime_kernelbench.warmup.family import NONE, Operator, Slips
-from slime_kernelbench.warmup.pupil import drawn, fenced, mended, verdict
+from slime_kernelbench.warmup.pupil import fenced, mended, random_slips, verdict
 from slime_kernelbench.warmup.rows import Family
 from slime_kernelbench.warmup.tasks import HELDOUT, PUPIL, TRAIN
 
@@ -43,13 +43,13 @@ def ctx(tokenizer):
 
 def test_each_place_slips_and_mends_as_often_as_the_habits_say():
     rng = Random(3)
-    first = [asdict(drawn(OPERATOR, 0.6, rng)) for _ in range(3000)]
+    first = [asdict(random_slips(OPERATOR, 0.6, rng)) for _ in range(3000)]
     for name in OPERATOR.slips:
         assert sum(slips[name] for slips in first) / 3000 == pytest.approx(0.6, abs=0.03)
     later = [asdict(mended(Slips(load=True, fill=True), 0.25, rng)) for _ in range(3000)]
     assert sum(slips["load"] for slips in later) / 3000 == pytest.approx(0.75, abs=0.03)
     assert not any(slips["store"] or slips["divide"] for slips in later)  # mending makes no new slip
-    assert drawn(Operator(("tanh",), "sum"), 1.0, rng) == Slips(load=True, fill=True)
+    assert random_slips(Operator(("tanh",), "sum"), 1.0, rng) == Slips(load=True, fill=True)
 
 
 def test_a_row_is_a_turn_whose_answer_has_no_slip_that_the_one_before_had_not(ctx, tokenizer):

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from slime_core.testing.models import write_tokenizer
 from slime_kernelbench.dialogue.short import short_form
-from slime_kernelbench.warmup.pupil import drawn, fenced
+from slime_kernelbench.warmup.pupil import fenced, random_slips
 from slime_kernelbench.warmup.rows import Family, sizes
 
 SPECIAL = ("<pad>", "<eos>", "<unk>", "<user>", "<assistant>")
@@ -36,7 +36,7 @@ def texts() -> Iterator[str]:
     for _ in range(TEXTS):
         operator = rng.choice(operators)
         yield short_form(operator.problem(*sizes("train", rng)).source)
-        yield fenced(operator.kernel(drawn(operator, 0.5, rng)))
+        yield fenced(operator.kernel(random_slips(operator, 0.5, rng)))
 
 
 def make() -> Tokenizer:

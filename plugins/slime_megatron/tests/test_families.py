@@ -254,7 +254,7 @@ def check(name: str, root: Path, world: int, flags: dict) -> dict:
     model.passes.backward(micros, Loss(name="test", fn=loss), train, sums)
     answer["loss"] = abs(totals(sums)[0]["loss"] - float(expected["loss"])) / abs(float(expected["loss"]))
     gradients = Folder(root / name / "gradients").tensors()
-    for key, held in model.tensors.held.items():
+    for key, held in model.tensors.by_name.items():
         if held.entry.megatron.endswith("expert_bias"):
             continue
         whole = join(held.entry, [gradients[n] for n in held.entry.hf], made.sizes)

@@ -460,7 +460,7 @@ def frozen(trainer, batch):
     import watch_plugin_module
 
     def policy():
-        return copies(held.tensor for held in trainer._worker.policy.tensors.held.values())
+        return copies(held.tensor for held in trainer._worker.policy.tensors.by_name.values())
 
     moved = []
     for rate in (0.0, None):

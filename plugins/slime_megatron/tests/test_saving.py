@@ -343,7 +343,7 @@ def one_rank(rank, root):
 def away(ranks, root):
     """Names of files that differ where the state was given away before a save, and bytes that came back for it."""
     ranks.save(root / "half-here")
-    offload, held = ranks.worker.offload, ranks.worker.policy.tensors.held.values()
+    offload, held = ranks.worker.offload, ranks.worker.policy.tensors.by_name.values()
     offload.to_host(EVERYTHING)
     names = ranks.save(root / "half-away")
     back = sum(one.tensor.untyped_storage().nbytes() for one in held)

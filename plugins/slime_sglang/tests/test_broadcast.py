@@ -135,7 +135,7 @@ def ended(sender):
 def said(handle):
     """What a server finds in the store."""
     store = nccl.open_store(handle["address"], timeout=5)
-    return nccl.told(store, nccl.failure_key(handle["group"], handle["number"]))
+    return nccl.failure_reason(store, nccl.failure_key(handle["group"], handle["number"]))
 
 
 def test_ranks_that_join_as_sglang_does_receive_every_update_bit_for_bit(peer, tmp_path):

@@ -18,7 +18,7 @@ from slime_sglang.server_health import ServerHealth, ServerStatus, WatchLimits
 
 pytestmark = pytest.mark.unit
 
-QUICK = WatchLimits(interval=0.02, timeout=30.0, start_timeout=PATIENCE, max_restarts=2, told=True)
+QUICK = WatchLimits(interval=0.02, timeout=30.0, start_timeout=PATIENCE, max_restarts=2, counts_requests=True)
 
 
 def run(work):
@@ -291,7 +291,7 @@ def test_a_server_that_stands_still_with_the_only_request_is_fenced(tmp_path):
     """It is not known here which server has the request: each says how many it has."""
 
     async def work():
-        limits = WatchLimits(interval=0.02, timeout=0.5, start_timeout=PATIENCE, told=True)
+        limits = WatchLimits(interval=0.02, timeout=0.5, start_timeout=PATIENCE, counts_requests=True)
         async with (
             routed(tmp_path, 2) as on,
             Watch(on.servers, on.engine.fleet, limits, note=on.notes.append) as on.engine.fleet.watch,
@@ -314,7 +314,9 @@ def test_with_the_last_decode_server_the_run_ends_though_a_prefill_server_is_lef
     """Of servers that serve nothing alone: the floor of min_healthy_engines is not theirs."""
 
     async def work():
-        limits = WatchLimits(interval=0.02, start_timeout=PATIENCE, max_restarts=0, min_healthy=1, told=True)
+        limits = WatchLimits(
+            interval=0.02, start_timeout=PATIENCE, max_restarts=0, min_healthy=1, counts_requests=True
+        )
         async with routed(tmp_path, kinds=("prefill", "decode"), more=("--pd-disaggregation",)) as on:
             needed = ({0}, {1})
             async with Watch(on.servers, on.engine.fleet, limits, needed=needed) as on.engine.fleet.watch:
@@ -334,8 +336,8 @@ def test_a_server_is_named_to_its_router_without_its_token_in_any_dump():
 
 def test_a_server_counts_as_hung_by_its_own_count_of_requests():
     """Of those in flight anywhere, a server has as many as it says; what it does not say counts as all."""
-    health = ServerHealth(WatchLimits(interval=1.0, timeout=3.0, told=True))
-    still = [ServerStatus(at=float(at), ranks=((5, 0),), held=(7,)) for at in range(5)]
+    health = ServerHealth(WatchLimits(interval=1.0, timeout=3.0, counts_requests=True))
+    still = [ServerStatus(at=float(at), ranks=((5, 0),), cached_tokens=(7,)) for at in range(5)]
     assert [health.judge(look) is None for look in still] == [True, True, True, False, False]
-    idle = ServerHealth(WatchLimits(interval=1.0, timeout=3.0, told=True))
-    assert all(idle.judge(ServerStatus(at=float(at), ranks=((0, 0),), held=(7,))) is None for at in range(9))
+    idle = ServerHealth(WatchLimits(interval=1.0, timeout=3.0, counts_requests=True))
+    assert all(idle.judge(ServerStatus(at=float(at), ranks=((0, 0),), cached_tokens=(7,))) is None for at in range(9))

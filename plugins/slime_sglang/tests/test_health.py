@@ -148,7 +148,7 @@ def test_no_progress_is_expected_while_servers_are_held(stand_in):
     async def check():
         limits = WatchLimits(interval=0.02, timeout=0.2, start_timeout=LONG)
         async with watched([stand_in("stalls")], limits) as (watch, engine):
-            with watch.held():
+            with watch.pause():
                 engine.in_flight = 1
                 await asyncio.sleep(1.0)  # five times the limit
                 assert engine.fenced == []

@@ -6,7 +6,7 @@ from slime_core.config.load import load_config
 from slime_core.errors import ConfigError
 from slime_sglang.installation import Installation
 from slime_sglang.options import Option
-from slime_sglang.router_options import OWN, options_of, router_arguments, wanted
+from slime_sglang.router_options import OWN, options_of, router_arguments, uses_router
 
 pytestmark = pytest.mark.unit
 
@@ -112,13 +112,13 @@ def test_a_router_that_is_not_installed_is_named_with_the_command_that_does_it()
     ],
 )
 def test_the_router_is_chosen_by_servers_installation_and_disaggregation(asked, servers, installed, paired, chosen):
-    found = wanted(config("--rollout-router", asked), servers=servers, installed=installed, paired=paired)
+    found = uses_router(config("--rollout-router", asked), servers=servers, installed=installed, paired=paired)
     assert found is chosen
 
 
 def test_slimes_own_router_takes_no_pairs():
     with pytest.raises(ConfigError, match="two that are paired"):
-        wanted(config("--rollout-router", "builtin"), servers=2, installed="0.3.2", paired=True)
+        uses_router(config("--rollout-router", "builtin"), servers=2, installed="0.3.2", paired=True)
 
 
 def test_options_are_listed_once_each():

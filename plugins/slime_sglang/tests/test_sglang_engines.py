@@ -75,7 +75,7 @@ def test_limits_of_the_watch_are_the_keys_of_the_section():
 def test_a_person_is_told_which_servers_there_are():
     server = Server.attach("http://a.example:1")
     part = ModelServers(role="policy", model="m", servers=(server,), features=frozenset(), version="0.5.23")
-    assert sglang.told([part]) == ["SGLang 0.5.23: 1 server, at http://a.example:1"]
+    assert sglang.summary([part]) == ["SGLang 0.5.23: 1 server, at http://a.example:1"]
 
 
 class Ending:

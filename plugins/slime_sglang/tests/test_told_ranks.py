@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from slime_sglang.router import Lane
-from slime_sglang.weights import Ways, WeightRoutes, told
+from slime_sglang.weights import Ways, WeightRoutes, by_key
 
 pytestmark = pytest.mark.unit
 
@@ -36,7 +36,7 @@ def lane(tp, copies=1, client=None):
     ],
 )
 def test_answers_go_to_their_copy_and_rank(tp, copies, answers, labels):
-    found = told(lane(tp, copies), [{"a": str(n)} for n in range(answers)])
+    found = by_key(lane(tp, copies), [{"a": str(n)} for n in range(answers)])
     assert {label: list(sums) for label, sums in found.items()} == labels
     assert sorted(value for sums in found.values() for value in sums.values()) == [str(n) for n in range(answers)]
 

@@ -42,7 +42,7 @@ def ways(tmp_path, **more):
 def test_the_transport_follows_from_where_both_sides_live_and_their_torch(
     tmp_path, device, shared, wanted, torch, found
 ):
-    assert ways(tmp_path, device=device, shared=shared, wanted=wanted, torch=torch).transport == found
+    assert ways(tmp_path, device=device, shared=shared, requested=wanted, torch=torch).transport == found
 
 
 def test_a_server_beside_no_trainer_rank_gets_a_folder_and_that_is_said(tmp_path):
@@ -52,7 +52,7 @@ def test_a_server_beside_no_trainer_rank_gets_a_folder_and_that_is_said(tmp_path
     WeightRoutes(apart, notes.append)
     assert "no GPU that a trainer rank has" in notes[0]
     with pytest.raises(EngineError, match="ENG86"):
-        _ = ways(tmp_path, device="cuda", places={}, wanted="tensor").transport
+        _ = ways(tmp_path, device="cuda", places={}, requested="tensor").transport
 
 
 def test_a_route_names_the_ranks_beside_the_first_whose_gpus_servers_share(tmp_path):
@@ -91,7 +91,7 @@ def test_a_transport_that_the_installation_lacks_is_an_error(tmp_path):
 
 def test_tensor_that_was_asked_for_and_cannot_work_is_refused_with_both_versions(tmp_path):
     with pytest.raises(EngineError, match="ENG86") as caught:
-        _ = ways(tmp_path, device="cuda", wanted="tensor", torch=OTHER).transport
+        _ = ways(tmp_path, device="cuda", requested="tensor", torch=OTHER).transport
     assert f"the servers have torch {OTHER} and the trainer {OURS}" in caught.value.why
 
 

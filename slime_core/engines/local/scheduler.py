@@ -238,7 +238,7 @@ class Scheduler:
     def _resize(self, sequences: int, tokens: int) -> None:
         count, length = self.served.counts.pad(sequences), slot_length(tokens)
         if self.tokens and count == self._slots.count:
-            self.served.cache.grow(tokens, self._slots.held().tolist())
+            self.served.cache.grow(tokens, self._slots.lengths().tolist())
             self._slots.grow(length)
         else:
             self.retract()
@@ -268,7 +268,7 @@ class Scheduler:
         stopped = (slots.stops[rows] == tokens[:, None]).any(1)
         if slots.texts[rows].any():
             stopped |= np.array([slots.texts[s] and self._stopped(int(s)) for s in rows])
-        over = (stopped | (slots.left[rows] <= 0)) & sound
+        over = (stopped | (slots.budget[rows] <= 0)) & sound
         for slot, stop in zip(rows[over], stopped[over]):
             done.append(self._finish(slots.give_up(int(slot)), "stop" if stop else "length"))
         return done

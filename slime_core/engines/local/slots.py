@@ -132,7 +132,7 @@ class Slots:
         self.position = np.zeros(count, dtype=np.int64)  # of the token that the next step feeds
         self.token = np.zeros(count, dtype=np.int64)  # that token
         self.start = np.zeros(count, dtype=np.int64)  # position of the first new token since the slot was taken
-        self.left = np.zeros(count, dtype=np.int64)  # new tokens still allowed
+        self.budget = np.zeros(count, dtype=np.int64)  # new tokens still allowed
         self.seed = np.zeros(count, dtype=np.uint64)
         self.temperature = np.ones(count, dtype=np.float32)
         self.top_p = np.ones(count, dtype=np.float32)
@@ -155,7 +155,7 @@ class Slots:
             setattr(self, name, longer)
         self.length = length
 
-    def held(self) -> NDArray[np.int64]:
+    def lengths(self) -> NDArray[np.int64]:
         """For every slot, how many positions of its cache are written."""
         return np.where(self.active, np.maximum(self.position, self.filled), self.filled)
 
@@ -164,7 +164,7 @@ class Slots:
         self.filled[rows] = np.where(self.mixed[rows], 0, self.position[rows] + 1)
         self.position[rows] += 1
         self.token[rows] = tokens
-        self.left[rows] -= 1
+        self.budget[rows] -= 1
         positions = self.position[rows]
         self.content[rows, positions] = tokens
         self.versions[rows, positions] = version
@@ -185,7 +185,7 @@ class Slots:
         self.jobs[slot] = job
         self.active[slot] = True
         self.position[slot], self.token[slot], self.start[slot] = last, tokens[last], last + 1
-        self.left[slot] = job.limit - len(job.completion.tokens)
+        self.budget[slot] = job.limit - len(job.completion.tokens)
         self.seed[slot] = job.seed
         self.temperature[slot], self.top_p[slot], self.top_k[slot] = params.temperature, params.top_p, params.top_k
         if len(job.stop_ids) > self.stops.shape[1]:
@@ -221,7 +221,7 @@ class Slots:
         """Move a sequence to a free slot (the cache is moved by the caller)."""
         self.jobs[target], self.jobs[source] = self.jobs[source], None
         for array in (
-            *(self.active, self.position, self.token, self.start, self.left, self.seed, self.temperature),
+            *(self.active, self.position, self.token, self.start, self.budget, self.seed, self.temperature),
             *(self.top_p, self.top_k, self.stops, self.texts, self.filled, self.mixed),
         ):
             array[target] = array[source]

@@ -56,7 +56,7 @@ def test_a_job_that_gives_up_its_slot_keeps_what_was_drawn_and_goes_on_from_it(t
     assert (job.completion.tokens, job.completion.versions) == ([5, 6], [3, 3])
     slots.take(0, job, job.history())
     slots.advance(np.array([0]), np.array([7]), 4)
-    assert slots.left[0] == 12 - 3
+    assert slots.budget[0] == 12 - 3
     slots.give_up(0)
     assert (job.completion.tokens, job.completion.versions) == ([5, 6, 7], [3, 3, 4])
 

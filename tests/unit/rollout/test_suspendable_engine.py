@@ -38,11 +38,11 @@ def test_a_sample_stops_at_the_limit_and_continues_with_the_next_round():
         suspendable.begin(5)
         suspendable.watch(["a"])
         task = asyncio.create_task(suspendable.generate(_request()))
-        await _until(lambda: "a" in suspendable.held)
+        await _until(lambda: "a" in suspendable.suspended)
         assert not suspendable.busy
         await engine.load(WeightUpdate(version=1, epoch=1, transport="tensors"))
         suspendable.more(4)
-        await _until(lambda: "a" in suspendable.held)
+        await _until(lambda: "a" in suspendable.suspended)
         suspendable.more(40)
         done = await task
         assert done.tokens == whole.tokens
@@ -61,14 +61,14 @@ def test_closing_keeps_the_tokens_so_far_wherever_a_sample_is():
         task = asyncio.create_task(suspendable.generate(_request(new=400)))
         await _until(lambda: engine._running.get("a") is not None and len(engine._running["a"].tokens) == 7)
         await suspendable.close()
-        await _until(lambda: "a" in suspendable.held)
+        await _until(lambda: "a" in suspendable.suspended)
         late = asyncio.create_task(
             suspendable.generate(_request("b", new=3))
         )  # a next turn, requested while it is closed
         for _ in range(50):
             await asyncio.sleep(0)
         assert not engine._running
-        assert suspendable.held == {"a", "b"}
+        assert suspendable.suspended == {"a", "b"}
         suspendable.begin(None)
         assert len((await task).tokens) == 400
         assert len((await late).tokens) == 3
@@ -111,7 +111,7 @@ def test_a_context_that_is_full_at_the_limit_ends_the_response():
             suspendable.begin(limit)
             suspendable.watch(["a"])
             task = asyncio.create_task(suspendable.generate(_request()))
-            await _until(lambda task=task: task.done() or "a" in suspendable.held)
+            await _until(lambda task=task: task.done() or "a" in suspendable.suspended)
             suspendable.more(10)
             done = await task
             assert (len(done.tokens), done.finish) == (5, "length")
@@ -133,7 +133,7 @@ def test_a_stop_string_across_two_pieces_is_cut_from_the_text():
         whole = (await FakeEngine.generate(engine, _request(new=6))).tokens
         text = CharTokenizer().decode(whole)
         task = asyncio.create_task(suspendable.generate(_request(new=6, stop=(text[3:5],))))
-        await _until(lambda: "a" in suspendable.held)
+        await _until(lambda: "a" in suspendable.suspended)
         suspendable.more(10)
         done = await task
         assert done.finish == "stop"
@@ -148,7 +148,7 @@ def test_the_hooks_deadline_does_not_count_while_it_waits():
         suspendable.watch(["a"])
         async with Deadline(30) as deadline:
             task = asyncio.create_task(suspendable.generate(_request()))
-            await _until(lambda: "a" in suspendable.held)
+            await _until(lambda: "a" in suspendable.suspended)
             assert not deadline.runs
             suspendable.more(20)
             await task

@@ -16,7 +16,7 @@ from slime_core.types import RankTensor, WeightRoute, WeightUpdate
 from slime_core.weights import plain
 from slime_core.weights.canary import Choice, merged
 from slime_core.weights.hashing import checksum, expected
-from slime_core.weights.plain import Band, Plain, differences, drawn, probe
+from slime_core.weights.plain import Band, Plain, differences, probe, random_tokens
 from slime_core.weights.update import Canary, sync_weights
 from slime_sglang.layout import layout
 
@@ -390,19 +390,19 @@ def test_a_run_is_asked_about_its_own_text():
 
 
 def test_without_prompts_ids_are_a_function_of_the_seed_and_spread_over_the_vocabulary():
-    one, same, other = drawn(7, 151936), drawn(7, 151936), drawn(8, 151936)
+    one, same, other = random_tokens(7, 151936), random_tokens(7, 151936), random_tokens(8, 151936)
     assert (one == same).all()
     assert (one != other).any()
     parts = np.sort(one) * len(one) // 151936
     assert (parts == np.arange(len(one))).all()
     run = Run()
     run.sync()
-    assert run.canary._plain.batch.tokens.tolist() == drawn(run.canary.config.seed, VOCAB).tolist()
+    assert run.canary._plain.batch.tokens.tolist() == random_tokens(run.canary.config.seed, VOCAB).tolist()
 
 
 @pytest.mark.parametrize(("vocab", "context", "length"), [(3, 4096, 32), (99, 9, 9), (99, 1, 2)])
 def test_prompts_fit_any_vocabulary_and_context(vocab, context, length):
-    batch = probe(drawn(0, vocab), context)
+    batch = probe(random_tokens(0, vocab), context)
     assert batch.lengths.tolist() == [length] * plain.PROMPTS
     assert len(batch.loss_mask) == batch.response_offsets[-1] == plain.PROMPTS * (length - 1)
     assert 0 <= batch.tokens.min() <= batch.tokens.max() < vocab

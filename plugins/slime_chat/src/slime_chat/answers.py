@@ -27,7 +27,7 @@ def completion(ask: ChatRequest, nodes: Sequence[Node], prompt_tokens: int, *, n
     choices = [
         {
             "index": index,
-            "message": as_sent(node.said),
+            "message": as_sent(node.message),
             "logprobs": _log_probs(node.done, tokenizer) if ask.log_probs and node.done else None,
             "finish_reason": _reason(node),
         }
@@ -70,7 +70,7 @@ def _text(arguments: Any) -> str:
 
 
 def _reason(node: Node) -> str:
-    if node.said.get("tool_calls"):
+    if node.message.get("tool_calls"):
         return "tool_calls"
     return "length" if node.done is not None and node.done.finish == "length" else "stop"
 

@@ -48,7 +48,7 @@ def samples_of(
         if parts:
             branch, path, trained = parts[number]
             _fill(sample, path, trained, tokenizer)
-            sample.metadata[CHAT] |= {"branch": branch, "answer": path[-1].said["content"]}
+            sample.metadata[CHAT] |= {"branch": branch, "answer": path[-1].message["content"]}
         else:
             sample.status = Status.COMPLETED
         sample.status = status or sample.status

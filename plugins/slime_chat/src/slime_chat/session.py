@@ -83,7 +83,7 @@ class Session:
     @property
     def answers(self) -> list[Message]:
         """The messages that the agent was given, in the order in which they came."""
-        return [node.said for node in self._tree.nodes]
+        return [node.message for node in self._tree.nodes]
 
     def fail(self, reason: str) -> None:
         """Say that the agent broke: the session's samples are FAILED, which drops them with that reason."""
@@ -145,7 +145,7 @@ class Session:
                 prompt=prompt,
                 done=done,
                 temperature=ask.params.temperature or 1.0,
-                said=self._message(done, ask, seed),
+                message=self._message(done, ask, seed),
                 rewritten=sum(message["role"] == "assistant" for message in new),
             )
             self._tree.add(parent, ask.keys[start:], node)

@@ -28,7 +28,7 @@ class Node:
     prompt: list[int] = field(default_factory=list)
     done: Completion | None = None
     temperature: float = 1.0  # of its draws
-    said: Message = field(default_factory=dict)  # the message that the client was given
+    message: Message = field(default_factory=dict)  # the message that the client was given
     rewritten: int = 0  # assistant messages in the prompt that are no answer of ours there
     children: dict[tuple[Key, ...], list[Node]] = field(default_factory=dict)  # by messages, the answer's own the last
     spans: Counter[int] = field(default_factory=Counter)  # lengths of those keys
@@ -74,7 +74,7 @@ class Tree:
             for span in node.spans:
                 end = start + span
                 for child in node.children.get(tuple(keys[start:end]), ()) if end <= len(keys) else ():
-                    waiting.append((end, alike + sameness(messages[end - 1], child.said), child.number, child))
+                    waiting.append((end, alike + sameness(messages[end - 1], child.message), child.number, child))
         return best[3], best[0]
 
     def add(self, parent: Node, words: Sequence[Key], node: Node) -> None:
@@ -84,7 +84,7 @@ class Tree:
         begins = parent.done is None and not any(key[:-1] == tuple(words) for key in parent.children)
         self.roots += begins
         self.forks += bool(parent.children) and not begins
-        key = (*words, key_of(node.said))
+        key = (*words, key_of(node.message))
         parent.children.setdefault(key, []).append(node)
         parent.spans[len(key)] += 1
 

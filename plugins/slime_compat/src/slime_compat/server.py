@@ -134,7 +134,7 @@ class GenerateServer:
         if call is None and params.get("sampling_seed") is not None:
             return int(params["sampling_seed"])
         seed = call.seed if call else seed_of(self._context().config.seed, "door")
-        counts = call.asked if call else self._unknown
+        counts = call.continuations if call else self._unknown
         key = seed_of(seed, *tokens)
         counts[key] += 1
         repeat = counts[key] - 1

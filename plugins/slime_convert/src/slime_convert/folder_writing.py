@@ -130,7 +130,9 @@ def write_folder(
             _forget(job.aside / file.name for file in files)
             job.run([_comparison(job, rows, meant, how) for rows, meant in pairs(job)])
         job.publish()
-        return Done(path=job.target, tensors=tensors, size=size, files=len(files), kept=job.kept, verified=how.verify)
+        return Done(
+            path=job.target, tensors=tensors, size=size, files=len(files), kept=job.reused, verified=how.verify
+        )
 
 
 def _plan(kind: str, how: How, files: Sequence[PlannedFile], used: set[Path], config: Path) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class Job:
         self._stop = threading.Event()
         self._written = threading.Lock()
         self._fd = -1
-        self.kept = 0  # files finished by an earlier attempt
+        self.reused = 0  # files finished by an earlier attempt
 
     def __enter__(self) -> Job:
         try:
@@ -156,9 +156,9 @@ class Job:
                 self.marks[name] = mark
             else:
                 durable.disk.remove(path)
-        self.kept = len(self.marks)
-        if self.kept:
-            self._note(f"{self.kept} of {len(self.files)} files are kept from an earlier try")
+        self.reused = len(self.marks)
+        if self.reused:
+            self._note(f"{self.reused} of {len(self.files)} files are kept from an earlier try")
         os.ftruncate(self._fd, 0)
         text = "".join(f"{line}\n" for line in (self._plan, *(_line(name, mark) for name, mark in self.marks.items())))
         durable.disk.write(self._fd, text.encode(), 0)

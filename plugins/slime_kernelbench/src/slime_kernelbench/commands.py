@@ -248,7 +248,7 @@ def rescore_(run: Path, as_json: bool, **options: Any) -> None:
     from slime_kernelbench.secret import FILE, Secret
 
     candidates, settings = kernels(run), _options(options)
-    secret = Secret.kept(run / FILE) if (run / FILE).exists() else None
+    secret = Secret.load_or_create(run / FILE) if (run / FILE).exists() else None
     rows = _run(settings, lambda judge: rescore(candidates, judge, at_once=_at_once(settings)), secret)
     if as_json:
         _print_json(rows)

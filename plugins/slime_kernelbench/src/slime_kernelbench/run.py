@@ -80,7 +80,7 @@ class KernelbenchRun:
         options = isolated(ctx)
         key = (asyncio.get_running_loop(), ctx.run_dir, options.judge_url, options.max_unjudged, options.judging())
         if key not in self._judges:
-            secret = None if ctx.run_dir is None else Secret.kept(ctx.run_dir / SECRET)
+            secret = None if ctx.run_dir is None else Secret.load_or_create(ctx.run_dir / SECRET)
             self._judges[key] = Patient(make_judge(options, secret), options.max_unjudged)
         return self._judges[key]
 
@@ -151,11 +151,11 @@ def prompts(task: str, ctx: Context) -> PromptSource:
     if task.startswith(FAMILY):
         from slime_kernelbench.warmup.tasks import family_rows
 
-        def told(verdict: Verdict) -> str:
+        def feedback(verdict: Verdict) -> str:
             return tell(verdict, attempt=1, options=options, words=words, tokenizer=ctx.tokenizer)
 
         speech = speech_of(ctx, words, messages=chat)
-        return family_rows(task, ctx, render=render, speech=speech, tell=told)
+        return family_rows(task, ctx, render=render, speech=speech, tell=feedback)
     return rows_of(task, options.problems, heldout=options.heldout, seed=options.split_seed, render=render)
 
 

@@ -25,7 +25,7 @@ class Secret:
     """A key, and numbers that are drawn from it.
 
     Example:
-        secret = Secret.kept(run_dir / FILE)
+        secret = Secret.load_or_create(run_dir / FILE)
         seed = secret.number("inputs", problem.source, bits=48)     # the same whenever the run asks
     """
 
@@ -36,7 +36,7 @@ class Secret:
         self._key = key or secrets.token_bytes(_BYTES)
 
     @classmethod
-    def kept(cls, path: Path) -> Secret:
+    def load_or_create(cls, path: Path) -> Secret:
         """The key in the file ``path``, or a new one that is put there, for its owner alone (mode 0600).
 
         Raises:

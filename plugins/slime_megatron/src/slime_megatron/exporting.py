@@ -90,7 +90,7 @@ def export(worker: MegatronWorker, path: Path) -> None:
 
 def _dtypes(worker: MegatronWorker) -> dict[str, torch.dtype]:
     """Of each tensor of the model folder."""
-    dtypes = {name: held_tensor.tensor.dtype for name, held_tensor in worker.policy.tensors.held.items()}
+    dtypes = {name: held_tensor.tensor.dtype for name, held_tensor in worker.policy.tensors.by_name.items()}
     everyone: list[Any] = [None] * worker.world
     dist.all_gather_object(everyone, dtypes)
     by_name = {name: dtype for held_tensor in everyone for name, dtype in held_tensor.items()}

@@ -63,7 +63,7 @@ def fingerprint(worker: MegatronWorker) -> str:
 
 def _owned(one: Learned) -> Iterator[tuple[Master, LocalTensor, int, int]]:
     """Elements of shards that this rank sums: each of the model's is some rank's, once."""
-    by_id = {id(shard.tensor): shard for shard in one.tensors.held.values()}
+    by_id = {id(shard.tensor): shard for shard in one.tensors.by_name.values()}
     for master in masters(one.learner.optimizer):
         shard = by_id.get(id(master.parameter))
         if shard is None or (master.sharded and shard.entry.kind == "whole" and shard.group.rank()):

@@ -64,7 +64,7 @@ class MegatronFrozen:
     def _reference(self, path: str, policy: Model, run: ModelContext) -> Tensors:
         """This rank's shards of the reference: the policy as it is, a model folder's, or a torch_dist folder's."""
         if not path:
-            return {name: shard.tensor.detach().clone() for name, shard in policy.tensors.held.items()}
+            return {name: shard.tensor.detach().clone() for name, shard in policy.tensors.by_name.items()}
         if is_dist(Path(path)):
             config = self._folder.config
             try:
@@ -84,7 +84,7 @@ class MegatronFrozen:
     def as_reference(self, policy: Model) -> Iterator[None]:
         """The policy computes with the reference's weights inside the block."""
         assert self.reference is not None
-        tensors = {name: shard.tensor for name, shard in policy.tensors.held.items()}
+        tensors = {name: shard.tensor for name, shard in policy.tensors.by_name.items()}
         copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         try:
             _put(policy, self.reference)
@@ -110,6 +110,6 @@ class MegatronFrozen:
 
 @torch.no_grad()
 def _put(policy: Model, weights: Tensors) -> None:
-    for name, shard in policy.tensors.held.items():
+    for name, shard in policy.tensors.by_name.items():
         shard.tensor.copy_(weights[name])
     policy.spread_embedding()

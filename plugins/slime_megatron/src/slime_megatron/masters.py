@@ -36,7 +36,7 @@ class Master:
 
     def weights(self) -> torch.Tensor:
         """Its float32 values, flat."""
-        if self.made and not self.one.optimizer.state[self.main]:  # before the first step there is no master
+        if self.is_converted and not self.one.optimizer.state[self.main]:  # before the first step there is no master
             return self.parameter.detach().reshape(-1)[self.begin : self.end].float()
         return self._states()["param"].detach().reshape(-1)
 
@@ -45,7 +45,7 @@ class Master:
         return self._states()[name].detach().reshape(-1).float()
 
     @property
-    def made(self) -> bool:
+    def is_converted(self) -> bool:
         """Whether what is read is made for that: the states are kept in another form."""
         apart = bool(getattr(self.one.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
         return apart and not offloading.is_offloaded(self.one)
@@ -59,7 +59,7 @@ class Master:
         inner = self.one.optimizer
         if offloading.is_offloaded(self.one):
             return offloading.states(self.one, self.main)
-        if self.made:
+        if self.is_converted:
             states = {name: inner.get_unscaled_state(self.main, name) for name in inner.state[self.main]}
             return {"param": states.pop("master_param", self.main), **states}
         return {"param": self.main, **inner.state[self.main]}
@@ -74,7 +74,7 @@ class Master:
         states = self._states()
         for name, tensor in tensors.items():
             shaped = tensor.view_as(states[name])
-            if not self.made:
+            if not self.is_converted:
                 states[name].copy_(shaped)
             elif states[name] is not self.main:
                 key = "master_param" if name == "param" else name

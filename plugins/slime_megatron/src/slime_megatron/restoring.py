@@ -73,7 +73,9 @@ def restore(worker: MegatronWorker, path: Path) -> None:
     for one, model_state in zip(learned(worker), states, strict=True):
         _put(one, model_state)
     if reference is not None:
-        worker.frozen.reference = {n: t.to(worker.policy.tensors.held[n].tensor.device) for n, t in reference.items()}
+        worker.frozen.reference = {
+            n: t.to(worker.policy.tensors.by_name[n].tensor.device) for n, t in reference.items()
+        }
     worker.steps, worker.guard.in_a_row = int(state["steps"]), int(state["nonfinite_in_a_row"])
     set_generators(random)
 
@@ -105,7 +107,7 @@ def _read(
         states = [_read_model(one, folder, int(state[counter(one)])) for one in models]
         reference: Values | None = None
         if state["reference"] and worker.frozen.reference is not None:
-            tensors = worker.policy.tensors.held
+            tensors = worker.policy.tensors.by_name
             reference = {n: _shard(worker.policy.tensors, one, folder, REFERENCE) for n, one in tensors.items()}
     return state, states, reference, _generators(worker, path)
 
@@ -213,8 +215,8 @@ def _places(tensors: Tensors, entry: Entry) -> list[DistPlace]:
 
 
 def _read_model(one: Learned, folder: DistFolder, steps: int) -> RestoredModel:
-    weights = {name: _shard(one.tensors, shard, folder, one.prefix) for name, shard in one.tensors.held.items()}
-    names = {id(shard.tensor): shard for shard in (*one.tensors.held.values(), *one.tensors.copies)}
+    weights = {name: _shard(one.tensors, shard, folder, one.prefix) for name, shard in one.tensors.by_name.items()}
+    names = {id(shard.tensor): shard for shard in (*one.tensors.by_name.values(), *one.tensors.copies)}
     states = []
     for master in masters(one.learner.optimizer):
         shard = names[id(master.parameter)]
@@ -270,7 +272,7 @@ def _generators(worker: MegatronWorker, path: Path) -> dict[str, Any]:
 
 
 def _put(one: Learned, checkpoint: RestoredModel) -> None:
-    for name, shard in one.tensors.held.items():
+    for name, shard in one.tensors.by_name.items():
         shard.tensor.copy_(checkpoint.weights[name])
     one.model.spread_embedding()
     prepare(one.learner.optimizer, checkpoint.steps)

@@ -155,7 +155,7 @@ def reserve(worker: MegatronWorker) -> None:
 def _items(worker: MegatronWorker, *, moments: bool = False) -> Iterator[Item]:
     """All that this rank writes; with ``moments`` those too that will be there after a step."""
     for one in learned(worker):
-        tensors = {name: shard.tensor for name, shard in one.tensors.held.items()}
+        tensors = {name: shard.tensor for name, shard in one.tensors.by_name.items()}
         yield from _weights(one.tensors, tensors, one.prefix)
         yield from _states(one, moments)
     if worker.frozen.reference is not None:
@@ -163,7 +163,7 @@ def _items(worker: MegatronWorker, *, moments: bool = False) -> Iterator[Item]:
 
 
 def _weights(tensors: Tensors, values: dict[str, torch.Tensor], prefix: str) -> Iterator[Item]:
-    for name, shard in tensors.held.items():
+    for name, shard in tensors.by_name.items():
         piece, tensor = piece_of(shard), values[name]
         begin, end = share(0, tensor.numel(), piece.width, *shard.replicas)
         destinations = places(shard.entry, tensors.sizes, tensors.attention, tensors.layers_apart)
@@ -175,7 +175,7 @@ def _weights(tensors: Tensors, values: dict[str, torch.Tensor], prefix: str) -> 
 
 def _states(one: Learned, planned: bool) -> Iterator[Item]:
     """Masters, where the parameters are not their own, and moments, where there was a step."""
-    by_id = {id(shard.tensor): shard for shard in one.tensors.held.values()}
+    by_id = {id(shard.tensor): shard for shard in one.tensors.by_name.values()}
     for master in masters(one.learner.optimizer):
         shard = by_id.get(id(master.parameter))
         if shard is None:
@@ -195,7 +195,16 @@ def _states(one: Learned, planned: bool) -> Iterator[Item]:
         for name, read in reads.items():
             key = f"{one.prefix}optimizer.state.{name}.{place.key}"
             yield Item(
-                (key,), place.index, place.of, piece, begin, end, torch.float32, read, master.begin, master.made
+                (key,),
+                place.index,
+                place.of,
+                piece,
+                begin,
+                end,
+                torch.float32,
+                read,
+                master.begin,
+                master.is_converted,
             )
 
 

@@ -102,7 +102,7 @@ class Tensors:
         self.entries = list(entries) if entries is not None else bridge.entries(config)
         by_name = {entry.megatron: entry for entry in self.entries}
         self.attention, self.layers_apart = bridge.attention, apart(bridge.megatron(config))
-        self.held: dict[str, LocalTensor] = {}
+        self.by_name: dict[str, LocalTensor] = {}
         self._sources: list[TensorSource] | None = None
         self.copies: list[LocalTensor] = []  # of what other stages hold: an output matrix that is tied
         for stage in stages:
@@ -119,14 +119,14 @@ class Tensors:
                         why=f"the model holds it, of shape {list(tensor.shape)}",
                         fix="add a row to the bridge",
                     )
-                self.held[whole] = LocalTensor(by_name[whole], tensor)
+                self.by_name[whole] = LocalTensor(by_name[whole], tensor)
 
     def like(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
         """The same places with other tensors in them, by Megatron's name: what is there once a parameter."""
         other = copy(self)
         other._sources = None
-        other.held = {
-            name: LocalTensor(entry.entry, tensors[name]) for name, entry in self.held.items() if name in tensors
+        other.by_name = {
+            name: LocalTensor(entry.entry, tensors[name]) for name, entry in self.by_name.items() if name in tensors
         }
         other.entries = [entry for entry in self.entries if self._trained(entry)]
         return other
@@ -138,13 +138,13 @@ class Tensors:
     @torch.no_grad()
     def fill(self, folder: Mapping[str, torch.Tensor]) -> None:
         """Copy this rank's shards from a folder's tensors, by Hugging Face name, each read when it is asked for."""
-        for local in self.held.values():
+        for local in self.by_name.values():
             local.tensor.copy_(self._local_part(local, folder))
 
     @torch.no_grad()
     def read(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """This rank's shards of another folder's tensors, beside the model's own; as :meth:`fill` reads them."""
-        return {n: self._local_part(local, tensors).to(local.tensor, copy=True) for n, local in self.held.items()}
+        return {n: self._local_part(local, tensors).to(local.tensor, copy=True) for n, local in self.by_name.items()}
 
     def _local_part(self, entry: LocalTensor, folder: Mapping[str, torch.Tensor]) -> torch.Tensor:
         whole = join(entry.entry, [folder[name] for name in entry.entry.hf], self.sizes)
@@ -162,7 +162,7 @@ class Tensors:
         if self._sources is None:
             local = {
                 name: TensorDescription(list(h.tensor.shape), h.tensor.dtype, h.speaks)
-                for name, h in self.held.items()
+                for name, h in self.by_name.items()
             }
             everyone: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(everyone, local)
@@ -185,7 +185,7 @@ class Tensors:
     def gather(self, entry: Entry, owner: int, form: torch.Tensor) -> torch.Tensor:
         """The whole tensor, shaped as ``form``, on rank 0, from the owner's group; empty elsewhere; a collective."""
         rank, whole = dist.get_rank(), torch.empty(0)
-        copy = self.held.get(entry.megatron)
+        copy = self.by_name.get(entry.megatron)
         if copy is not None:
             local = copy.tensor.detach().contiguous()
             shards = [torch.empty_like(local) for _ in range(copy.group.size())]
@@ -197,7 +197,7 @@ class Tensors:
         if owner != 0 and rank == owner:
             dist.send(whole.contiguous(), 0)
         elif owner != 0 and rank == 0:
-            whole = torch.empty_like(form, device=next(iter(self.held.values())).tensor.device)
+            whole = torch.empty_like(form, device=next(iter(self.by_name.values())).tensor.device)
             dist.recv(whole, owner)
         return whole if rank == 0 else torch.empty(0)
 

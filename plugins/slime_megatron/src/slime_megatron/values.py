@@ -104,7 +104,7 @@ def build_values(
 @torch.no_grad()
 def copy(policy: Model, values: Model) -> None:
     """Give the layers the policy's weights of now."""
-    target, source = values.tensors.held, policy.tensors.held
+    target, source = values.tensors.by_name, policy.tensors.by_name
     for name in target.keys() & source.keys():
         target[name].tensor.copy_(source[name].tensor)
 

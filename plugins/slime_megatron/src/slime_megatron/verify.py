@@ -33,18 +33,18 @@ WHOLE_UP_TO = 10**9  # parameters of a model that ranks hold whole, in float32, 
 def gradients(worker: MegatronWorker, rank_batch: RankBatch, micros: list[MicroBatch]) -> tuple[float, Tensors]:
     """See `Worker.gradients`: named as in the model folder, whole on every rank; a collective."""
     tensors = worker.policy.tensors
-    buffers = {n: h.tensor.clone() for n, h in tensors.held.items() if not isinstance(h.tensor, torch.nn.Parameter)}
+    buffers = {n: h.tensor.clone() for n, h in tensors.by_name.items() if not isinstance(h.tensor, torch.nn.Parameter)}
     sums = LossSums(rank_batch, worker.device)
     worker.actor.zero_grad()
     worker.policy.passes.backward(micros, worker.loss, worker.train, sums)
     loss = worker.finish(sums)[0]["loss"]
     worker.actor.gather_gradients()
-    parameters: dict[str, Any] = {n: h.tensor for n, h in tensors.held.items() if n not in buffers}
+    parameters: dict[str, Any] = {n: h.tensor for n, h in tensors.by_name.items() if n not in buffers}
     grads = {name: parameter.main_grad for name, parameter in parameters.items()}
     whole = _everywhere(tensors.like(grads), worker)
     worker.actor.zero_grad()
     for name, buffer in buffers.items():  # a bias of experts follows their load
-        tensors.held[name].tensor.copy_(buffer)
+        tensors.by_name[name].tensor.copy_(buffer)
     return loss, {name: grad.double().cpu() for name, grad in whole.items()}
 
 

@@ -135,7 +135,7 @@ class RayChannel:
             call = host.start.remote(child.module, str(child.log), dict(child.env), child.folder)
             number, pid = await call
         except RayActorError as error:
-            raise ConnectionResetError(gone(machine, error)) from error
+            raise ConnectionResetError(host_loss(machine, error)) from error
         except ray.exceptions.RayTaskError as failed:
             raise OSError(f"{machine}: {failed.cause}") from failed
         return cls(host, machine, number, pid, child.log)
@@ -188,7 +188,7 @@ class RayChannel:
         try:
             return await call
         except RayActorError as error:
-            self._lost = gone(self._machine, error)
+            self._lost = host_loss(self._machine, error)
             raise ConnectionResetError(self._lost) from error
 
     async def _try(self, method: str) -> Any:
@@ -213,7 +213,7 @@ def _parts(frame: Frame) -> Parts:
     return frame.head, [np.frombuffer(blob, dtype=np.uint8) for blob in frame.blobs]
 
 
-def gone(machine: str, error: RayActorError) -> str:
+def host_loss(machine: str, error: RayActorError) -> str:
     """The end of a sentence about a child whose host is lost, with Ray's reason."""
     reason = " ".join(str(error).split())
     return f"was lost with its host on {machine}: {reason[:400]}"

@@ -28,7 +28,16 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from slime_core.clusters.detached import LETTER, LOG, PREFIX, DetachedDriver, Order, code_of, read_record, taken
+from slime_core.clusters.detached import (
+    LETTER,
+    LOG,
+    PREFIX,
+    DetachedDriver,
+    Order,
+    code_of,
+    read_record,
+    second_driver_error,
+)
 from slime_core.errors import ConfigError, SlimeError
 from slime_core.report.rundir import RunDir
 from slime_ray.joining import NAMESPACE
@@ -175,7 +184,7 @@ class Drivers:
         try:
             actor: Any = actor_class.remote(order)
         except ValueError as error:  # Ray's own class for it is one, in every version
-            raise taken(order.run_dir, name) from error
+            raise second_driver_error(order.run_dir, name) from error
         try:
             answer: Any = ray.get(actor.about.remote(), timeout=START)
         except RuntimeEnvSetupError as error:

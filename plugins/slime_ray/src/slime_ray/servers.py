@@ -27,7 +27,7 @@ from slime_core.clusters.host import (
     elsewhere,
 )
 from slime_core.errors import EngineError, SlimeError
-from slime_ray.channel import gone
+from slime_ray.channel import host_loss
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -90,7 +90,7 @@ class RayHost:
         try:
             return await asyncio.ensure_future(self.machine.host.server.remote(self._name, method, *args))
         except RayActorError as error:
-            self.lost = gone(self.place, error)
+            self.lost = host_loss(self.place, error)
             raise ConnectionResetError(self.lost) from error
 
 
@@ -118,7 +118,7 @@ class RayPlacements:
                 raise failed.cause from None
             raise
         except RayActorError as error:
-            message = f"the host that prepares servers {gone(machine.name, error)}"
+            message = f"the host that prepares servers {host_loss(machine.name, error)}"
             raise EngineError(message, code="ENG84", lost=True) from error
 
     def gpus(self) -> int | None:

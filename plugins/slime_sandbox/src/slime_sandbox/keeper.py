@@ -34,7 +34,7 @@ class Keeper:
         self.requests, child_end = packet_pair()
         self.zygote = self._fork_zygote(child_end)
         self.alive = os.pidfd_open(self.zygote)
-        self.own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC) if self.spaces else -1
+        self.namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC) if self.spaces else -1
 
     def _fork_zygote(self, requests: socket.socket) -> int:
         keeper = os.getpid()
@@ -81,7 +81,7 @@ class Keeper:
         shared = ("layers", "readable", "gpu", "proc")
         with socket.socket(fileno=report) as report_socket:
             try:
-                if self.own >= 0:
+                if self.namespace >= 0:
                     kernel.unshare(kernel.CLONE_NEWPID)
                 pid = os.fork()
             except OSError as error:
@@ -91,8 +91,8 @@ class Keeper:
             else:
                 if not pid:
                     self._be_warden({name: self.setup[name] for name in shared} | request, report_socket, child_ends)
-            if self.own >= 0:
-                kernel.setns(self.own, kernel.CLONE_NEWPID)
+            if self.namespace >= 0:
+                kernel.setns(self.namespace, kernel.CLONE_NEWPID)
         for number in child_ends:
             os.close(number)
         return pid

@@ -140,7 +140,7 @@ class Warden:
         if sum(max(0, resident(pid) - self.inherited) for pid in self._processes()) > limits["memory_bytes"]:
             return "memory"
         if not self.spaces:  # no tmpfs that would end by itself
-            files, size = held(self.request["folder"])
+            files, size = folder_usage(self.request["folder"])
             return "disk" if files > limits["files"] or size > limits["disk_bytes"] else ""
         return ""
 
@@ -192,7 +192,7 @@ def resident(pid: int) -> int:
     return sum(int(word[1]) << 10 for word in words)
 
 
-def held(folder: str) -> tuple[int, int]:
+def folder_usage(folder: str) -> tuple[int, int]:
     """Files and bytes in a folder."""
     files = size = 0
     for place, folders, names in os.walk(folder):

@@ -23,7 +23,7 @@ from slime_sglang.installation import (
     read_installation,
 )
 from slime_sglang.options import Place
-from slime_sglang.router_options import router_arguments, wanted
+from slime_sglang.router_options import router_arguments, uses_router
 from slime_sglang.topology import (
     ServerGroup,
     ServerPlace,
@@ -129,7 +129,7 @@ def _check_router(config: Config, installation: Installation, servers: Topology,
     for role in dict.fromkeys(group.role for group in servers.groups):
         groups = servers.of(role)
         paired, count = groups[0].mode != "regular", sum(len(group.servers) for group in groups)
-        if wanted(config, servers=count, installed=installation.router, paired=paired):
+        if uses_router(config, servers=count, installed=installation.router, paired=paired):
             router_arguments(config, installation, paired=paired, where=place)
 
 

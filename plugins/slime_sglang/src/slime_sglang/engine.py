@@ -178,7 +178,7 @@ class SglangEngine:
         self.router.hold()
         if self._hold is None and self.fleet.watch is not None:
             self._hold = ExitStack()
-            self._hold.enter_context(self.fleet.watch.held())
+            self._hold.enter_context(self.fleet.watch.pause())
 
     def _release_watch(self) -> None:
         hold, self._hold = self._hold, None
@@ -192,12 +192,12 @@ class SglangEngine:
             return
         lanes = self.router.lanes
         self._halted = dict.fromkeys(lanes, mode)
-        await self.fleet.each(lanes, lambda lane: lane.client.pause(mode))
+        await self.fleet.call_all(lanes, lambda lane: lane.client.pause(mode))
 
     async def _go_on(self) -> None:
         """Let servers compute what they hold."""
         lanes, self._halted = list(self._halted), {}
-        await self.fleet.each([lane for lane in lanes if lane.fenced is None], lambda lane: lane.client.resume())
+        await self.fleet.call_all([lane for lane in lanes if lane.fenced is None], lambda lane: lane.client.resume())
 
     @property
     def can_reserve(self) -> bool:
@@ -282,11 +282,11 @@ class SglangEngine:
             self._released |= what & MEMORY
             if "weights" in what:
                 self.fleet.filling.clear()
-            await self.fleet.each(self.router.lanes, lambda lane: self._give(lane, what))
+            await self.fleet.call_all(self.router.lanes, lambda lane: self._give(lane, what))
 
     async def reacquire(self, what: set[str]) -> None:
         """Take memory back; weights come with the next :meth:`load`."""
-        await self.fleet.each(self.router.lanes, lambda lane: self._get(lane, what))
+        await self.fleet.call_all(self.router.lanes, lambda lane: self._get(lane, what))
         self._released -= what
         if "weights" in what:
             self.fleet.filling.set()

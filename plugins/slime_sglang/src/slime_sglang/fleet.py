@@ -23,7 +23,7 @@ from slime_sglang.http import BROKEN
 from slime_sglang.reserved_server import ReservedServer, ReservedServers
 from slime_sglang.router import Lane, Middleware, Router
 from slime_sglang.vocabulary import check_vocabulary
-from slime_sglang.weights import WeightRoutes, told
+from slime_sglang.weights import WeightRoutes, by_key
 
 if TYPE_CHECKING:
     from slime_core.types import RankTensor, WeightCheck, WeightRoute, WeightUpdate
@@ -166,7 +166,7 @@ class Fleet:
             try:
                 async with paused() as flush:
                     lanes = [*self.router.lanes, *self.reserved.due(folder=update.transport == "disk")]
-                    failures = await self.each(lanes, lambda lane: self._take(lane, update, flush=flush))
+                    failures = await self.call_all(lanes, lambda lane: self._take(lane, update, flush=flush))
                     self._update = update
                     if len(failures) < len(lanes):
                         self.version = update.version
@@ -219,9 +219,9 @@ class Fleet:
         fingerprints: dict[str, dict[str, str]] = {}
 
         async def ask(lane: Lane) -> None:
-            fingerprints.update(told(lane, await lane.client.checksums()))
+            fingerprints.update(by_key(lane, await lane.client.checksums()))
 
-        failures = await self.each(self.router.lanes, ask)
+        failures = await self.call_all(self.router.lanes, ask)
         if failures and not fingerprints:
             raise failures[0]
         return merged(dict(sorted(fingerprints.items())))
@@ -303,7 +303,7 @@ class Fleet:
         if checks:
             folder = Path(update.handle["folder"]) if fresh is None else None
             expected = await asyncio.to_thread(self._weights.expected, folder) if folder else update.fingerprints
-            served = merged(told(lane, await lane.client.checksums()))
+            served = merged(by_key(lane, await lane.client.checksums()))
             compare(checks, expected, served, update.version)
         self.version = self.newest = max(self.version, update.version)
 
@@ -353,7 +353,7 @@ class Fleet:
         room = self.settings.concurrency * len(self._servers)
         return GatewayClient(address, concurrency=room, **self._words(facts), **more)
 
-    async def each(self, lanes: Sequence[Lane], call: Callable[[Lane], Awaitable[Any]]) -> list[EngineError]:
+    async def call_all(self, lanes: Sequence[Lane], call: Callable[[Lane], Awaitable[Any]]) -> list[EngineError]:
         """Call all lanes at once. Those that fail are fenced, with the errors as the answer; others' errors rise."""
         results = await asyncio.gather(*(call(lane) for lane in lanes), return_exceptions=True)
         failures: list[EngineError] = []

@@ -59,7 +59,7 @@ class Watch:
     Example:
         async with Watch(servers, engine, Limits(interval=5.0)) as watch:
             watch.report(1, error)  # the engine found a fault by itself
-            with watch.held():  # paused: no progress is expected
+            with watch.pause():  # paused: no progress is expected
                 ...
     """
 
@@ -120,7 +120,7 @@ class Watch:
             self._pokes[number].set()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """No progress is expected inside this block: servers are paused, or have given back their memory."""
         self._paused += 1
         try:
@@ -187,9 +187,13 @@ class Watch:
             used, running = _usage(reply.body) if reply.status == 200 else ((), None)
         except ServerFault as error:
             refused = error.code == "ENG69"
-        if self._limits.told and running is not None:  # of those in flight anywhere, as many as it says it has
+        if (
+            self._limits.counts_requests and running is not None
+        ):  # of those in flight anywhere, as many as it says it has
             ranks = ((min(ranks[0][0], running), ranks[0][1]),)
-        return ServerStatus(at=time.monotonic(), ranks=ranks, held=used, refused=refused, expected=not self._paused)
+        return ServerStatus(
+            at=time.monotonic(), ranks=ranks, cached_tokens=used, refused=refused, expected=not self._paused
+        )
 
     async def _restarted(self, number: int, failed: ServerFault) -> bool:
         """Start a fenced server once more; False where that failed, or where it is retired."""

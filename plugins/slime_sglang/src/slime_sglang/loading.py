@@ -43,7 +43,7 @@ class Target:
     trainers: tuple[int, ...] = ()
 
     @property
-    def left(self) -> float:
+    def remaining(self) -> float:
         """Seconds."""
         return max(0.001, self.deadline - time.monotonic())
 
@@ -71,7 +71,7 @@ class Target:
     async def call(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """POST; what the server answers with 4xx, or as no success, is ENG86."""
         try:
-            answer = await self.client.post(path, body, timeout=self.left)
+            answer = await self.client.post(path, body, timeout=self.remaining)
         except EngineError as error:
             if error.code != "ENG78":
                 raise
@@ -214,13 +214,13 @@ async def _watched(to: Target) -> None:
     handle: Mapping[str, Any] = to.update.handle
     key = nccl.failure_key(handle["group"], handle["number"])
     try:
-        store = await asyncio.to_thread(nccl.open_store, handle["address"], timeout=min(to.left, 30.0))
+        store = await asyncio.to_thread(nccl.open_store, handle["address"], timeout=min(to.remaining, 30.0))
     except RuntimeError as error:
         raise to.refused(f"the trainer's store at {handle['address']} does not answer: {error}") from error
     work = asyncio.ensure_future(_joined(to))
     watch = asyncio.ensure_future(_failure_reason(store, key))
     try:
-        await asyncio.wait({work, watch}, timeout=to.left, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({work, watch}, timeout=to.remaining, return_when=asyncio.FIRST_COMPLETED)
         if work.done() and not work.cancelled() and work.exception() is None:
             return
         if work.done() and not watch.done():  # this server failed: by itself, or since the trainer did just now
@@ -244,7 +244,7 @@ async def _failure_reason(store: Any, key: str) -> str:
     from slime_sglang.senders import nccl
 
     while True:
-        reason = await asyncio.to_thread(nccl.told, store, key)
+        reason = await asyncio.to_thread(nccl.failure_reason, store, key)
         if reason:
             return reason
         await asyncio.sleep(POLL)

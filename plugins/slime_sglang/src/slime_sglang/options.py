@@ -77,11 +77,11 @@ class OptionFamily:
     title: str
     genitive: str
     flags: str  # what their flags begin with
-    own: Mapping[str, str]  # set by slime -> what to write in their place
+    fixed: Mapping[str, str]  # set by slime -> what to write in their place
     elsewhere: Mapping[str, str]  # no options of this program -> the key that is meant
 
 
-SERVER = OptionFamily(title="SGLang", genitive="SGLang's", flags="--sglang-", own=OWN, elsewhere=SLIMES)
+SERVER = OptionFamily(title="SGLang", genitive="SGLang's", flags="--sglang-", fixed=OWN, elsewhere=SLIMES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,9 +142,9 @@ def arguments(
         result: list[str] | Problem
         if option is None:
             result = _unknown(name, options, version, place, family)
-        elif option.name in family.own and not by_slime:
+        elif option.name in family.fixed and not by_slime:
             message = f"'{name}' of {family.title} is set by slime"
-            result = Problem(code="CFG04", what=message, where=place, fix=family.own[option.name])
+            result = Problem(code="CFG04", what=message, where=place, fix=family.fixed[option.name])
         elif option.name in spellings:
             message = (
                 f"{option.flag} of {family.title} is given twice: as '{spellings[option.name]}' and as '{written}'"

@@ -128,7 +128,7 @@ def option_rows() -> list[dict[str, str]]:
     rows = []
     for section, family, options in tables:
         for option in options.values():
-            key_of_slime = family.own.get(option.name)
+            key_of_slime = family.fixed.get(option.name)
             rows.append(
                 {
                     "section": section,

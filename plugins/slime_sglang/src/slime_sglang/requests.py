@@ -43,7 +43,7 @@ class RequestJob:
     place: Place | None = None  # while a server has it
     waiting: asyncio.Task[Place] | None = None  # while none has it
     called_back: bool = False  # its present piece was ended by us
-    left: asyncio.Event = field(default_factory=asyncio.Event)  # no server has it
+    unassigned: asyncio.Event = field(default_factory=asyncio.Event)  # no server has it
     failed: list[LaneKey] = field(default_factory=list)
     done: Completion | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -146,7 +146,7 @@ class Requests:
                 job.called_back = True
                 by_lane.setdefault(job.place.lane, []).append(job.id)
             await asyncio.gather(*(self._abort(lane, ids) for lane, ids in by_lane.items()))
-            waits = [asyncio.ensure_future(job.left.wait()) for job in running]
+            waits = [asyncio.ensure_future(job.unassigned.wait()) for job in running]
             _, late = await asyncio.wait(waits, timeout=delay)
             for task in late:
                 task.cancel()
@@ -172,7 +172,7 @@ class Requests:
             return
         lane = place.lane
         job.place, job.called_back = place, False
-        job.left.clear()
+        job.unassigned.clear()
         error: EngineError | None = None
         try:
             piece = await lane.client.generate(request, dp_rank=place.rank, low=lane.version, high=self._high)
@@ -181,7 +181,7 @@ class Requests:
             error = caught
         finally:
             job.place = None
-            job.left.set()
+            job.unassigned.set()
             self._router.leave(place)
         if error is None:
             self._note(job, piece, request, lane)

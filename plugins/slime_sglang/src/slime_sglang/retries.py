@@ -21,12 +21,12 @@ class Retries:
     """Retries that remain, and their deadline; pauses double, with random jitter.
 
     Example:
-        retries = Retries(left=3, end=time.monotonic() + 60)
+        retries = Retries(remaining=3, end=time.monotonic() + 60)
         try: ...
         except ServerFault as error: await retries.again(error)
     """
 
-    left: int  # after the first
+    remaining: int  # after the first
     end: float  # time.monotonic()
     stop: asyncio.Event | None = None  # set: a pause ends at once
     pause: float = field(default=FIRST_PAUSE)
@@ -34,9 +34,9 @@ class Retries:
     async def again(self, error: ServerFault) -> None:
         """Wait until the next retry is due, or raise ``error``."""
         pause = max(self.pause * random.uniform(0.5, 1.5), min(error.wait, LONGEST_RETRY_AFTER))
-        if not error.again or self.left <= 0 or time.monotonic() + pause >= self.end:
+        if not error.again or self.remaining <= 0 or time.monotonic() + pause >= self.end:
             raise error
-        self.left -= 1
+        self.remaining -= 1
         self.pause = min(2 * self.pause, LONGEST_PAUSE)
         if self.stop is None:
             await asyncio.sleep(pause)

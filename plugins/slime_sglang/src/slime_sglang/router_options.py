@@ -63,7 +63,7 @@ ROUTER = OptionFamily(
     title="SGLang's router",
     genitive="SGLang's router's",
     flags="--sglang-router-",
-    own=OWN,
+    fixed=OWN,
     elsewhere=ELSEWHERE,
 )
 
@@ -134,7 +134,7 @@ def options_of(installation: Installation) -> dict[str, Option]:
     return {option.name: option for option in installation.router_options.values()}
 
 
-def wanted(config: Config, *, servers: int, installed: str, paired: bool) -> bool:
+def uses_router(config: Config, *, servers: int, installed: str, paired: bool) -> bool:
     """Whether SGLang's router spreads the requests of a model.
 
     Args:

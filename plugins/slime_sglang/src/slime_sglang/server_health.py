@@ -29,7 +29,7 @@ class WatchLimits:
     start_timeout: float = 900.0  # rollout_start_timeout
     max_restarts: int = 3  # rollout_max_restarts
     min_healthy: int = 1  # min_healthy_engines
-    told: bool = False  # a server says how many requests it has; who sends them does not know
+    counts_requests: bool = False  # a server says how many requests it has; who sends them does not know
 
     @property
     def ask(self) -> float:
@@ -43,7 +43,7 @@ class ServerStatus:
 
     at: float  # seconds, monotonic
     ranks: tuple[tuple[int, int], ...] = ((0, 0),)  # requests of ours, and what came: see `health.WatchedEngine`
-    held: tuple[int, ...] = ()  # tokens in its cache, by data-parallel rank; empty where it did not say
+    cached_tokens: tuple[int, ...] = ()  # tokens in its cache, by data-parallel rank; empty where it did not say
     refused: bool = False  # there was no connection
     expected: bool = True  # progress is; not while it is paused
 
@@ -56,7 +56,7 @@ class ServerHealth:
 
     Example:
         health = ServerHealth(WatchLimits())
-        failed = health.judge(ServerStatus(at=time.monotonic(), ranks=((3, 17),), held=(512,)))
+        failed = health.judge(ServerStatus(at=time.monotonic(), ranks=((3, 17),), cached_tokens=(512,)))
     """
 
     def __init__(self, limits: WatchLimits) -> None:
@@ -71,7 +71,7 @@ class ServerHealth:
         if last is None or len(last.ranks) != len(look.ranks):
             last, self._still = None, [0.0] * len(look.ranks)
         # what it did not say now is compared at the next look with what it said before
-        self._last = look if look.held or last is None else replace(look, held=last.held)
+        self._last = look if look.cached_tokens or last is None else replace(look, cached_tokens=last.cached_tokens)
         going = last is not None and any(now[1] != then[1] for now, then in zip(look.ranks, last.ranks, strict=True))
         self._refusals = self._refusals + 1 if look.refused and not going else 0
         if self._refusals >= REFUSALS:
@@ -100,8 +100,12 @@ class ServerHealth:
 def _moved(last: ServerStatus, look: ServerStatus, rank: int) -> bool:
     if look.ranks[rank][1] != last.ranks[rank][1]:
         return True
-    comparable = len(look.held) == len(last.held) == len(look.ranks)
-    now, then = (look.held[rank : rank + 1], last.held[rank : rank + 1]) if comparable else (look.held, last.held)
+    comparable = len(look.cached_tokens) == len(last.cached_tokens) == len(look.ranks)
+    now, then = (
+        (look.cached_tokens[rank : rank + 1], last.cached_tokens[rank : rank + 1])
+        if comparable
+        else (look.cached_tokens, last.cached_tokens)
+    )
     return bool(now and then and now != then)
 
 

@@ -81,11 +81,11 @@ async def sglang_engines(start: EngineStart) -> AsyncIterator[ServedEngines]:
             engine = await _engine(start, serves, part, version, gateway=gateway, host=trainer_address)
             stack.push_async_callback(engine.close)
             needed = gateways.pairs(gateways.kinds(part.servers))
-            bounds = replace(limits(config), told=gateway is not None)
+            bounds = replace(limits(config), counts_requests=gateway is not None)
             watch = Watch(part.servers, engine.fleet, bounds, note=note, needed=needed)
             engine.fleet.watch = await stack.enter_async_context(watch)
             served[part.role] = engine
-        for text in told(engines_served):
+        for text in summary(engines_served):
             note(text)
         policy = served.pop(POLICY)
         yield ServedEngines(engine=policy, roles=dict(served), processes=tuple(servers), resync=policy.fleet.resync)
@@ -146,7 +146,7 @@ async def _engine(
         features=features,
         folder=Path(rollout.update_weight_disk_dir or start.run_dir / "weights"),
         device=device,
-        wanted=rollout.update_weight_transport,
+        requested=rollout.update_weight_transport,
         shared=config.cluster.colocate and part.servers[0].owned and not frozen,
         buffer_bytes=rollout.update_weight_buffer_size,
         timeout=rollout.rollout_start_timeout,
@@ -233,7 +233,7 @@ def limits(config: Config) -> WatchLimits:
     )
 
 
-def told(parts: Sequence[ModelServers]) -> list[str]:
+def summary(parts: Sequence[ModelServers]) -> list[str]:
     """Which servers there are, and where their logs."""
     lines = []
     for part in parts:

@@ -17,7 +17,7 @@ from slime_core.errors import EngineError
 from slime_sglang import ports
 from slime_sglang.gateway import KINDS, LOG, Gateway
 from slime_sglang.installation import Installation, read_here
-from slime_sglang.router_options import router_arguments, wanted
+from slime_sglang.router_options import router_arguments, uses_router
 from slime_sglang.server import Server
 from slime_sglang.topology import POLICY
 
@@ -81,7 +81,9 @@ async def gateway(
     """
     paired = bool(pairs(kinds(servers)))
     version = installation.router if installation is not None else ""
-    if not wanted(config, servers=len(servers) if installation is not None else 0, installed=version, paired=paired):
+    if not uses_router(
+        config, servers=len(servers) if installation is not None else 0, installed=version, paired=paired
+    ):
         return None
     if installation is None:
         installation = await asyncio.to_thread(read_here, config.table("sglang"), config.cluster.device)

@@ -38,7 +38,7 @@ class Ways:
     features: frozenset[str]  # of the installation
     folder: Path  # of the disk transport
     device: Literal["cpu", "cuda"] = "cpu"
-    wanted: Literal["auto", "disk", "tensor", "nccl"] = "auto"
+    requested: Literal["auto", "disk", "tensor", "nccl"] = "auto"
     shared: bool = True  # servers and trainer share their GPUs
     buffer_bytes: int = 512 << 20
     host: str = "127.0.0.1"  # where the trainer listens for servers that join its process group
@@ -65,7 +65,7 @@ class Ways:
         """
         maps: Transport = "disk" if self.unmapped else "tensor"
         auto: Transport = "disk" if self.device == "cpu" else maps if self.shared else "nccl"
-        transport: Transport = auto if self.wanted == "auto" else self.wanted
+        transport: Transport = auto if self.requested == "auto" else self.requested
         if transport == "tensor" and (reason := self.unmapped):
             raise EngineError(
                 "weights cannot go by tensor",
@@ -95,7 +95,7 @@ class WeightRoutes:
 
     def __init__(self, ways: Ways, note: Callable[[str], None] = lambda text: None) -> None:
         self._ways, self._note = ways, note
-        if ways.wanted == "auto" and ways.shared and ways.device == "cuda" and (reason := ways.unmapped):
+        if ways.requested == "auto" and ways.shared and ways.device == "cuda" and (reason := ways.unmapped):
             note(f"weights go through a folder (disk) and not from memory to memory: {reason}")
         self._choice: Choice | None = None
         self._silent = False  # nothing can be compared
@@ -218,7 +218,7 @@ def checksum_of(device: str) -> Checksum:
     return "sha256" if device == "cpu" else "murmur"
 
 
-def told(lane: Lane, ranks: Sequence[Mapping[str, str]]) -> dict[str, dict[str, str]]:
+def by_key(lane: Lane, ranks: Sequence[Mapping[str, str]]) -> dict[str, dict[str, str]]:
     """One server's checksums by `types.Held.key`, under the names of its copies of the model."""
     fingerprints: dict[str, dict[str, str]] = {}
     ranks_per = _told_ranks(lane, len(ranks))

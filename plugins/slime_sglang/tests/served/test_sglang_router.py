@@ -72,7 +72,7 @@ async def routed(
         opened = ModelFolder.open(model)
         start = EngineStart(config=config, folder=opened, run_dir=folder, epoch=EPOCH, note=notes.append)
         engine = await cluster._engine(start, opened, part, -1, gateway=made)
-        bounds = limits or WatchLimits(interval=0.5, told=True)
+        bounds = limits or WatchLimits(interval=0.5, counts_requests=True)
         try:
             async with Watch(servers, engine.fleet, bounds, note=notes.append) as engine.fleet.watch:
                 yield Routed(engine, made, notes)
@@ -196,7 +196,7 @@ def test_a_killed_server_leaves_the_router_and_comes_back(
     second.server.address = replace(second.server.address, number=1)
 
     async def work() -> None:
-        limits = WatchLimits(interval=0.5, start_timeout=START_TIMEOUT, told=True)
+        limits = WatchLimits(interval=0.5, start_timeout=START_TIMEOUT, counts_requests=True)
         both, turns = [server.server, second.server], ("--sglang-router-policy", "round_robin")
         async with routed(both, installation, served_model, tmp_path, *turns, limits=limits) as run:
             sent = await load(run.engine, served_model, 1)

@@ -250,6 +250,6 @@ def test_a_server_that_gives_up_ends_the_trainers_broadcast(source: Source, serv
         assert sender._transfer.done.wait(TIMEOUT / 2)
         assert sender._transfer.error.startswith("server 0: ")
         store = nccl.open_store(update.handle["address"], timeout=5)
-        assert nccl.told(store, nccl.failure_key(update.handle["group"], update.handle["number"]))
+        assert nccl.failure_reason(store, nccl.failure_key(update.handle["group"], update.handle["number"]))
 
     asyncio.run(given_up())

@@ -187,13 +187,13 @@ def _limit(lists: Iterable[list[int]], most: int) -> None:
 
 
 def _handle_errors(app: FastAPI) -> None:
-    def told(request: Request, error: Exception) -> Response:
+    def answer_error(request: Request, error: Exception) -> Response:
         answer = _refusal(error)
         return Response(answer.body, answer.status, dict(answer.headers), "application/json")
 
     kinds: tuple[type[Exception], ...] = (RequestValidationError, HTTPException, SlimeError, QueueFull, Refused)
     for kind in (*kinds, Exception):
-        app.add_exception_handler(kind, told)
+        app.add_exception_handler(kind, answer_error)
 
 
 def _refusal(error: Exception) -> Refused:

@@ -268,7 +268,7 @@ class BufferService:
         if dropped:
             await self._ledger.drop(dropped)
         failpoint("buffer.ledger.after")
-        await self._run(self._store.told, serials)
+        await self._run(self._store.acknowledge, serials)
 
     async def _finish(self, serials: list[int]) -> list[Stored]:
         groups = [group for group in await self._run(self._tables.groups, serials) if group.state == OPEN]

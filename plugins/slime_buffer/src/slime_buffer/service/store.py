@@ -162,7 +162,7 @@ class Store:
         query = "SELECT serial FROM groups WHERE state = 0 AND written = size ORDER BY serial"
         return [serial for (serial,) in self._rows(query)]
 
-    def told(self, serials: Sequence[int]) -> None:
+    def acknowledge(self, serials: Sequence[int]) -> None:
         """The ledger knows these groups' states."""
         with self._tables.transaction() as db:
             db.executemany("UPDATE groups SET told = 1 WHERE serial = ?", [(serial,) for serial in serials])

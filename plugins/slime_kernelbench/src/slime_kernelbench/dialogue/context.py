@@ -42,7 +42,7 @@ class Attempt:
         return self.sample.response_tokens
 
 
-def seen(attempts: Sequence[Attempt], policy: Policy, turns: int) -> list[int]:
+def visible_turns(attempts: Sequence[Attempt], policy: Policy, turns: int) -> list[int]:
     """Turns that the next one sees, in order; of equally good ones the first is the best."""
     numbers = list(range(len(attempts)))
     if policy == "full":
@@ -88,7 +88,7 @@ def fitted(
 
     None where not even the last attempt fits.
     """
-    chosen = seen(attempts, policy, turns)
+    chosen = visible_turns(attempts, policy, turns)
     while chosen:
         tokens = prompt_of(first, attempts, chosen, speech, drop=drop)
         if not room or len(tokens) <= room:

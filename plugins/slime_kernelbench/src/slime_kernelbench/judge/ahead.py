@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
 
-from slime_kernelbench.judge.module import imported, told
+from slime_kernelbench.judge.module import error_tree, imported
 from slime_kernelbench.judge.wire import Tree, pack, unpack
 from slime_sandbox import CandidateChannel
 
@@ -31,7 +31,7 @@ def main(channel: CandidateChannel) -> None:
     try:
         module = imported(request["source"])
     except Exception as error:
-        channel.send(pack({"error": told(error)}))
+        channel.send(pack({"error": error_tree(error)}))
         return
     kernels = _kernels(vars(module))
     answers = [_compiled(kernels, one, request["target"]) for one in request["signatures"]]
@@ -64,7 +64,7 @@ def _compiled(kernels: Mapping[str, JITFunction[Any]], launch: Mapping[str, Any]
         source = ASTSource(kernel, signature, constexprs=constants)
         compiled = triton.compile(source, target=GPUTarget(backend, int(arch), 32), options=dict(launch["options"]))
     except Exception as error:
-        return {"kernel": kernel.fn.__name__, "error": told(error)}
+        return {"kernel": kernel.fn.__name__, "error": error_tree(error)}
     return {
         "kernel": kernel.fn.__name__,
         "shared": int(compiled.metadata.shared),

@@ -21,7 +21,7 @@ class Unjudgeable(Exception):
 
 
 @contextmanager
-def heard(outcome: Outcome, problem: KernelProblem, action: str, where: str = "") -> Iterator[Tree]:
+def require_answer(outcome: Outcome, problem: KernelProblem, action: str, where: str = "") -> Iterator[Tree]:
     """What the reference's process answered, read in the block; ``action`` cannot be done where it says an error.
 
     Raises:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from slime_kernelbench.judge.asked import RecentCache, heard
+from slime_kernelbench.judge.asked import RecentCache, require_answer
 from slime_kernelbench.judge.compare import Expected, numbers_of, scales_of
 from slime_kernelbench.judge.opened import OpenedBox
 from slime_kernelbench.judge.tolerance import well_conditioned
@@ -92,7 +92,7 @@ class Examiner:
         limits = Limits(wall_seconds=self._seconds, cpu_seconds=int(self._seconds) + 1, memory_bytes=4 << 30)
         box = await self._opened.box()
         outcome = await box.run(REFERENCE, pack(request | more), limits)
-        with heard(outcome, problem, "examined") as answer:
+        with require_answer(outcome, problem, "examined") as answer:
             styles = [_style(name, style) for name, style in answer["styles"].items()]
         return styles, answer
 

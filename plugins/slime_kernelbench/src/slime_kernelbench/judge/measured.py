@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 from slime_kernelbench.judge import prepared
 from slime_kernelbench.judge.attributes import Attributes
 from slime_kernelbench.judge.meter import Inputs, Meter, stopwatch
-from slime_kernelbench.judge.module import imported, told
+from slime_kernelbench.judge.module import error_tree, imported
 from slime_kernelbench.judge.samples import Pattern, forms, sampled
 from slime_kernelbench.judge.tensors import of_wire, to_wire
 from slime_kernelbench.judge.watch import OperatorCounter, fingerprint, without_dynamo
@@ -44,7 +44,7 @@ def main(channel: CandidateChannel) -> None:
         except MemoryError:
             raise
         except BaseException as error:
-            reply = {"error": told(error)}
+            reply = {"error": error_tree(error)}
         channel.send(pack(reply))
 
 
@@ -90,7 +90,7 @@ class MeasuredSession:
         self.launches, self.watch = Launches(), OperatorCounter()
         self.untouched = fingerprint()
         self.module: ModuleType | None = None
-        self.kept: dict[str, Any] = {}
+        self.outputs: dict[str, Any] = {}
 
     def do_load(self, request: Mapping[str, Any]) -> Tree:
         """Import the module."""
@@ -114,7 +114,7 @@ class MeasuredSession:
         self.launches.skip, before = True, Attributes(self.model)
         try:
             with self.watch, self.watch.answer(ablate=False):
-                self.kept["without"] = self.model(*self.inputs.now)
+                self.outputs["without"] = self.model(*self.inputs.now)
         finally:
             self.launches.skip = False
             before.restore(None)  # what kernels would have made for later calls is not there
@@ -123,7 +123,7 @@ class MeasuredSession:
     def do_ready(self, request: Mapping[str, Any]) -> Tree:
         """Have the memory and what torch itself loads at first use."""
         self.meter = Meter(self.model, self.inputs, stopwatch(self.device))
-        self.meter.make_room(self.kept["without"], request["calls"])
+        self.meter.make_room(self.outputs["without"], request["calls"])
         return {"mutated": self.inputs.changed()}
 
     def do_measure(self, request: Mapping[str, Any]) -> Tree:
@@ -138,10 +138,10 @@ class MeasuredSession:
             self.launches.count = count
             return output
 
-        self.kept["watched"] = watched()
+        self.outputs["watched"] = watched()
         self.launches.count = 0
         times = self.meter.measure(request["order"], request["host_order"], request["warm"], watched)
-        self.kept |= {str(number): output for number, output in enumerate(self.meter.outputs)}
+        self.outputs |= {str(number): output for number, output in enumerate(self.meter.outputs)}
         return {**times, "calls": len(self.meter.outputs), "launches": self.launches.count, "computed": computed}
 
     def do_check(self, request: Mapping[str, Any]) -> Tree:
@@ -153,5 +153,5 @@ class MeasuredSession:
         """A part of one kept output."""
         pattern = Pattern(offset=request["offset"], step=request["step"])
         with torch._C.DisableTorchFunction():
-            whole = to_wire(self.kept[request["call"]])
+            whole = to_wire(self.outputs[request["call"]])
         return {"output": sampled(whole, pattern), "forms": forms(whole)}

@@ -110,7 +110,7 @@ def _import(name: str, globals: Any = None, locals: Any = None, fromlist: Any = 
     return __import__(name, globals, locals, fromlist, level)
 
 
-def told(error: BaseException) -> Tree:
+def error_tree(error: BaseException) -> Tree:
     """An error in the candidate's words and lines."""
     cause = error
     while cause.__cause__ is not None:

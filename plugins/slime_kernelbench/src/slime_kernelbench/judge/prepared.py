@@ -29,10 +29,10 @@ def warm() -> None:
 def main(channel: CandidateChannel) -> None:
     """Answer one request with the files; no kernel runs here, and no candidate."""
     channel.receive()
-    channel.send(pack(made()))
+    channel.send(pack(compiled_files()))
 
 
-def made() -> dict[str, Leaf]:
+def compiled_files() -> dict[str, Leaf]:
     """Compile it; the files of this process's cache."""
     from triton.backends.nvidia.driver import CudaUtils
 
@@ -49,7 +49,7 @@ def put(files: Mapping[str, Leaf]) -> None:
         path.write_bytes(leaf.data)
 
 
-def heard(result: bytes) -> dict[str, Leaf]:
+def parse_answer(result: bytes) -> dict[str, Leaf]:
     """The answer of :func:`main`. Raises `ValueError` where it is none."""
     answer: Tree = unpack(result)
     if not isinstance(answer, dict) or not all(isinstance(leaf, Leaf) for leaf in answer.values()):

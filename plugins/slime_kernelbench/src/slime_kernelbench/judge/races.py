@@ -23,7 +23,7 @@ class Races:
 
     def __init__(self) -> None:
         self.order = 0  # of programs; 0 is one after the other
-        self.found = ""
+        self.message = ""
         self._grid, self._step, self._offset = (1, 1, 1), 1, 0
         self._program, self._atomic = 0, False  # which one runs, and whether it has done an atomic
         self._writers: dict[tuple[int, int], Array] = {}
@@ -74,15 +74,15 @@ class Races:
     def load(self, at: Array, span: tuple[int, int]) -> None:
         """It reads."""
         writers = self._writers.get(span)
-        if writers is None or self._atomic or self.found:
+        if writers is None or self._atomic or self.message:
             return
         owners = writers[at - np.uint64(span[0])]
         if ((owners != _NOBODY) & (owners != self._program)).any():
-            self.found = f"kernel {self._kernel}: a program reads elements that another program of the launch stores"
+            self.message = f"kernel {self._kernel}: a program reads elements that another program of the launch stores"
 
     def store(self, at: Array, span: tuple[int, int], differs: Callable[[], Array]) -> None:
         """It writes; ``differs`` says which of the addresses hold other values so far."""
-        if self.found:
+        if self.message:
             return
         writers = self._writers.get(span)
         if writers is None:
@@ -91,5 +91,5 @@ class Races:
         owners = writers[places]
         others = (owners != _NOBODY) & (owners != self._program)
         if not self._atomic and others.any() and (others & differs()).any():
-            self.found = f"kernel {self._kernel}: two programs of the launch store different values to one element"
+            self.message = f"kernel {self._kernel}: two programs of the launch store different values to one element"
         writers[places] = self._program

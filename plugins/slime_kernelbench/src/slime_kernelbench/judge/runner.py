@@ -19,7 +19,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from slime_kernelbench.judge import shim
 from slime_kernelbench.judge.attributes import Attributes
 from slime_kernelbench.judge.branches import Branches
-from slime_kernelbench.judge.module import imported, told
+from slime_kernelbench.judge.module import error_tree, imported
 from slime_kernelbench.judge.recorder import Recorder
 from slime_kernelbench.judge.tensors import of_wire, to_wire
 from slime_kernelbench.judge.watch import OperatorCounter, fingerprint, warm
@@ -58,7 +58,7 @@ class InterpreterSession:
         except MemoryError:
             raise
         except BaseException as error:
-            return {"error": told(error)}
+            return {"error": error_tree(error)}
         return reply
 
     def do_load(self, request: Mapping[str, Any]) -> Tree:
@@ -93,7 +93,7 @@ class InterpreterSession:
                     "launches": watch.launches,
                     "stored": watch.stored,
                     "accesses": watch.accesses,
-                    "race": watch.races.found,
+                    "race": watch.races.message,
                     "computed": dict(watch.computed),
                     "signatures": list(watch.signatures.values()),
                     "changed": [

@@ -147,7 +147,7 @@ def _libdevice() -> None:
 
     table: dict[str, Callable[..., Any]] = {**_NUMPY, "erf": _erf, "erfc": lambda x: 1 - _erf(x)}
 
-    def made(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def on_tensors(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **ignored: Any) -> Any:
             tensors = [interpreter_semantic.to_tensor(argument) for argument in arguments]
             if any(one.dtype.scalar.is_bf16() for one in tensors):
@@ -163,4 +163,4 @@ def _libdevice() -> None:
 
     for module in (libdevice, cuda.libdevice):
         for name, function in table.items():
-            setattr(module, name, made(name, function))
+            setattr(module, name, on_tensors(name, function))

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from slime_core.errors import SandboxError
 from slime_kernelbench.judge import prepared, timing
-from slime_kernelbench.judge.asked import RecentCache, Unjudgeable, heard
+from slime_kernelbench.judge.asked import RecentCache, Unjudgeable, require_answer
 from slime_kernelbench.judge.candidate import Decided, Trial
 from slime_kernelbench.judge.compare import Expected, OutputComparison, compare
 from slime_kernelbench.judge.opened import OpenedBox
@@ -52,7 +52,7 @@ _MESSAGE = 3 << 29
 class Baseline:
     """What the reference's process told of one problem on one GPU."""
 
-    told: dict[str, Any]
+    answer: dict[str, Any]
     seeds: list[int]  # of sets of inputs whose answers it told
     weights_seed: int
     eager: Samples
@@ -68,7 +68,7 @@ class Measured:
     samples: Samples
     comparisons: list[OutputComparison]
     without: OutputComparison  # the answer that was made without kernels
-    told: dict[str, Any]
+    answer: dict[str, Any]
     seconds: dict[str, float]  # of its parts
 
 
@@ -140,7 +140,7 @@ class Speed:
             )
         child = await box.run(PREPARED, gpu=self._uuid(gpu))
         try:
-            return prepared.heard(child.result)
+            return prepared.parse_answer(child.result)
         except ValueError:
             return {}
 
@@ -177,10 +177,10 @@ class Speed:
         )
         async with box.spawn(REFERENCE, limits=limits, gpu=self._uuid(gpu)) as child:
             outcome = await self._of_reference(child, pack(request), gpu)
-        with heard(outcome, problem, "measured", " on the GPU") as answer:
+        with require_answer(outcome, problem, "measured", " on the GPU") as answer:
             eager, compiled = _samples(answer["eager"]), answer["compiled"] and _samples(answer["compiled"])
         return Baseline(
-            told=answer,
+            answer=answer,
             seeds=seeds,
             weights_seed=weights_seed,
             eager=eager,
@@ -220,7 +220,7 @@ class Speed:
         for place, expected in zip(places, baseline.seeds[1:]):
             seeds[place] = expected
         shared = {"device": self._device, "weights_seed": baseline.weights_seed, "first": baseline.seeds[0]}
-        parts = {name: baseline.told[name] for name in ("init", "state", "inputs", "which")}
+        parts = {name: baseline.answer[name] for name in ("init", "state", "inputs", "which")}
         marks = [time.perf_counter()]
         async with box.spawn(CANDIDATE, limits=limits, gpu=self._uuid(gpu)) as child:
             asks = [begin, parts, {}, {"calls": EVENTS + HOST + WARM}]
@@ -241,7 +241,7 @@ class Speed:
             without = await self._look(child, "without", baseline, 0, trial)
             marks.append(time.perf_counter())
         took = {f"speed_{name}": after - before for name, before, after in zip(PARTS, marks, marks[1:])}
-        return Measured(samples=samples, comparisons=comparisons, without=without, told=answer, seconds=took)
+        return Measured(samples=samples, comparisons=comparisons, without=without, answer=answer, seconds=took)
 
     def _trusted(self, answer: dict[str, Any], trial: Trial) -> Samples:
         try:
@@ -259,7 +259,7 @@ class Speed:
         pattern = Pattern(offset=secrets.randbits(40), step=secrets.randbits(40) | 1)
         request = {"do": "fetch", "call": call, "offset": pattern.offset, "step": pattern.step, "device": self._device}
         reply = await self._ask(child, request, trial)
-        expected = baseline.told["expected"][number]
+        expected = baseline.answer["expected"][number]
         return await asyncio.to_thread(self._compare, reply, expected, pattern)
 
     def _compare(self, reply: dict[str, Any], expected: dict[str, Tree], pattern: Pattern) -> OutputComparison:
@@ -276,13 +276,13 @@ class Speed:
     def _judge(self, trial: Trial, baseline: Baseline, first: Measured, again: Measured) -> None:
         for comparison in (*first.comparisons, *again.comparisons):
             if not comparison.agrees:
-                message = f"inputs of shapes {baseline.told['shapes']}, on the GPU: {comparison.problem}"
+                message = f"inputs of shapes {baseline.answer['shapes']}, on the GPU: {comparison.problem}"
                 trial.decide("wrong", Diagnostic(stage="speed", kind=comparison.kind, message=message[:600]))
         for one in (first, again):
             self._evidence(trial, one)
-        name = str(baseline.told["name"])
-        floor = timing.floor_of(name, int(baseline.told["bytes"]), float(baseline.told["flops"]))
-        trial.timing = timing.told(
+        name = str(baseline.answer["name"])
+        floor = timing.floor_of(name, int(baseline.answer["bytes"]), float(baseline.answer["flops"]))
+        trial.timing = timing.build_timing(
             device=name,
             first=first.samples,
             again=again.samples,
@@ -302,19 +302,19 @@ class Speed:
     def _evidence(self, trial: Trial, one: Measured) -> None:
         if one.without.agrees:
             trial.flag("decoy_launch", "ablation", "the answer is the same when the kernels do nothing")
-        launches, calls = one.told.get("launches"), one.told.get("calls")
+        launches, calls = one.answer.get("launches"), one.answer.get("calls")
         if not isinstance(launches, int) or not isinstance(calls, int) or launches < calls:
             trial.flag("no_launch", "launch", "not every timed call launched a kernel")
         allowed = {name.rpartition(".")[2] for name in self._options.allow}
-        computed = one.told.get("computed")
+        computed = one.answer.get("computed")
         if isinstance(computed, dict) and set(computed) - allowed:
             trial.flag("torch_computes", "launch", "torch computed: " + ", ".join(sorted(map(str, computed))[:6]))
-        if one.told.get("changed"):
-            trial.flag("monkeypatch", "process", f"replaced: {one.told['changed']}")
-        if isinstance(state := one.told.get("state"), list) and state:
+        if one.answer.get("changed"):
+            trial.flag("monkeypatch", "process", f"replaced: {one.answer['changed']}")
+        if isinstance(state := one.answer.get("state"), list) and state:
             names = ", ".join(map(str, state[:6]))
             trial.note(f"timed calls changed {names}; each had its values from before again for the next call")
-        if one.told.get("mutated"):
+        if one.answer.get("mutated"):
             trial.flags["mutated_input"] = Flag(rule="mutated_input", layer="process", detail="an input was changed")
             trial.decide("wrong", Diagnostic(stage="speed", kind="mutated_input", message="an input was changed"))
 

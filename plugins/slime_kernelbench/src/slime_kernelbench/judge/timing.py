@@ -73,7 +73,7 @@ def floor_of(device: str, moved_bytes: int, flops: float) -> float:
     return 0.0
 
 
-def told(
+def build_timing(
     *, device: str, first: Samples, again: Samples, eager: Samples, compiled: Samples | None, floor: float
 ) -> Timing:
     """What is told of one candidate's speed."""

@@ -82,7 +82,7 @@ class OperatorCounter(TorchDispatchMode):
     @contextmanager
     def answer(self, ablate: bool, order: int = 0) -> Iterator[None]:
         """While the candidate's forward runs; ``order`` says which programs run when."""
-        self.races.order, self.races.found = order, ""
+        self.races.order, self.races.message = order, ""
         self.hot, self.ablate, self.launches, self.stored, self.accesses = True, ablate, 0, 0, 0
         self.computed.clear()
         if self._recorder is not None:

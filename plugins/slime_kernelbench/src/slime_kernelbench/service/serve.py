@@ -51,7 +51,7 @@ def serve(settings: JudgeSettings, started: Callable[[str, Path | None], None]) 
     """
     with locked(settings.folder):
         token, path = find_token(settings)
-        secret = Secret.kept(settings.folder / "secret")
+        secret = Secret.load_or_create(settings.folder / "secret")
         with bind(settings) as listening:
             asyncio.run(_serve(settings, token, secret, listening, lambda url: started(url, path)))
 

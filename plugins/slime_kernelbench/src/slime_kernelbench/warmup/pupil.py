@@ -62,7 +62,7 @@ class TurnDemonstrations:
         rng = Random(f"{self._seed}/{position}")
         operator = rng.choice(self._operators)
         problem = operator.problem(*sizes("train", rng))
-        slips = drawn(operator, self._habits.slips, rng)
+        slips = random_slips(operator, self._habits.slips, rng)
         text = self._voice.ask(problem)
         tokens: list[int] = []
         if slips != Slips() and rng.random() < self._habits.later:
@@ -76,7 +76,7 @@ class TurnDemonstrations:
         return {**asdict(self._habits), "operators": len(self._operators), "rows": ROWS, "seed": self._seed}
 
 
-def drawn(operator: Operator, probability: float, rng: Random) -> Slips:
+def random_slips(operator: Operator, probability: float, rng: Random) -> Slips:
     """Slips of a first attempt, each place for itself."""
     return Slips(**{name: rng.random() < probability for name in operator.slips})
 

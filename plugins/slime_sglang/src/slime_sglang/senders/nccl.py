@@ -67,7 +67,7 @@ def open_store(address: str, *, timeout: float) -> Store:
     return names.TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=limit)
 
 
-def told(store: Store, key: str) -> str:
+def failure_reason(store: Store, key: str) -> str:
     """Why an update failed; empty while nobody says that it did, or where the store is gone."""
     with suppress(RuntimeError):
         if store.check([key]):
@@ -297,7 +297,7 @@ def _watch(transfer: Transfer) -> None:
     """End a transfer that its servers gave up, or whose time is over."""
     key = failure_key(transfer.group.name, transfer.number)
     while not transfer.done.wait(POLL):
-        reason = told(transfer.group.side, key)
+        reason = failure_reason(transfer.group.side, key)
         if not reason and time.monotonic() > transfer.deadline:
             reason = "trainer rank 0: the servers' ranks did not take the weights in time"
         if reason:
