@@ -35,7 +35,7 @@ from slime_core.trainers.process_group import join_group
 from slime_core.trainers.roles import critic_figures, missing
 from slime_core.trainers.verify import Slow, compared
 from slime_core.types import Batch, WeightUpdate
-from slime_core.weights.plain import PRECISIONS
+from slime_core.weights.logprob_check import PRECISIONS
 from slime_core.weights.transports.buckets import TensorSource, stream
 from slime_core.weights.transports.senders import Senders
 

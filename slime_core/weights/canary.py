@@ -6,7 +6,7 @@
 A rolling choice has every kind of tensor and every layer in every step: of layer n the kinds k with (n + k) mod steps
 equal to the step's number, and all that belongs to no layer (embeddings, the last norm). So whatever goes wrong in all
 layers, in one whole layer or in an embedding is seen after the next step, and any one tensor within ``steps`` (at most
-as many as a layer has kinds). The other half is `plain`.
+as many as a layer has kinds). The other half is `logprob_check`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from slime_core.errors import EngineError
 from slime_core.notices import notice
 from slime_core.weights.canary import compare
-from slime_core.weights.plain import LENGTH, PROMPTS, Band, Plain, probe, random_tokens
+from slime_core.weights.logprob_check import LENGTH, PROMPTS, Band, LogprobCheck, probe, random_tokens
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -42,7 +42,7 @@ class Canary:
     text: Callable[[int], Sequence[int]] = lambda count: ()  # up to so many tokens of the run's prompts
     metrics: dict[str, float] = field(default_factory=dict)
     _served: dict[str, str] = field(default_factory=dict)  # checksums at the last call
-    _plain: Plain | None = None
+    _logprob_check: LogprobCheck | None = None
 
     def check(self, version: int, *, first: bool = False, last: bool = False) -> WeightCheck:
         """Which tensors are compared: all at the start, at a checkpoint and at the end, else a few in turn."""
@@ -78,25 +78,25 @@ class Canary:
             return notice("score", "debug_rollout_only: no trainer has log-probs to compare with the servers'")
         if "score" not in engine.abilities:
             return notice("score", "the servers give no log-probs of given tokens: canary/* has no such figures")
-        if self._plain is None:
+        if self._logprob_check is None:
             low = "bfloat16" in (route.dtype, self.config.train.dtype)
             text = self.text(PROMPTS * LENGTH) or random_tokens(self.config.seed, self.vocab_size).tolist()
             prompts = probe(text, self.config.rollout.rollout_max_context_len or LENGTH)
             dtype, fixed = "bfloat16" if low else "float32", self.config.rollout.canary_band
             band = Band(dtype, fixed, mixture=any(EXPERTS in check.name for check in route.checks))
-            self._plain = Plain(prompts, band)
-        await self._plain.ask(trainer)
+            self._logprob_check = LogprobCheck(prompts, band)
+        await self._logprob_check.ask(trainer)
 
     async def compare_log_probs(self, engine: Engine) -> None:
         """Compare log-probs once the engine serves; no-op if the trainer computed none.
 
         Raises:
-            EngineError: ENG83, see `plain.Plain.compare`.
+            EngineError: ENG83, see `LogprobCheck.compare`.
         """
-        if self._plain is None or self._plain.trainer_log_probs is None:
+        if self._logprob_check is None or self._logprob_check.trainer_log_probs is None:
             return
         with _Clock(self.metrics):
-            self.metrics |= await self._plain.compare(engine, engine.version)
+            self.metrics |= await self._logprob_check.compare(engine, engine.version)
         notice(
             "canary figures",
             f"canary at version {engine.version}: {self.metrics.get('canary/tensors', 0):.0f} tensors are the "

@@ -46,7 +46,7 @@ class Recorder:
             return False
 
     def __init__(self) -> None:
-        self.name, self.nth, self.seen = Recorder.Any_(), -1, Counter[str]()
+        self.name, self.nth, self.counts = Recorder.Any_(), -1, Counter[str]()
 
 
 def import_all() -> None:
@@ -108,7 +108,7 @@ def child(request: dict[str, Any]) -> None:
             code = main(request["args"])
     finally:
         if request.get("names"):
-            Path(request["names"]).write_text(json.dumps(recorder.seen))
+            Path(request["names"]).write_text(json.dumps(recorder.counts))
     sys.exit(code)
 
 

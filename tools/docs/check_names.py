@@ -23,6 +23,16 @@ PRONOUNS = "each here mine ours own theirs there these wanted what who why"
 BANNED = frozenset(f"{PARTICIPLES} {PRONOUNS}".split())
 PARAMETERS = frozenset({"what", "why"})
 """Allowed as parameters: parts of an error, and the kinds of memory that an engine or trainer releases."""
+FORMATS = {
+    "CheckResult.found": "`slime doctor --json`, and plugins' own checks",
+    "PluginFinding.found": "`slime plugins check --json`",
+    "DriverRecord.asked": "the record of a detached driver",
+    "Done.kept": "`slime convert --json`",
+    "GenerateRequest.kept": "requests on the wire",
+    "Held.held": "answers of the rollout buffer",
+    "Known.told": "a column of the rollout buffer's store",
+}
+"""Fields with one of these names that files, JSON or HTTP carry, and where."""
 SHARED = {
     "Model": "the class that KernelBench's format asks of every problem",
     "Options": "the options of a plugin",
@@ -80,6 +90,30 @@ def locals_of(file: str, tree: ast.Module) -> Iterator[str]:
             yield f"{file}:{line}: '{name}' does not say what the value is: use a noun"
 
 
+def members(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
+    """Line, class (empty for functions) and name of functions, fields and attributes that are set on ``self``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.lineno, "", node.name
+        for item in ast.walk(node) if isinstance(node, ast.ClassDef) else ():
+            if (
+                isinstance(item, ast.Attribute)
+                and isinstance(item.ctx, ast.Store)
+                and ast.unparse(item.value) == "self"
+            ):
+                yield item.lineno, node.name, item.attr
+            elif isinstance(item, ast.AnnAssign) and item in node.body:
+                yield item.lineno, node.name, ast.unparse(item.target)
+
+
+def members_of(file: str, tree: ast.Module) -> Iterator[str]:
+    """Findings on names of functions, fields and attributes; fields may have the names of an error's parts."""
+    for line, owner, name in members(tree):
+        allowed = f"{owner}.{name}" in FORMATS or (owner and name in PARAMETERS)
+        if name.strip("_") in BANNED and not allowed:
+            yield f"{file}:{line}: '{name}' does not say what it does or holds: use an imperative or a noun"
+
+
 def metaphors(file: str, tree: ast.Module) -> Iterator[str]:
     """Findings on names of the file, its classes and functions."""
     names = [(1, Path(file).stem)]
@@ -126,7 +160,7 @@ def shared_classes(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
 def main() -> int:
     """Print findings; return the exit code."""
     trees = dict(sources(ROOT))
-    checks = (locals_of, metaphors, first_lines, messages)
+    checks = (locals_of, members_of, metaphors, first_lines, messages)
     findings = [line for file, tree in trees.items() for check in checks for line in check(file, tree)]
     shared = shared_classes(trees).items()
     findings += [f"class {name} is defined in {', '.join(sorted(places))}" for name, places in shared]

@@ -115,7 +115,7 @@ def test_a_process_that_was_lost_is_a_restart_that_knows_its_past(tmp_path, quic
     assert words == ["run", "--resume", str(run_dir.path), "--force-key", "lr", "--verify-step", "3", "--verbose"]
     found = past()
     assert (found.number, found.allowed, found.secrets) == (1, 3, {"plugin.x.api_key": "hush"})
-    assert found.deaths[0].told == "SLM01 the driver, process 41 on node-a, was lost (at version 2)"
+    assert found.deaths[0].summary == "SLM01 the driver, process 41 on node-a, was lost (at version 2)"
     assert "RESTART 1 of 3 in 0 s, after: SLM01" in capsys.readouterr().err
 
 

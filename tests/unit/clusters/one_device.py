@@ -42,7 +42,7 @@ class StrictEngine(FakeEngine):
         await super().pause(mode)
 
     async def resume(self):
-        assert self._held == {"kv", "weights"}, self._held
+        assert self._resident == {"kv", "weights"}, self._resident
         assert not self.lost, "serves weights that are lost"
         self.device.log.append("resume")
         await super().resume()

@@ -13,10 +13,10 @@ from slime_core.errors import EngineError
 from slime_core.notices import notices_to
 from slime_core.testing.fakes import FakeEngine
 from slime_core.types import RankTensor, WeightRoute, WeightUpdate
-from slime_core.weights import plain
+from slime_core.weights import logprob_check
 from slime_core.weights.canary import Choice, merged
 from slime_core.weights.hashing import checksum, expected
-from slime_core.weights.plain import Band, Plain, differences, probe, random_tokens
+from slime_core.weights.logprob_check import Band, LogprobCheck, differences, probe, random_tokens
 from slime_core.weights.update import Canary, sync_weights
 from slime_sglang.layout import layout
 
@@ -197,7 +197,7 @@ def test_good_updates_pass_and_are_measured():
     assert all_of_them["canary/tensors"] == 2 * (3 * 8 + 3)
     assert all_of_them["canary/logprob_diff_mean"] <= all_of_them["canary/logprob_diff_max"] < 1e-5
     assert 0 <= all_of_them["canary/kl"] < 1e-9
-    assert all_of_them["canary/band"] == plain.FIRST["float32"]
+    assert all_of_them["canary/band"] == logprob_check.FIRST["float32"]
     assert all_of_them["canary/compare_seconds"] > 0
     assert run.sync()["canary/tensors"] == 2 * (8 + 3)
     assert run.canary.pop_metrics() == {}
@@ -344,7 +344,7 @@ def test_weights_that_both_sides_agree_on_and_compute_differently():
 
     async def score(tokens, start):
         found = (await honest(tokens, start)).copy()
-        if tokens[0] == run.canary._plain.batch.tokens[2 * plain.LENGTH]:
+        if tokens[0] == run.canary._logprob_check.batch.tokens[2 * logprob_check.LENGTH]:
             found[6] -= 8.0
         return found
 
@@ -352,8 +352,8 @@ def test_weights_that_both_sides_agree_on_and_compute_differently():
     with pytest.raises(EngineError) as error:
         run.sync()
     assert error.value.code == "ENG83"
-    batch = run.canary._plain.batch
-    assert error.value.where.startswith(f"prompt canary/2, token 7 (id {batch.tokens[2 * plain.LENGTH + 7]})")
+    batch = run.canary._logprob_check.batch
+    assert error.value.where.startswith(f"prompt canary/2, token 7 (id {batch.tokens[2 * logprob_check.LENGTH + 7]})")
     assert "the band is 2e-05" in error.value.what
     assert "--canary-band" in error.value.fix
 
@@ -373,10 +373,10 @@ def test_without_checksums_log_probs_still_tell_swapped_weights():
 
 
 def test_prompts_are_pieces_of_the_runs_text():
-    text = list(range(1000, 1000 + plain.PROMPTS * plain.LENGTH))
+    text = list(range(1000, 1000 + logprob_check.PROMPTS * logprob_check.LENGTH))
     batch = probe(text, 4096)
     assert batch.tokens.tolist() == text
-    assert batch.lengths.tolist() == [plain.LENGTH] * plain.PROMPTS
+    assert batch.lengths.tolist() == [logprob_check.LENGTH] * logprob_check.PROMPTS
     assert batch.temperature is None  # scored at 1
 
 
@@ -385,8 +385,8 @@ def test_a_run_is_asked_about_its_own_text():
     asked = []
     run.canary.text = lambda count: asked.append(count) or [5, 6, 7]
     run.sync()
-    assert asked == [plain.PROMPTS * plain.LENGTH]
-    assert run.canary._plain.batch.tokens[:4].tolist() == [5, 6, 7, 5]  # a short text is repeated
+    assert asked == [logprob_check.PROMPTS * logprob_check.LENGTH]
+    assert run.canary._logprob_check.batch.tokens[:4].tolist() == [5, 6, 7, 5]  # a short text is repeated
 
 
 def test_without_prompts_ids_are_a_function_of_the_seed_and_spread_over_the_vocabulary():
@@ -397,14 +397,14 @@ def test_without_prompts_ids_are_a_function_of_the_seed_and_spread_over_the_voca
     assert (parts == np.arange(len(one))).all()
     run = Run()
     run.sync()
-    assert run.canary._plain.batch.tokens.tolist() == random_tokens(run.canary.config.seed, VOCAB).tolist()
+    assert run.canary._logprob_check.batch.tokens.tolist() == random_tokens(run.canary.config.seed, VOCAB).tolist()
 
 
 @pytest.mark.parametrize(("vocab", "context", "length"), [(3, 4096, 32), (99, 9, 9), (99, 1, 2)])
 def test_prompts_fit_any_vocabulary_and_context(vocab, context, length):
     batch = probe(random_tokens(0, vocab), context)
-    assert batch.lengths.tolist() == [length] * plain.PROMPTS
-    assert len(batch.loss_mask) == batch.response_offsets[-1] == plain.PROMPTS * (length - 1)
+    assert batch.lengths.tolist() == [length] * logprob_check.PROMPTS
+    assert len(batch.loss_mask) == batch.response_offsets[-1] == logprob_check.PROMPTS * (length - 1)
     assert 0 <= batch.tokens.min() <= batch.tokens.max() < vocab
 
 
@@ -440,10 +440,10 @@ def test_differences_that_were_seen_on_a_gpu_pass_from_the_first_update_on():
 
 def test_a_mixture_of_experts_has_a_wider_band():
     dense, mixture = Band("bfloat16"), Band("bfloat16", mixture=True)
-    assert mixture.limit == plain.MIXTURE * dense.limit
+    assert mixture.limit == logprob_check.MIXTURE * dense.limit
     for _ in range(10):
         mixture.add(1e-6)
-    assert mixture.limit == plain.MIXTURE * plain.FLOOR["bfloat16"]
+    assert mixture.limit == logprob_check.MIXTURE * logprob_check.FLOOR["bfloat16"]
 
 
 def test_a_mixture_of_experts_is_recognised_by_the_engines_tensors():
@@ -451,14 +451,14 @@ def test_a_mixture_of_experts_is_recognised_by_the_engines_tensors():
     held = RankTensor(name="model.layers.0.mlp.experts.w13_weight", pieces=())
     route = WeightRoute(transport="disk", dtype="bfloat16", checks=(held,))
     asyncio.run(run.canary.ask_trainer(run.trainer, run.engine, route))
-    assert run.canary._plain.band.limit == plain.MIXTURE * plain.FLOOR["bfloat16"]
+    assert run.canary._logprob_check.band.limit == logprob_check.MIXTURE * logprob_check.FLOOR["bfloat16"]
 
 
 def test_the_running_band_is_never_wider_than_the_dtypes():
     band = Band("float32")
     for _ in range(10):
         band.add(9e-4)
-    assert band.limit == plain.FIRST["float32"]
+    assert band.limit == logprob_check.FIRST["float32"]
 
 
 def test_a_band_of_the_config_stands():
@@ -503,8 +503,8 @@ def test_the_first_band_is_what_rounding_does_to_the_trainers_own_model():
 
 
 def test_the_first_band_is_neither_below_the_floor_nor_above_the_ceiling():
-    assert Rounded(1e-4, 1e-4).sync()["canary/band"] == plain.FLOOR["bfloat16"]
-    assert Rounded(0.4, 0.0).sync()["canary/band"] == plain.CEILING
+    assert Rounded(1e-4, 1e-4).sync()["canary/band"] == logprob_check.FLOOR["bfloat16"]
+    assert Rounded(0.4, 0.0).sync()["canary/band"] == logprob_check.CEILING
 
 
 def test_where_rounding_is_not_measured_the_band_is_the_dtypes():
@@ -515,7 +515,7 @@ def test_where_rounding_is_not_measured_the_band_is_the_dtypes():
         return {"policy": (await score(batch, roles))["policy"]}
 
     run.trainer.score = of_a_model_too_large_for_it
-    assert run.sync()["canary/band"] == plain.FIRST["bfloat16"]
+    assert run.sync()["canary/band"] == logprob_check.FIRST["bfloat16"]
     run.sync()
     assert run.trainer.roles[1] == {"policy"}
 
@@ -552,4 +552,4 @@ def test_faults_are_caught_at_once_whatever_rounding_does(fault, check, after):
 
 def test_a_comparison_needs_the_trainers_side():
     with pytest.raises(AssertionError, match="ask the trainer first"):
-        asyncio.run(Plain(probe([1, 2], 8), Band("float32")).compare(FakeEngine(), 1))
+        asyncio.run(LogprobCheck(probe([1, 2], 8), Band("float32")).compare(FakeEngine(), 1))

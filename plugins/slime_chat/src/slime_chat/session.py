@@ -1,7 +1,7 @@
 """One sample's session: its agent's requests, the engine's answers, and training samples at the end.
 
     Ask -> tree.find -> [ids of the answers so far] + [ids of the new messages] -> engine -> Completion -> tree.add
-                                                                                                `-> said: the message
+                                                                                                `-> message
 
 No answer is ever encoded again: the ids that the engine made stand in every later prompt as they came. What is new
 goes through the chat template once, as `Speech.between` renders it after an answer; a dialogue that begins anew is

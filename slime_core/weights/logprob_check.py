@@ -1,6 +1,6 @@
 """The statistical half of the canary: log-probs of text, the trainer's against the engine's.
 
-    text -> probe -> Trainer.score -> Plain.ask ..... Plain.compare <- Engine.score
+    text -> probe -> Trainer.score -> LogprobCheck.ask ..... LogprobCheck.compare <- Engine.score
                                           `-> canary/* metrics, and an end where they leave the band
 
 Checksums say that bytes arrived; this says that both sides make the same of them: position ids, rope, norms, an order
@@ -113,13 +113,13 @@ class Band:
 
 
 @dataclass(slots=True)
-class Plain:
+class LogprobCheck:
     """Compares both sides, update after update.
 
     Example:
-        plain = Plain(probe(text, context_len), Band("float32"))
-        await plain.ask(trainer)                            # while the trainer has its parameters
-        metrics = await plain.compare(engine, version=4)    # while the engine serves
+        check = LogprobCheck(probe(text, context_len), Band("float32"))
+        await check.ask(trainer)                            # while the trainer has its parameters
+        metrics = await check.compare(engine, version=4)    # while the engine serves
     """
 
     batch: Batch
