@@ -256,21 +256,21 @@ class _Shop:
         self._buffer, self._engine, self._generate = buffer, engine, generate
         self._lease_seconds, self._tries, self._note = lease_seconds, tries, note
         self._failures: Counter[tuple[str, str, int, str]] = Counter()
-        self._running = 0
+        self._claims = 0
         self.counts: Counter[str] = Counter()
 
     async def work(self, worker: str, groups: int, options: dict[str, Any]) -> None:
         """Claim and make one group after the other."""
-        while not groups or self._running < groups:
-            self._running += 1
+        while not groups or self._claims < groups:
+            self._claims += 1
             items = await self._buffer.claim_work(worker, wait_seconds=WAIT, **options)
             if not items:
-                self._running -= 1
+                self._claims -= 1
                 continue
             whole = await self._make(items[0])
             self.counts.update(["groups"] if whole else [])
             if not whole:
-                self._running -= 1
+                self._claims -= 1
                 await asyncio.sleep(PAUSE)
 
     async def _make(self, work: models.Work) -> bool:

@@ -58,7 +58,7 @@ class CandidateProcess:
         self._level, self._layers = level, layers
         self._loop = asyncio.get_running_loop()
         self._output = bytearray()
-        self._message: dict[str, Any] = {}
+        self._facts: dict[str, Any] = {}
         self._cut: tuple[Status, str] | None = None  # why this side ended it
         self._exit = self._loop.create_future()
         self._data: socket.socket | None = None  # stays open until the end: what an ended candidate sent can be read
@@ -76,7 +76,7 @@ class CandidateProcess:
             for content in self._files.values():
                 await self.send(content)
         except OSError as error:  # this side has no descriptors, processes or groups left
-            self._message["infra"] = f"no candidate could be started: {error}"
+            self._facts["infra"] = f"no candidate could be started: {error}"
             self._close()
         except BaseException:
             await self.__aexit__()
@@ -180,12 +180,12 @@ class CandidateProcess:
         if message is None:
             self._shut("report", self._report)
             return
-        self._message |= message
+        self._facts |= message
         for number in descriptors:
             self._jail = number
             self._open.add("jail")
             self._loop.add_reader(number, self._shut, "jail", number)
-        if "jailed" in message and self._cut is None and "exit" not in self._message:
+        if "jailed" in message and self._cut is None and "exit" not in self._facts:
             self._began = time.monotonic()  # its own time, not that of who made its jail
             self._timer.cancel()
             self._timer = self._loop.call_later(self._limits.wall_seconds, self._late)
@@ -216,7 +216,7 @@ class CandidateProcess:
 
     def _end(self, status: Status, reason: str) -> None:
         """Kill it, because of ``reason``; only the first counts."""
-        if self._cut is None and "exit" not in self._message and "infra" not in self._message:
+        if self._cut is None and "exit" not in self._facts and "infra" not in self._facts:
             self._cut = (status, reason)
         self._leave()
 
@@ -254,7 +254,7 @@ class CandidateProcess:
         self._exit.set_result(None)
 
     def _build_outcome(self) -> Outcome:
-        facts, code = self._message, self._message.get("exit")
+        facts, code = self._facts, self._facts.get("exit")
         status, reason = self._cut or _judge(facts)
         if self._group and status in ("died", "infra") and self._group.ran_out():
             status, reason = "memory", OVER_MEMORY

@@ -187,9 +187,7 @@ class Watch:
             used, running = _usage(reply.body) if reply.status == 200 else ((), None)
         except ServerFault as error:
             refused = error.code == "ENG69"
-        if (
-            self._limits.counts_requests and running is not None
-        ):  # of those in flight anywhere, as many as it says it has
+        if self._limits.counts_requests and running is not None:  # of all in flight, as many as it says it has
             ranks = ((min(ranks[0][0], running), ranks[0][1]),)
         return ServerStatus(
             at=time.monotonic(), ranks=ranks, cached_tokens=used, refused=refused, expected=not self._paused

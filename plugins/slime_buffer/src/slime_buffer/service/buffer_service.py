@@ -91,7 +91,7 @@ class BufferService:
             await self._tell(change.untold)
         self._count("groups_asked", len(specs))
         self._tell_waiting()
-        return _order_model(change)
+        return _standing_model(change)
 
     async def push(self, push: models.Push) -> models.Asked:
         """Store whole groups that nobody asked for."""
@@ -195,7 +195,7 @@ class BufferService:
             await self._tell(change.untold)
         self._count("groups_dropped", len(change.untold))
         self._tell_waiting()
-        return _order_model(change)
+        return _standing_model(change)
 
     async def peek(self, query: models.PeekQuery) -> models.Rows:
         """List groups; nothing is taken."""
@@ -344,7 +344,7 @@ def _all_samples(group: Stored) -> list[Sample]:
     return [Sample(id=name) for name in dict.fromkeys([*issued, *group.sample_ids()])]
 
 
-def _order_model(change: Change) -> models.Asked:
+def _standing_model(change: Change) -> models.Asked:
     return models.Asked(
         groups=[
             models.Standing(group=name, attempt=attempt, state=STATES[state], reason=reason)  # type: ignore[arg-type]

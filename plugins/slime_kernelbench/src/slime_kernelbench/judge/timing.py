@@ -76,7 +76,7 @@ def floor_of(device: str, moved_bytes: int, flops: float) -> float:
 def build_timing(
     *, device: str, first: Samples, again: Samples, eager: Samples, compiled: Samples | None, floor: float
 ) -> Timing:
-    """What is told of one candidate's speed."""
+    """Compare one candidate's times with those of the reference."""
     event = median(first.events)
     overhead = max(median(eager.host) - median(eager.events), 0.0)
     return Timing(
