@@ -27,7 +27,7 @@ def judged(looks, limits=LIMITS):
 
 def test_requests_without_a_new_token_are_a_hung_server():
     """It answers, and nothing comes."""
-    failed, looks = judged([{"came": 7, "held": (100,)}] * 10)
+    failed, looks = judged([{"came": 7, "cached_tokens": (100,)}] * 10)
     assert failed.code == "ENG85"
     assert isinstance(failed, ServerFault)
     assert "20 s with 1 requests" in failed.what
@@ -38,8 +38,10 @@ def test_requests_without_a_new_token_are_a_hung_server():
     "looks",
     [
         pytest.param([{"came": n} for n in range(20)], id="tokens come back"),
-        pytest.param([{"held": (100 + n,)} for n in range(20)], id="the server's cache grows: nothing came back yet"),
-        pytest.param([{"held": (100, 7 + n)} for n in range(20)], id="ranks are not told apart: one goes on"),
+        pytest.param(
+            [{"cached_tokens": (100 + n,)} for n in range(20)], id="the server's cache grows: nothing came back yet"
+        ),
+        pytest.param([{"cached_tokens": (100, 7 + n)} for n in range(20)], id="ranks are not told apart: one goes on"),
         pytest.param([{"in_flight": 0}] * 20, id="nothing is asked of it"),
         pytest.param([{"expected": False}] * 20, id="it is paused"),
         pytest.param([{}, {}, {}, {"came": 1}] * 5, id="slow, but not still for so long"),
@@ -55,8 +57,12 @@ def test_a_server_that_goes_on_or_has_nothing_to_do_is_healthy(looks):
     "looks",
     [
         pytest.param([{"ranks": ((2, n), (3, 7))} for n in range(20)], id="tokens of the other come back"),
-        pytest.param([{"ranks": ((2, 0), (3, 7)), "held": (n, 50)} for n in range(20)], id="the other's cache grows"),
-        pytest.param([{"ranks": ((0, 0), (3, 7)), "held": (n, 50)} for n in range(20)], id="the other is idle"),
+        pytest.param(
+            [{"ranks": ((2, 0), (3, 7)), "cached_tokens": (n, 50)} for n in range(20)], id="the other's cache grows"
+        ),
+        pytest.param(
+            [{"ranks": ((0, 0), (3, 7)), "cached_tokens": (n, 50)} for n in range(20)], id="the other is idle"
+        ),
     ],
 )
 def test_a_data_parallel_rank_that_hangs_is_seen_beside_one_that_goes_on(looks):
@@ -68,7 +74,7 @@ def test_a_data_parallel_rank_that_hangs_is_seen_beside_one_that_goes_on(looks):
 
 
 def test_ranks_that_all_go_on_are_healthy():
-    looks = [{"ranks": ((2, n // 3), (3, n // 2), (0, 0)), "held": (5, n, 0)} for n in range(40)]
+    looks = [{"ranks": ((2, n // 3), (3, n // 2), (0, 0)), "cached_tokens": (5, n, 0)} for n in range(40)]
     assert judged(looks)[0] is None
 
 
@@ -78,12 +84,12 @@ def test_refused_connections_of_a_server_whose_tokens_come_are_no_failure():
 
 def test_a_look_without_an_answer_is_no_progress():
     """A scheduler that hangs does not answer /v1/loads either, or answers the same now and then."""
-    failed, _ = judged([{"held": (100,)}, {"held": ()}] * 5)
+    failed, _ = judged([{"cached_tokens": (100,)}, {"cached_tokens": ()}] * 5)
     assert failed.code == "ENG85"
 
 
 def test_progress_that_an_unanswered_look_hid_counts_at_the_next():
-    looks = [{"held": (100 + 10 * (n // 2),) if n % 2 == 0 else ()} for n in range(20)]
+    looks = [{"cached_tokens": (100 + 10 * (n // 2),) if n % 2 == 0 else ()} for n in range(20)]
     assert judged(looks)[0] is None
 
 
