@@ -16,7 +16,6 @@ from slime_core.hookspecs import OWN_PROCESS
 from slime_core.plugins.boundary import HookImpl, Provider, failure
 from slime_core.plugins.load import hook_impl
 from slime_core.plugins.locate import locate
-from slime_core.plugins.router import Functions
 from slime_core.protocols import Estimator, Loss
 
 if TYPE_CHECKING:
@@ -76,8 +75,8 @@ def source_file(fn: Function) -> Path | None:
     return Path(file) if file and Path(file).is_file() else None
 
 
-class FunctionsByPath(Functions):
-    """See `slime_core.plugins.router.Functions`."""
+class FunctionsByPath:
+    """The functions of a run, by hook; where no key names one, nothing is added or replaced."""
 
     def __init__(self) -> None:
         self._session = CompatSession()

@@ -12,7 +12,6 @@ from slime_core.errors import ConfigError, PluginError, nearest
 from slime_core.plugins.backends import BUFFER, PACKAGES, check_names, implied, install
 from slime_core.plugins.facade import Plugins
 from slime_core.plugins.load import LoadedPlugin, core_plugin, load_options, load_plugin, options_model, recipe_of
-from slime_core.plugins.router import Functions, names_functions
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -67,8 +66,7 @@ def load_plugins(config: Config) -> Plugins:
 
 def connect(loaded: dict[str, LoadedPlugin], configs: Sequence[Config]) -> Plugins:
     """Plugins from what is already loaded, with core and functions by path, resolved for every config."""
-    by_path = any(map(names_functions, configs))
-    functions: Functions = import_module(FUNCTIONS).FunctionsByPath() if by_path else Functions()
+    functions = import_module(FUNCTIONS).FunctionsByPath()
     core: Any = import_module(CORE).Core()
     plugins = Plugins(loaded, core_plugin(core), functions)
     core.reward_by_type = plugins.reward_by_type

@@ -17,7 +17,7 @@ from slime_core.plugins.boundary import CORE, HookImpl, HookThreads, Stuck, call
 from slime_core.plugins.isolated import INSIDE, Processes, group_question, sample_question
 from slime_core.plugins.load import LoadedPlugin, fingerprint, load_options, sources
 from slime_core.plugins.result_checks import checked_columns, expect, role_columns, same_groups, to_reward, to_rewards
-from slime_core.plugins.router import INFRA, Functions, HookRouter, made_elsewhere
+from slime_core.plugins.router import INFRA, HookRouter, made_elsewhere
 from slime_core.protocols import Estimator, Loss, PromptSource, Role, Sink
 from slime_core.types import Batch, Columns, Drop, Group, Prompt, Reward, Sample, SamplingParams, StepReport
 
@@ -40,7 +40,7 @@ class Plugins:
     lets errors of the core (EngineError, DataError) through as they are.
     """
 
-    def __init__(self, loaded: Mapping[str, LoadedPlugin], core: LoadedPlugin, functions: Functions) -> None:
+    def __init__(self, loaded: Mapping[str, LoadedPlugin], core: LoadedPlugin, functions: Any) -> None:
         self._loaded, self._core, self._functions = dict(loaded), core, functions
         self._threads = HookThreads()
         self._processes = Processes() if INSIDE not in os.environ else None

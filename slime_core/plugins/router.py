@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_core.errors import ConfigError, PluginError, nearest
@@ -26,7 +25,6 @@ from slime_core.protocols import Estimator, Loss
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.config.sections.data import DataTask
-    from slime_core.types import Batch, Group
 
 OWNER_HOOKS = tuple(name for name, info in HOOKS.items() if info.kind == "owner")
 LISTENER_HOOKS = tuple(name for name, info in HOOKS.items() if info.kind in ("vote", "event"))
@@ -39,56 +37,6 @@ NAMED_HOOKS = {
     "slime_advantage": ("advantage estimator", "train.advantage_estimator"),
     "slime_loss": ("loss", "train.loss_type"),
 }
-
-
-class Functions:
-    """Functions by path, as implementations of hooks; here none: `slime_core.compat.functions` has them."""
-
-    def attach(self, plugins: Any) -> None:
-        """Hand over the facade, for functions that compute a reward by name."""
-
-    def owner(self, hook: str, config: Config, evaluation: bool, path: str = "") -> HookImpl | None:
-        """The function of an owner hook: at the ``path`` that a task names, else the run's."""
-        return None
-
-    def listeners(self, hook: str, config: Config) -> list[HookImpl]:
-        """Functions for a vote or event hook, in order."""
-        return []
-
-    def evaluation_listeners(self, config: Config) -> list[HookImpl]:
-        """Functions that are called after an evaluation, with ``sets``, ``metrics`` and ``ctx``."""
-        return []
-
-    def estimator(self, inner: Estimator, train: Any) -> Estimator:
-        """``inner``, or what replaces it."""
-        return inner
-
-    def loss(self, inner: Loss) -> Loss:
-        """``inner``, or what wraps it in any stage."""
-        return inner
-
-    def note_group(self, group: Group, config: Config) -> None:
-        """Note a group's samples, where a later function wants them."""
-
-    def finish_batch(self, batch: Batch, train: Any) -> None:
-        """Add the columns that functions around the loss need."""
-
-    def files(self) -> list[Path]:
-        """Files of all functions that were loaded."""
-        return []
-
-    def close(self) -> None:
-        """Take the import finder and the server away again."""
-
-
-def names_functions(config: Config) -> bool:
-    """Whether a config names a function by path, or more keys for one."""
-    sections = (config.rollout, config.train, config.reward, config.eval, config.report)
-    keys = (
-        getattr(section, key) for section in sections for key in type(section).model_fields if key.endswith("_path")
-    )
-    tasks = ((task.generate, task.reward) for task in declared_tasks(config))
-    return any(keys) or any(generate or (reward and not is_name(reward)) for generate, reward in tasks)
 
 
 def core_has_work(hook: str, config: Config) -> bool:
@@ -132,7 +80,7 @@ class Registry:
 class HookRouter:
     """Implementations by hook and task, resolved once a config and kept."""
 
-    def __init__(self, loaded: Mapping[str, LoadedPlugin], core: LoadedPlugin, functions: Functions) -> None:
+    def __init__(self, loaded: Mapping[str, LoadedPlugin], core: LoadedPlugin, functions: Any) -> None:
         self._loaded, self._core, self._functions = dict(loaded), core, functions
         self.named: dict[str, Registry] = {hook: collect(hook, [*loaded.values(), core]) for hook in NAMED_HOOKS}
         self._owners: dict[tuple[int, str, str, bool], HookImpl | None] = {}
