@@ -25,7 +25,7 @@ LAYERS = {
         "notices",
         "memory",
         "heartbeat",
-        "service",
+        "parent",
     ),
     1: ("protocols", "context", "hookspecs", "backends", "plugins", "algorithms", "config"),
     2: ("data", "evaluation", "weights", "report", "ledger"),

@@ -26,9 +26,9 @@ from slime_cli.failure import CliSession, Terminated, report_failure
 from slime_cli.restarts import MEMORY, Death, Past, RestartCommand, given_up, pause, refusal
 from slime_cli.signals import terminable
 from slime_cli.starts import starts_of
-from slime_core.clusters.channel import end_with
 from slime_core.clusters.detached import DETACHED, LETTER, LOG, code_of
 from slime_core.errors import Preempted, SlimeError
+from slime_core.parent import end_with
 from slime_core.report import RunDir
 from slime_core.report.text import say
 

@@ -311,7 +311,7 @@ def _plugin_lines(info: Mapping[str, Any], plugins: Plugins) -> Iterator[str]:
 
 def plugin_versions(plugins: Plugins) -> dict[str, str]:
     """``NAME: DISTRIBUTION==VERSION`` of the loaded plugins; of a plugin in one file its path."""
-    return {name: plugins.origin(name) for name in plugins.names}
+    return {plugin.provider.name: plugin.provider.origin for plugin in plugins.loaded}
 
 
 def kind_of(config: Config, plugins: Plugins) -> str:

@@ -25,9 +25,10 @@ from functools import wraps
 from itertools import count
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from slime_core.clusters.channel import Channel, Frame, decode, die_with, encode, end, receive_frame, send_frame
+from slime_core.clusters.channel import Channel, Frame, decode, encode, end, receive_frame, send_frame
 from slime_core.clusters.hangs import show_stacks
 from slime_core.errors import SlimeError, TrainerError, remade
+from slime_core.parent import die_with
 
 GRACE = 5.0
 """Seconds in which a process that was told to end, or that closed its socket, must be gone before it is killed."""

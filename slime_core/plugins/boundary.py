@@ -294,13 +294,7 @@ async def call(
 ) -> Any:
     """The value of a hook: an async one runs in the event loop, a sync one on a thread.
 
-    Args:
-        threads: where sync hooks run.
-        impl: what to call.
-        arguments: everything the hook has; the implementation takes what it names.
-        about: what it is called for, such as ``prompt 'grpo/17'``.
-        deadline: seconds.
-        key: the config key of the deadline.
+    ``about`` is what it is called for (``prompt 'grpo/17'``), ``key`` the config key of the deadline in seconds.
 
     Raises:
         PluginError: PLG56 it raised, PLG60 it was late (:class:`Stuck` where it cannot be ended), PLG62 it tried to

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from slime_core.algorithms.shared.terms import add_terms, needed_roles
+from slime_core.algorithms.shared.terms import add_terms, needed_roles, role_columns
 from slime_core.errors import PluginError
 from slime_core.plugins.boundary import CORE, HookImpl, HookThreads, Stuck, call, call_now, wrong
 from slime_core.plugins.isolated import INSIDE, Processes, group_question, sample_question
 from slime_core.plugins.load import LoadedPlugin, fingerprint, load_options, sources
-from slime_core.plugins.result_checks import checked_columns, expect, role_columns, same_groups, to_reward, to_rewards
+from slime_core.plugins.result_checks import checked_columns, expect, same_groups, to_reward, to_rewards
 from slime_core.plugins.router import INFRA, HookRouter, made_elsewhere
 from slime_core.protocols import Estimator, Loss, PromptSource, Role, Sink
 from slime_core.types import Batch, Columns, Drop, Group, Prompt, Reward, Sample, SamplingParams, StepReport
@@ -45,7 +45,8 @@ class Plugins:
         self._threads = HookThreads()
         self._processes = Processes() if INSIDE not in os.environ else None
         self._checks: Any = None  # from the first use on
-        self._last: tuple[HookImpl, str] | None = None
+        self.last_call = ""
+        """The plugin's hook that was called last, and for what; empty before the first."""
         self._router = HookRouter(self._loaded, core, functions)
         self._options: dict[tuple[str, int], BaseModel | None] = {}
 
@@ -58,10 +59,6 @@ class Plugins:
     def loaded(self) -> tuple[LoadedPlugin, ...]:
         """The loaded plugins themselves, for hooks that a plugin calls (`slime_model_bridge`)."""
         return tuple(self._loaded.values())
-
-    def origin(self, name: str) -> str:
-        """``distribution==version`` of a loaded plugin, or its file."""
-        return self._loaded[name].provider.origin
 
     def options(self, name: str, config: Config | None = None) -> BaseModel | None:
         """The filled ``[plugin.NAME]`` model of a loaded plugin, of the run or of a stage's config."""
@@ -93,7 +90,7 @@ class Plugins:
     async def _judge(self, impl: HookImpl, group: Group, ctx: Context) -> list[Reward]:
         about = f"prompt '{group.id}'"
         if impl.own_process and self._processes is not None:
-            return await self._processes.ask(impl, group_question(group), ctx, about=about, key=REWARD)
+            return await self._processes.ask(impl, group_question(group), ctx, about)
         value = await self._call(impl, ctx, about, REWARD, group=group)
         return to_rewards(impl, value, group, ctx.config.reward.reward_key)
 
@@ -102,15 +99,16 @@ class Plugins:
 
         A sample that did not come is an infrastructure error, and never a reward of 0.
         """
-        rest = [i for i, sample in enumerate(group.samples) if sample.reward is None and INFRA not in sample.metadata]
-        rewards = await self._judge(impl, group.part(rest), ctx) if rest else []
-        judged = dict(zip(rest, rewards, strict=True))
-        for i, sample in enumerate(group.samples):
-            if reason := sample.metadata.get(INFRA):
-                judged[i] = Reward(value=0.0, kind="infra_error", reason=str(reason))
-            elif i not in judged:
-                judged[i] = to_reward(impl, sample.reward, f"sample '{sample.id}'", ctx.config.reward.reward_key)
-        return [judged[i] for i in range(len(group.samples))]
+        rewards: list[Any] = [
+            Reward(value=0.0, kind="infra_error", reason=str(sample.metadata[INFRA]))
+            if INFRA in sample.metadata
+            else sample.reward
+            for sample in group.samples
+        ]
+        rest = [i for i, reward in enumerate(rewards) if reward is None]
+        for i, reward in zip(rest, await self._judge(impl, group.part(rest), ctx) if rest else [], strict=True):
+            rewards[i] = reward
+        return to_rewards(impl, rewards, group, ctx.config.reward.reward_key)
 
     def pop_metrics(self) -> dict[str, float]:
         """Figures about hooks since the last call: ``reward/judged_twice`` groups, ``reward/unstable`` samples."""
@@ -125,7 +123,7 @@ class Plugins:
         impl = self._router.named["slime_reward_types"].impl(name)
         about = f"sample '{sample.id}'"
         if impl.own_process and self._processes is not None:
-            return (await self._processes.ask(impl, sample_question(name, sample), ctx, about=about, key=REWARD))[0]
+            return (await self._processes.ask(impl, sample_question(name, sample), ctx, about))[0]
         value = await self._call(impl, ctx, about, REWARD, sample=sample)
         return to_reward(impl, value, about, ctx.config.reward.reward_key)
 
@@ -280,26 +278,21 @@ class Plugins:
         """
         states = {}
         for name, impl, holder in self._states():
-            target = replace(impl, fn=holder.state, takes=None)
-            states[name] = self._call_holder(target, "its state()")
+            states[name] = self._call_holder(impl, holder.state, "its state()")
             if not isinstance(states[name], dict):
                 message = f"returned a {type(states[name]).__name__}"
-                raise wrong(target, message, "its state()", code="PLG64", fix="return a dict")
+                raise wrong(impl, message, "its state()", code="PLG64", fix="return a dict")
         return states
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Hand :meth:`state` back.
-
-        Raises:
-            PluginError: PLG64 a holder without ``load``, or one that raises.
-        """
+        """Hand :meth:`state` back; raises as it does."""
         for name, impl, holder in self._states():
             if name in state:
-                self._call_holder(replace(impl, fn=partial(holder.load, state[name]), takes=None), "load(state)")
+                self._call_holder(impl, partial(holder.load, state[name]), "load(state)")
 
-    def _call_holder(self, target: HookImpl, about: str) -> Any:
+    def _call_holder(self, impl: HookImpl, fn: Callable[[], Any], about: str) -> Any:
         try:
-            return call_now(target, {}, about=about, limit=self._router.limit)
+            return call_now(replace(impl, fn=fn, takes=None), {}, about=about, limit=self._router.limit)
         except PluginError as error:
             error.code = "PLG64" if error.code == "PLG56" else error.code
             raise
@@ -319,14 +312,6 @@ class Plugins:
     def sources(self) -> dict[str, str]:
         """A checksum a plugin and a file of functions: where :meth:`fingerprint` moved, these say which."""
         return sources(self._loaded, self._functions.files())
-
-    @property
-    def last_call(self) -> str:
-        """The plugin's hook that was called last, and for what; empty before the first."""
-        if self._last is None:
-            return ""
-        impl, about = self._last
-        return f"{impl.provider.name}.{impl.hook} ({about}), {impl.provider}"
 
     def close(self) -> None:
         """End the processes of rewards, and what functions by path need: the import finder and the loopback server."""
@@ -380,7 +365,7 @@ class Plugins:
         """Note the call; with ``report.check_hooks`` what watches the plugin's changes."""
         if impl.provider.source == CORE:
             return None
-        self._last = impl, about
+        self.last_call = f"{impl.provider.name}.{impl.hook} ({about}), {impl.provider}"
         return self._hook_checks().watch(impl, arguments, about) if check else None  # type: ignore[no-any-return]
 
     def _hook_checks(self) -> Any:

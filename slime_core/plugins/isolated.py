@@ -54,11 +54,7 @@ class IsolatedWorker:
         value_of(self.ask(json.dumps({"config": self.config.model_dump_json(), "path": sys.path})))
 
     def ask(self, request: str) -> dict[str, Any]:
-        """The response to one line of JSON; blocks.
-
-        Raises:
-            Gone: it ended.
-        """
+        """The response to one line of JSON; blocks, and raises Gone where the process ended."""
         try:
             self._file.write(request.encode() + b"\n")
             self._file.flush()
@@ -95,14 +91,8 @@ class Processes:
         self._all: set[IsolatedWorker] = set()
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
-    def pids(self) -> list[int]:
-        """Process ids of the workers that live."""
-        return [worker.process.pid for worker in self._all]
-
-    async def ask(
-        self, impl: HookImpl, question: Mapping[str, Any], ctx: Context, *, about: str, key: str
-    ) -> list[Reward]:
-        """A worker's rewards, within ``reward.reward_timeout``, which is the setting ``key``.
+    async def ask(self, impl: HookImpl, question: Mapping[str, Any], ctx: Context, about: str) -> list[Reward]:
+        """A worker's rewards, within ``reward.reward_timeout``.
 
         Raises:
             PluginError: PLG57 the question is no JSON, PLG60 it was late and was killed, PLG62 it ended, or what the
@@ -125,7 +115,7 @@ class Processes:
             except BaseException as error:
                 code = self._kill(worker)
                 if isinstance(error, Late):
-                    raise too_late(impl, about, deadline, key, Late()) from None
+                    raise too_late(impl, about, deadline, "reward.reward_timeout", Late()) from None
                 if isinstance(error, Gone):
                     how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
                     reason = "one reward is lost with it"

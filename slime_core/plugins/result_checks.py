@@ -48,18 +48,6 @@ def same_groups(impl: HookImpl, done: Any, issued: list[Group], about: str) -> d
 RETURNED = ("advantages", "returns")
 
 
-def role_columns(scores: Mapping[str, Columns]) -> Columns:
-    """One column a role, as estimators and losses read it: its log-probs or values; also ``policy_entropy``.
-
-    Example: {"policy": {"log_probs": lp, "entropy": h}} returns {"policy": lp, "policy_entropy": h}
-    """
-    result: Columns = {}
-    for role, columns in scores.items():
-        for name, values in columns.items():
-            result[role if name in ("log_probs", "values") else f"{role}_{name}"] = values
-    return result
-
-
 def checked_columns(impl: HookImpl, returned: Any, batch: Batch) -> Columns:
     """``advantages`` and perhaps ``returns`` as float32 of R entries.
 

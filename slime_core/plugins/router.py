@@ -78,7 +78,7 @@ class Registry:
 
 
 class HookRouter:
-    """Implementations by hook and task, resolved once a config and kept."""
+    """Implementations by hook and task, resolved once a config and kept; ``functions`` is a `FunctionsByPath`."""
 
     def __init__(self, loaded: Mapping[str, LoadedPlugin], core: LoadedPlugin, functions: Any) -> None:
         self._loaded, self._core, self._functions = dict(loaded), core, functions
@@ -126,11 +126,12 @@ class HookRouter:
 
     def estimator(self, train: Any) -> Estimator:
         """The estimator of a [train] section; the supervised loss has its own."""
-        return self._functions.estimator(self.named["slime_advantage"].value(self.estimator_name(train)), train)
+        registered = self.named["slime_advantage"].value(self.estimator_name(train))
+        return self._functions.estimator(registered, train)  # type: ignore[no-any-return]
 
     def loss(self, name: str) -> Loss:
         """The loss of that name, with functions by path applied."""
-        return self._functions.loss(self.named["slime_loss"].value(name))
+        return self._functions.loss(self.named["slime_loss"].value(name))  # type: ignore[no-any-return]
 
     @property
     def limit(self) -> float:
@@ -225,7 +226,7 @@ class HookRouter:
             return None
         if hook == "slime_reward" and is_name(path):
             return self._core.hooks[hook]  # it reads the task's name from the config
-        return self._functions.owner(hook, config, False, path)
+        return self._functions.owner(hook, config, False, path)  # type: ignore[no-any-return]
 
 
 def owners_of(config: Config, loaded: Mapping[str, LoadedPlugin]) -> dict[str, str]:

@@ -8,10 +8,8 @@ It ends with its parent. What it prints goes to stderr.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import os
-import signal
 import socket
 import sys
 import traceback
@@ -23,11 +21,10 @@ from typing import Any
 from slime_core.config.schema import Config
 from slime_core.context import Context
 from slime_core.errors import PluginError, SlimeError, text_of
+from slime_core.parent import die_with
 from slime_core.plugins import Plugins, load_plugins
 from slime_core.plugins.isolated import INSIDE
 from slime_core.types import Group, Prompt, Reward, Sample
-
-PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
@@ -70,25 +67,14 @@ class RewardWorker:
         return await plugins.reward(group, ctx)
 
 
-def die_with(parent: int) -> None:
-    """Be killed when the parent ends; Ctrl-C and SIGTERM are for the parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(0)
-
-
 def response_to(work: Callable[[dict[str, Any]], Any], question: dict[str, Any]) -> dict[str, Any]:
     """What ``work`` returns or raises."""
     try:
         return {"value": work(question)}
-    except SlimeError as error:
-        return {"error": error.as_dict(), "kind": type(error).__name__}
     except BaseException as error:
-        parts = PluginError(text_of(error), why="".join(traceback.format_tb(error.__traceback__, limit=-3))).as_dict()
-        return {"error": parts, "kind": "PluginError"}
+        if not isinstance(error, SlimeError):
+            error = PluginError(text_of(error), why="".join(traceback.format_tb(error.__traceback__, limit=-3)))
+        return {"error": error.as_dict(), "kind": type(error).__name__}
 
 
 if __name__ == "__main__":

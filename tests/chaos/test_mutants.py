@@ -112,7 +112,7 @@ MUTANTS = [
     ),
     Mutant(
         "children outlive their driver",
-        "slime_core/clusters/channel.py",
+        "slime_core/parent.py",
         "    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)\n",
         "",
         "tests/chaos/test_witnesses.py::test_a_child_that_stands_still_dies_with_its_driver",

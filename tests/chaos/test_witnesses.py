@@ -77,7 +77,7 @@ def test_a_run_killed_at_a_boundary_is_the_same(words):
     witness(*words)
 
 
-CHILD = "import os, signal, sys; from slime_core.clusters.channel import die_with; die_with(int(sys.argv[1])); print('there', flush=True); signal.pause()"
+CHILD = "import os, signal, sys; from slime_core.parent import die_with; die_with(int(sys.argv[1])); print('there', flush=True); signal.pause()"
 DRIVER = f"""
 import os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", {CHILD!r}, str(os.getpid())], stdout=subprocess.PIPE, text=True)

@@ -321,7 +321,7 @@ def call(trainer, method, *args):
 
 def scored(trainer, batch, name, arrays):
     """The batch with the columns of all roles, which are noted under a name."""
-    from slime_core.plugins.result_checks import role_columns
+    from slime_core.algorithms.shared.terms import role_columns
 
     columns = role_columns(call(trainer, "score", batch, ROLES))
     arrays |= {f"{name}.{role}": values for role, values in columns.items()}

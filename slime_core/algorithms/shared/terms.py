@@ -6,6 +6,7 @@ estimators too. At masked tokens an advantage means nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,10 +15,22 @@ from slime_core.algorithms.shared.kl import minus_reverse_kl, reward_kl
 from slime_core.algorithms.shared.returns import whiten
 from slime_core.errors import TrainerError
 from slime_core.protocols import Estimator, Role
-from slime_core.types import Batch
+from slime_core.types import Batch, Columns
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+
+def role_columns(scores: Mapping[str, Columns]) -> Columns:
+    """One column a role, as estimators and losses read it: its log-probs or values; also ``policy_entropy``.
+
+    Example: {"policy": {"log_probs": lp, "entropy": h}} returns {"policy": lp, "policy_entropy": h}
+    """
+    result: Columns = {}
+    for role, columns in scores.items():
+        for name, values in columns.items():
+            result[role if name in ("log_probs", "values") else f"{role}_{name}"] = values
+    return result
 
 
 def needed_roles(estimator: Estimator, train: Any) -> frozenset[Role]:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.unit
 
 CHILD = """
 import os, signal, sys
-from slime_core.clusters.channel import die_with
+from slime_core.parent import die_with
 die_with(int(sys.argv[1]))
 for name in ("SIGINT", "SIGTERM"):
     os.kill(os.getpid(), getattr(signal, name))

@@ -95,6 +95,10 @@ def pids_of(rewards):
     return {int(reward.terms["pid"]) for reward in rewards}
 
 
+def pids_of_workers(plugins):
+    return [worker.process.pid for worker in plugins._processes._all]
+
+
 def lives(pid):
     try:
         os.kill(pid, 0)
@@ -110,7 +114,7 @@ def test_a_reward_in_a_process_answers_as_one_beside_the_loop_does(alive, source
     rewards = asyncio.run(plugins.reward(group_of(do="print"), ctx))
     assert [(r.value, r.reason) for r in rewards] == [(0.25, "2"), (0.5, "2")]
     assert os.getpid() not in pids_of(rewards)
-    (pid, *_) = plugins._processes.pids()
+    (pid, *_) = pids_of_workers(plugins)
     plugins.close()
     assert not lives(pid)
 
@@ -132,7 +136,7 @@ def test_a_reward_that_hangs_in_its_process_is_killed_and_the_next_one_is_judged
     assert "reward.reward_timeout=2" in error.fix
     assert not plugins.ends_run(error, Config(rollout={"on_plugin_error": "drop"}))
     assert [r.value for r in before] == [r.value for r in after]
-    assert all(lives(pid) for pid in plugins._processes.pids())
+    assert all(lives(pid) for pid in pids_of_workers(plugins))
 
 
 @pytest.mark.parametrize(
@@ -181,9 +185,9 @@ def test_a_reward_that_is_cancelled_takes_its_process_with_it(alive):
 
     async def work():
         await plugins.reward(group_of(), ctx)
-        (pid,) = plugins._processes.pids()
+        (pid,) = pids_of_workers(plugins)
         task = asyncio.create_task(plugins.reward(group_of(do="swallow"), ctx))
-        while not plugins._processes.pids() or plugins._processes._idle:
+        while not pids_of_workers(plugins) or plugins._processes._idle:
             await asyncio.sleep(0)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import trainer_bench as made
 
+from slime_core.algorithms.shared.terms import role_columns
 from slime_core.clusters.channel import ProcessChannel, decode, encode
 from slime_core.clusters.ranks import RankTrainer
 from slime_core.config.schema import Config
 from slime_core.errors import TrainerError
 from slime_core.plugins import load_plugins
-from slime_core.plugins.result_checks import role_columns
 from slime_core.testing import tiny_model
 
 pytestmark = pytest.mark.integration

@@ -10,8 +10,8 @@ import torch
 import trainer_bench as made
 from safetensors.torch import load_file, save_file
 
+from slime_core.algorithms.shared.terms import role_columns
 from slime_core.plugins import load_plugins
-from slime_core.plugins.result_checks import role_columns
 from slime_core.testing import tiny_model
 from slime_core.threads import TorchThread
 from slime_core.trainers.fsdp import FsdpTrainer

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from slime_core.clusters.channel import die_with
+from slime_core.parent import die_with
 from slime_kernelbench.codec import verdict_to_json
 from slime_kernelbench.service.frames import MAX_LINE, receive, send
 from slime_kernelbench.service.verdicts import infra
