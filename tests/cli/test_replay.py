@@ -191,7 +191,7 @@ def test_pruned_samples_are_named(copied, cli):
     database.close()
     done = cli("replay", copied, "--step", "2")
     assert done.code == 7
-    assert "the samples of step 1 have no payload any more" in done.err
+    assert "the samples of step 1 no longer have their payload" in done.err
     assert cli("replay", copied, "--step", "3").code == 0  # from the checkpoint after it
 
 
