@@ -490,7 +490,7 @@ def refused(trainer, folders, stage_of):
 
 def short(trainer, stage_of):
     """Memory that really runs out, in a step and in scoring; then the same step in smaller passes."""
-    big = batch_of(groups=12, rollouts=8, longest=300, fan_out=False)
+    big = batch_of(groups=36, rollouts=8, longest=300, fan_out=False)
     answers = []
     for tokens in (1 << 20, 600):
         train = {"lr": 1e-3, "max_tokens_per_gpu": tokens, "gradient_checkpointing": False}
