@@ -85,8 +85,8 @@ MUTANTS = [
     Mutant(
         "a resumed run does not rewind its ledger",
         "slime_core/resume.py",
-        "            await self.components.ledger.rewind(checkpoint.version if checkpoint else 0)\n",
-        "",
+        "await self.components.ledger.rewind(checkpoint.version if checkpoint else 0)\n",
+        "pass\n",
         f"{WITNESSES}[rewound]",
     ),
     Mutant(
