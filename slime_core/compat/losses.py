@@ -140,9 +140,7 @@ def _reduced(fn: Function, pg: Any, columns: Mapping[str, Any], train: Any) -> A
     import torch
 
     responses, totals = _lengths(columns)
-    reduce = fn(
-        totals, responses, list(columns[MASK].split(responses)), settle(train).loss_aggregation == "token_mean"
-    )
+    reduce = fn(totals, responses, list(columns[MASK].split(responses)), train.loss_aggregation == "token_mean")
     probe = pg.detach().clone().requires_grad_(True)
     with torch.enable_grad():
         value = reduce(probe)
