@@ -28,7 +28,7 @@ LAYERS = {
         "parent",
     ),
     1: ("protocols", "context", "hookspecs", "backends", "plugins", "algorithms", "config"),
-    2: ("data", "evaluation", "weights", "report", "ledger"),
+    2: ("data", "evaluation", "weights", "report", "ledger", "kernels"),
     3: ("engines", "trainers"),
     4: ("clusters", "rollout", "checkpoint", "builtin", "compat"),
     5: ("loop", "evaluate", "preemption", "resume", "stage"),

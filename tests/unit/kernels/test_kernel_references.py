@@ -1,0 +1,158 @@
+"""The kernels' PyTorch references against transformers' attention and norms, and numpy's sampling."""
+
+import numpy as np
+import pytest
+import torch
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as capped_attention
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as sink_attention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
+
+from slime_core.engines.local.sampling import Knobs, draw
+from slime_core.engines.local.sampling import uniforms as cpu_uniforms
+from slime_core.kernels.attention import AttentionBatch, paged_attention, varlen_attention
+from slime_core.kernels.cache import norm_rotate_store, store
+from slime_core.kernels.sampling import log_softmax_at, sample, uniforms
+
+pytestmark = pytest.mark.unit
+
+HEADS, KV_HEADS, WIDTH, VALUE_WIDTH, PAGE = 6, 2, 24, 16, 4
+LENGTHS, NEW = (9, 1, 17, 6), (1, 1, 17, 4)
+FORMS = {
+    "plain": {},
+    "window": {"window": 5},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": torch.linspace(-1, 2, HEADS)},
+}
+
+
+def _sequences(seed=0):
+    draws = torch.Generator().manual_seed(seed)
+    return [
+        tuple(
+            torch.randn(length, heads, width, generator=draws)
+            for heads, width in ((HEADS, WIDTH), (KV_HEADS, WIDTH), (KV_HEADS, VALUE_WIDTH))
+        )
+        for length in LENGTHS
+    ]
+
+
+def _eager(query, key, value, form):
+    """Transformers' eager attention over one sequence, [L, Hq, Dv]."""
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.training = HEADS // KV_HEADS, False
+    position = torch.arange(len(query))
+    hidden = position[None] > position[:, None]
+    if "window" in form:
+        hidden |= position[None] <= position[:, None] - form["window"]
+    mask = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)[None, None]
+    states = [one.transpose(0, 1)[None] for one in (query, key, value)]
+    if "sinks" in form:
+        module.sinks = form["sinks"]
+        return sink_attention(module, *states, mask, scaling=0.3)[0][0]
+    return capped_attention(module, *states, mask, scaling=0.3, softcap=form.get("softcap"))[0][0]
+
+
+def _pages(sequences):
+    """Pools, tables and flat places of the sequences' keys and values, over pages in a random order."""
+    counts = [-(-length // PAGE) for length in LENGTHS]
+    order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(1)).int()
+    pools = [torch.full((len(order), PAGE, KV_HEADS, width), torch.nan) for width in (WIDTH, VALUE_WIDTH)]
+    tables = torch.zeros(len(LENGTHS), max(counts) + 1, dtype=torch.int32)
+    for row, count in enumerate(counts):
+        tables[row, :count] = order[sum(counts[:row]) :][:count]
+    for (_, key, value), table in zip(sequences, tables):
+        position = torch.arange(len(key))
+        store(*pools, table[position // PAGE].long() * PAGE + position % PAGE, key, value)
+    return *pools, tables
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_both_attentions_are_transformers_eager_one(form):
+    sequences = _sequences()
+    reference = [_eager(*sequence, form) for sequence in sequences]
+    keys, values, tables = _pages(sequences)
+    cu_rows = torch.tensor([0, *np.cumsum(NEW)], dtype=torch.int32)
+    batch = AttentionBatch(cu_rows, torch.tensor(LENGTHS, dtype=torch.int32), tables, max(NEW))
+    query = torch.cat([q[len(q) - new :] for (q, _, _), new in zip(sequences, NEW)])
+    paged = paged_attention(query, keys, values, batch, scale=0.3, **form)
+    torch.testing.assert_close(paged, torch.cat([one[len(one) - new :] for one, new in zip(reference, NEW)]))
+    packed = [torch.cat(column) for column in zip(*sequences)]
+    cu_seqlens = torch.tensor([0, *np.cumsum(LENGTHS)], dtype=torch.int32)
+    torch.testing.assert_close(
+        varlen_attention(*packed, cu_seqlens, max(LENGTHS), scale=0.3, **form), torch.cat(reference)
+    )
+
+
+@pytest.mark.parametrize("rotated", [16, 8])
+@pytest.mark.parametrize("norm", [True, False])
+def test_heads_are_normalised_rotated_and_stored_with_the_roundings_of_transformers(norm, rotated):
+    rows, dim = 5, 16
+    draws = torch.Generator().manual_seed(2)
+    qkv = torch.randn(rows, HEADS + 2 * KV_HEADS, dim, generator=draws).bfloat16()
+    angles = torch.rand(50, rotated // 2, generator=draws).repeat(1, 2)
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    positions, places = torch.tensor([3, 49, 0, 7, 7]), torch.tensor([5, -1, 0, 11, 2])
+    q, k, v = qkv.clone().split([HEADS, KV_HEADS, KV_HEADS], 1)
+    weights = torch.rand(2, dim, generator=draws).bfloat16() + 0.5
+    head_norms = None
+    if norm:
+        modules = [Qwen3RMSNorm(dim, eps=1e-6) for _ in weights]
+        for module, weight in zip(modules, weights):
+            module.weight.data = weight
+        with torch.no_grad():
+            q, k = modules[0](q), modules[1](k)
+        head_norms = torch.cat([weights[:1].expand(HEADS, -1), weights[1:].expand(KV_HEADS, -1)])
+    turned = [
+        apply_rotary_pos_emb(*([x[None, ..., :rotated]] * 2), cos[positions][None], sin[positions][None], 2)[0][0]
+        for x in (q, k)
+    ]
+    q, k = (torch.cat([new, x[..., rotated:]], -1) for new, x in zip(turned, (q, k)))
+    keys, values = (torch.zeros(3, PAGE, KV_HEADS, dim, dtype=torch.bfloat16) for _ in range(2))
+    norm_rotate_store(qkv, head_norms, 1e-6, cos, sin, positions, places, keys, values, HEADS)
+    assert torch.equal(qkv[:, :HEADS], q)
+    for pool, new in ((keys, k), (values, v)):
+        reference = torch.zeros_like(pool)
+        for row, place in enumerate(places.tolist()):
+            if place >= 0:
+                reference[place // PAGE, place % PAGE] = new[row]
+        assert torch.equal(pool, reference)
+
+
+def _knobs(rows):
+    draws = np.random.default_rng(3)
+    return Knobs(
+        draws.choice([0, 0.5, 1, 1.7], rows).astype(np.float32),
+        draws.choice([0.3, 0.9, 1], rows).astype(np.float32),
+        draws.choice([0, 1, 5, 40], rows).astype(np.int64),
+    )
+
+
+def test_uniforms_are_those_of_the_cpu_engine_bit_for_bit():
+    draws = np.random.default_rng(4)
+    seeds = draws.integers(0, 1 << 64, 300, dtype=np.uint64)
+    positions = draws.integers(0, 1 << 20, 300)
+    ours = uniforms(torch.from_numpy(seeds.view(np.int64)), torch.from_numpy(positions))
+    assert np.array_equal(ours.numpy(), cpu_uniforms(seeds, positions))
+
+
+def test_samples_are_those_of_the_cpu_engine():
+    rows, vocab = 200, 90
+    draws = torch.Generator().manual_seed(5)
+    logits = (torch.randn(rows, vocab, generator=draws) * 3).round(decimals=0)  # with ties
+    knobs = _knobs(rows)
+    seeds, positions = np.arange(rows, dtype=np.uint64), np.arange(rows) * 7
+    reference = draw(logits, knobs, cpu_uniforms(seeds, positions))
+    arrays = (seeds.view(np.int64), positions, knobs.temperature, knobs.top_k, knobs.top_p)
+    ours = sample(logits, *map(torch.from_numpy, arrays))
+    assert np.array_equal(ours.tokens.numpy(), reference.tokens)
+    assert np.array_equal(ours.log_probs.numpy(), reference.log_probs)
+    assert np.array_equal(ours.plain_log_probs.numpy(), reference.plain_log_probs)
+    assert torch.equal(log_softmax_at(logits, ours.tokens), ours.plain_log_probs)
+
+
+def test_logits_that_are_not_finite_are_seen_in_the_log_prob():
+    logits = torch.zeros(3, 10)
+    logits[0, 3], logits[1, 3] = torch.nan, torch.inf
+    ones = torch.ones(3)
+    log_probs = sample(logits, ones.long(), ones.long(), ones, ones.long() * 0, ones).plain_log_probs
+    assert log_probs.isnan().tolist() == [True, True, False]
