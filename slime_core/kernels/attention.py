@@ -7,6 +7,7 @@ sequence alone, and are the same whether it is decoded, prefilled or trained on.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -112,7 +113,7 @@ def varlen_attention(
 
         return varlen(query, key, value, cu_seqlens, longest, form, sinks, invariant)
     bounds = cu_seqlens.tolist()
-    parts = [slice(*pair) for pair in zip(bounds, bounds[1:])]
+    parts = [slice(*pair) for pair in pairwise(bounds)]
     return torch.cat([_attend(query[at], key[at], value[at], form, sinks) for at in parts])
 
 

@@ -7,8 +7,7 @@ from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward a
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as sink_attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
-from slime_core.engines.local.sampling import Knobs, draw
-from slime_core.engines.local.sampling import uniforms as cpu_uniforms
+from slime_core.engines.local.sampling import Knobs, draw, uniforms as cpu_uniforms
 from slime_core.kernels.attention import AttentionBatch, paged_attention, varlen_attention
 from slime_core.kernels.cache import norm_rotate_store, store
 from slime_core.kernels.sampling import log_softmax_at, sample, uniforms
