@@ -35,7 +35,7 @@ class AttentionBatch:
 
 
 @dataclass(slots=True, frozen=True)
-class Form:
+class ScoreForm:
     """How scores become weights: softmax(cap * tanh(scale * q k / cap)) over the last ``window`` keys, where set."""
 
     scale: float
@@ -67,7 +67,7 @@ def paged_attention(
         sinks: [Hq], logits of a column without a value
         invariant: bits of a row do not depend on the other rows, nor on how its sequence was cut into calls
     """
-    form = Form(scale, window, softcap)
+    form = ScoreForm(scale, window, softcap)
     if by_triton(query):
         from slime_core.kernels.attention_cuda import paged
 
@@ -107,7 +107,7 @@ def varlen_attention(
         window, softcap, sinks: as for :func:`paged_attention`
         invariant: the output has the bits of :func:`paged_attention` with ``invariant``
     """
-    form = Form(scale, window, softcap)
+    form = ScoreForm(scale, window, softcap)
     if by_triton(query):
         from slime_core.kernels.attention_cuda import varlen
 
@@ -117,7 +117,7 @@ def varlen_attention(
     return torch.cat([_attend(query[at], key[at], value[at], form, sinks) for at in parts])
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, form: Form, sinks: Tensor | None) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, form: ScoreForm, sinks: Tensor | None) -> Tensor:
     """Reference for one sequence: the last rows of ``key`` [L, Hkv, D] are those of ``query`` [n, Hq, D]."""
     group = query.shape[1] // key.shape[1]
     wide = torch.promote_types(query.dtype, torch.float32)
