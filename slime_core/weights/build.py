@@ -67,16 +67,16 @@ def fit(model: Any, shards: Shards, folder: Path) -> Fit:
     )
     pairs = [(name, shards.infos[fit_of.stored_as.get(name, name)]) for name in expected if name not in fit_of.missing]
     fit_of.shapes = [(name, info.shape, expected[name]) for name, info in pairs if info.shape != expected[name]]
-    if fit_of.missing and set(fit_of.missing) <= set(_class_ties(model)):
+    prefix = f"{model.base_model_prefix}."
+    renamed = any(prefix + name in expected for name in fit_of.extra)
+    fit_of.converted = renamed or bool(get_model_conversion_mapping(model, add_legacy=False))
+    if fit_of.missing and not fit_of.extra and set(fit_of.missing) <= set(_class_ties(model)):
         raise DataError(
             f"the folder has no {fit_of.missing[0]} and its config does not tie it to the embedding",
             code="TOK49",
             where=str(folder / "config.json"),
             fix='set "tie_word_embeddings": true in config.json, or save the model again',
         )
-    prefix = f"{model.base_model_prefix}."
-    renamed = any(prefix + name in expected for name in fit_of.extra)
-    fit_of.converted = renamed or bool(get_model_conversion_mapping(model, add_legacy=False))
     return fit_of
 
 
@@ -186,7 +186,19 @@ def allocate(config: Any, dtype: str, device: str, attn_implementation: str | No
     with torch.device(device), no_init_weights():
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **kwargs)
     model.tie_weights()
+    return _evaluating(model)
+
+
+def _evaluating(model: Any) -> Any:
+    """The model in eval mode, without the search for padding that GPT-2 makes of every input, on the host."""
+    for module in model.modules():
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+            module.warn_if_padding_and_no_attention_mask = _ignore
     return model.eval()
+
+
+def _ignore(*_: Any) -> None:
+    """Say nothing."""
 
 
 @torch.no_grad()
@@ -227,7 +239,7 @@ def load_converted(folder: Path, dtype: str, attn_implementation: str | None, tr
     )
     if not fit_result or info.get("conversion_errors"):
         raise misfit(fit_result, folder)
-    return model.eval()
+    return _evaluating(model)
 
 
 @torch.no_grad()

@@ -8,46 +8,29 @@ import torch
 import transformers
 
 from slime_core.engines.local import LocalEngine
+from slime_core.testing.families import family_config
 from slime_core.testing.models import char_tokenizer
 from slime_core.threads import TorchThread
 from slime_core.types import GenerateRequest, SamplingParams, WeightUpdate
 
 VOCAB = 84
-COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 512,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-    "initializer_range": 0.2,
-}
-GROUPED = {"num_key_value_heads": 2, "head_dim": 16}
-GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "vocab_size": VOCAB, "initializer_range": 0.2}
-CONFIGS = {
-    "qwen3": ("Qwen3Config", COMMON | GROUPED),
-    "qwen3-wide": ("Qwen3Config", COMMON | {"hidden_size": 256, "intermediate_size": 333, "vocab_size": 101, "head_dim": 48, "num_key_value_heads": 1}),
-    "qwen2": ("Qwen2Config", COMMON | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
-    "llama": ("LlamaConfig", COMMON | {"num_key_value_heads": 4, "attention_bias": True}),
-    "mistral": ("MistralConfig", COMMON | GROUPED | {"sliding_window": 24}),
-    "neox": ("GPTNeoXConfig", COMMON),
-    "gemma2": ("Gemma2Config", COMMON | GROUPED | {"sliding_window": 24}),
-    "gpt2": ("GPT2Config", GPT2 | {"bos_token_id": None, "eos_token_id": 1}),
-    "qwen3-moe": ("Qwen3MoeConfig", COMMON | GROUPED | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
-    "gpt-oss": ("GptOssConfig", COMMON | GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24}),
-    "mamba": ("MambaConfig", {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8, "eos_token_id": 1}),
-}  # fmt: skip
+WIDE = {"hidden_size": 256, "intermediate_size": 333, "vocab_size": 101, "head_dim": 48, "num_key_value_heads": 1}
+MAMBA = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8, "eos_token_id": 1}
+
+
+def config_of(name, changes):
+    """The config of a family, or of one of two more."""
+    if name == "mamba":
+        return transformers.MambaConfig(**(MAMBA | changes))
+    family, more = ("qwen3", WIDE) if name == "qwen3-wide" else (name, {"vocab_size": VOCAB})
+    return family_config(family, **(more | changes))
 
 
 class ConfigFolder:
     """What the engine reads of a model folder, from a config alone."""
 
     def __init__(self, name, **changes):
-        kind, values = CONFIGS[name]
-        self.config = getattr(transformers, kind)(**(values | changes))
+        self.config = config_of(name, changes)
         self.vocab_size, self.context_len = self.config.vocab_size, 512
         self.eos_token_ids, self.trust_remote_code = (1,), False
 

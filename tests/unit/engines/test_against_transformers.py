@@ -7,14 +7,16 @@ import numpy as np
 import pytest
 import torch
 
+from slime_core.testing.families import FAMILIES
+
 pytestmark = pytest.mark.unit
 
 PLANS = {
+    **dict.fromkeys(FAMILIES, "packed"),
     **dict.fromkeys(["qwen3", "qwen3-wide", "qwen2", "llama", "mistral"], "lean"),
-    **dict.fromkeys(["neox", "gemma2", "gpt2", "qwen3-moe", "gpt-oss"], "packed"),
     "mamba": "rescan",
 }
-ROUTED = {"qwen3-moe", "gpt-oss"}
+ROUTED = {"qwen3-moe", "gpt-oss", "deepseek-v2"}
 DTYPES = {"float32": (torch.float32, 2e-4), "bfloat16": (torch.bfloat16, 0.25)}
 
 
