@@ -46,7 +46,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2": ("DeepseekV2Config", _COMMON | _EXPERTS | _LATENT | {"num_key_value_heads": 4}),
     "gpt2": ("GPT2Config", _GPT2),
     "neox": ("GPTNeoXConfig", _COMMON),
-    "gpt-oss": ("GptOssConfig", _GROUPED | _WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": _ROPE}),
+    "gpt-oss": (
+        "GptOssConfig",
+        _GROUPED | _WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": _ROPE},
+    ),
 }
 """Class of the config and its values, by name; Phi-4 is ``phi3``."""
 
