@@ -1,4 +1,4 @@
-"""`slime convert`: the FSDP trainer's checkpoints to model folders, and the words that other trainers bring."""
+"""`slime convert`: the FSDP trainer's checkpoints and GGUF files to model folders, and the words of other trainers."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def converter(word: str) -> click.Command | None:
 
 
 class TrainerCommands(click.Group):
-    """The built-in word, then those of installed trainers, which are imported on use."""
+    """The built-in words, then those of installed trainers, which are imported on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """All of them, for the help."""
@@ -145,6 +145,20 @@ def fsdp_to_hf_command(checkpoint: Path, target: Path, origin: str | None) -> Ca
     from slime_core.weights.folder import resolve
 
     return lambda how: fsdp_to_hf(checkpoint, target, resolve(origin, "--origin-hf-dir") if origin else None, how)
+
+
+@command.command("gguf-to-hf")
+@click.argument("source", metavar="FILE.gguf", type=FOLDER)
+@click.argument("target", metavar="DST", type=FOLDER)
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32", "float16"]), default="bfloat16", show_default=True,
+              help="Of weights in DST.")  # fmt: skip
+def gguf_to_hf_command(source: Path, target: Path, dtype: str) -> Callable[[How], Done]:
+    """A GGUF file, dequantised, to a Hugging Face folder DST with tokenizer and chat template."""
+    import torch
+
+    from slime_convert.gguf_to_hf import gguf_to_hf
+
+    return lambda how: gguf_to_hf(source, target, getattr(torch, dtype), how)
 
 
 def convert(values: dict[str, Any], work: Callable[[How], Done]) -> None:

@@ -11,7 +11,7 @@ slime_api = 1
 
 @hookimpl
 def slime_command() -> click.Group:
-    """Our own word, and those of installed trainers."""
+    """Our own words, and those of installed trainers."""
     from slime_convert.command import command
 
     return command
