@@ -31,7 +31,7 @@ UNSAID = ("quantization_config", "_name_or_path", "_model_name_or_path")
 
 
 @dataclass(slots=True, frozen=True)
-class HeldRows:
+class MemoryRows:
     """The rows of a tensor in memory."""
 
     name: str
@@ -104,12 +104,11 @@ def _model(source: Path, dtype: torch.dtype) -> Any:
     """The model in memory, by transformers."""
     import transformers
 
-    named: dict[str, Any] = {"pretrained_model_name_or_path": source.absolute().parent, "gguf_file": source.name}
+    chosen: dict[str, Any] = {"pretrained_model_name_or_path": source.absolute().parent, "gguf_file": source.name}
+    chosen |= {"dtype": dtype, "output_loading_info": True}
     try:
         with redirect_stderr(StringIO()):  # its progress bars
-            model, report = transformers.AutoModelForCausalLM.from_pretrained(
-                **named, dtype=dtype, output_loading_info=True
-            )
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(**chosen)
     except Exception as error:  # of the reader, or of the class of the model
         raise ConfigError(
             f"transformers {transformers.__version__} does not read the model in {source.name}",
@@ -118,6 +117,7 @@ def _model(source: Path, dtype: torch.dtype) -> Any:
             why=f"{type(error).__name__}: {error}",
             fix="name the model's Hugging Face folder instead, or upgrade transformers",
         ) from error
+    model, report = loaded
     if lacking := sorted(report["missing_keys"]):
         raise DataError(
             f"{source.name} lacks {len(lacking)} weights of its model: {', '.join(lacking[:3])}",
@@ -132,15 +132,15 @@ def _tensors(model: Any) -> list[TensorRows]:
     """What a model folder stores: tied weights once, each expert's matrices apart."""
     ties = set(getattr(model, "all_tied_weights_keys", None) or ())
     whole = ((name, tensor.detach()) for name, tensor in model.state_dict().items() if name not in ties)
-    return [HeldRows(part.name, part.cut(t)) for name, t in whole for part in parts_of(name, t.shape)]
+    return [MemoryRows(part.name, part.cut(t)) for name, t in whole for part in parts_of(name, t.shape)]
 
 
 def _write_config(model: Any, ids: dict[str, int], folder: Path) -> None:
-    known = {f"{name}_token_id": number for name, number in ids.items() if name != "unk"}
+    tokens = {f"{name}_token_id": number for name, number in ids.items() if name != "unk"}
     config = {key: value for key, value in model.config.to_diff_dict().items() if key not in UNSAID}
-    config |= {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")} | known
+    config |= {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")} | tokens
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    (folder / "generation_config.json").write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
+    (folder / "generation_config.json").write_text(json.dumps(tokens, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_tokenizer(source: Path, ids: dict[str, int], folder: Path) -> None:
