@@ -1,0 +1,32 @@
+"""Run as a script: the invariant product in Triton's interpreter, against float64 and against itself."""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from interpreter import allow_loops
+
+from slime_core.kernels.linear import invariant_linear
+from slime_core.kernels.linear_cuda import TILES, _run
+
+if __name__ == "__main__":
+    allow_loops()
+    torch.manual_seed(0)
+    for inputs, outputs in ((64, 80), (100, 48)):
+        x, weight = torch.randn(70, inputs), torch.randn(outputs, inputs)
+        bias = torch.randn(outputs)
+        reference = x.double() @ weight.double().T
+        for tile in TILES:
+            torch.testing.assert_close(_run(tile, x, weight, None), reference.float(), rtol=1e-5, atol=1e-5)
+        whole = invariant_linear(x, weight, bias)
+        torch.testing.assert_close(whole, (reference + bias.double()).float(), rtol=1e-5, atol=1e-5)
+        assert torch.equal(invariant_linear(x[3:4], weight, bias), whole[3:4])
+        leaves = x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()
+        grad = torch.randn(70, outputs)
+        ours, theirs = (
+            torch.autograd.grad(function(*leaves), leaves, grad)
+            for function in (invariant_linear, torch.nn.functional.linear)
+        )
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,55 @@
+"""Run as a script: the Triton kernels of rows in Triton's interpreter, against float64, which runs the references."""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from interpreter import allow_loops
+
+from slime_core.kernels import rows_cuda
+from slime_core.kernels.gated import gated
+from slime_core.kernels.norm import add_rms_norm, rms_norm
+from slime_core.kernels.rotary import rotate
+
+
+def compare(function, *shapes):
+    """Results and gradients of draws of these shapes."""
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    outs, references = ([x] if isinstance(x, torch.Tensor) else x for x in (function(*inputs), function(*wide)))
+    grads = [torch.randn_like(x) for x in outs]
+    gradients = torch.autograd.grad(outs, inputs, grads)
+    reference_gradients = torch.autograd.grad(references, wide, [x.double() for x in grads])
+    for one, other in zip((*outs, *gradients), (*references, *reference_gradients), strict=True):
+        torch.testing.assert_close(one, other.float(), rtol=2e-6, atol=2e-6)
+
+
+def norms():
+    for width, offset in ((48, 0.0), (9, 1.0)):
+        compare(lambda x, weight, offset=offset: rms_norm(x, weight, 1e-6, offset), (2, 5, width), (width,))
+        compare(lambda *xs, offset=offset: add_rms_norm(*xs, 1e-6, offset), (5, width), (5, width), (width,))
+
+
+def many_rows():
+    """More tiles than programs: each sums several."""
+    rows_cuda.PROGRAMS, rows_cuda.TILE = 2, 16
+    compare(lambda x, weight: rms_norm(x, weight, 1e-6), (19, 8), (8,))
+
+
+def rotary():
+    for dim, turned in ((8, 8), (12, 4)):
+        cos, sin = torch.randn(2, 3, turned)
+        compare(lambda qkv, cos=cos, sin=sin: rotate(qkv[:, :3], qkv[:, 3:5], cos, sin), (3, 6, dim))
+
+
+def gates():
+    for activation in ("silu", "gelu_tanh"):
+        compare(lambda both, activation=activation: gated(both, activation), (3, 18))
+
+
+if __name__ == "__main__":
+    allow_loops()
+    torch.manual_seed(0)
+    for check in (norms, rotary, gates, many_rows):
+        check()
