@@ -24,13 +24,16 @@ def resolve_machine(config: Config) -> Config:
     """The config with device, dtype and cpu_threads settled for this machine, or for those of its cluster.
 
     Raises:
-        ConfigError: CFG04 a GPU is asked for and there is none; CFG17 no Ray cluster that could be asked for its GPUs.
+        ConfigError: CFG04 a GPU is asked for, or needed, and there is none; CFG17 no Ray cluster that could be asked
+            for its GPUs.
     """
     device = config.cluster.device
     if device == "auto":
         device = _device(config)
     elif device == "cuda" and not cluster_of(config).remote and _device(config) == "cpu":
         raise _no_gpu()  # a Ray cluster that has too few says so itself
+    if device == "cpu" and config.train.true_on_policy_mode:
+        raise _no_kernels()
     dtype = config.train.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" or cpu_flags() & BF16_FLAGS else "float32"
@@ -69,6 +72,16 @@ def _no_gpu() -> ConfigError:
         where="cluster.device",
         why=f"torch {_version('torch')}" + (f", CUDA_VISIBLE_DEVICES={visible}" if visible is not None else ""),
         fix="--device cpu   (or auto)\nslime doctor   shows what torch sees",
+    )
+
+
+def _no_kernels() -> ConfigError:
+    return ConfigError(
+        "train.true_on_policy_mode with device = cpu",
+        code="CFG04",
+        where="train.true_on_policy_mode",
+        why="the kernels that trainer and engine share run on a GPU; on a CPU, float32 log-probs agree to about 1e-6",
+        fix="--no-true-on-policy-mode",
     )
 
 

@@ -108,7 +108,7 @@ def _tile(x: Tensor, weight: Tensor) -> Tile:
 
 @cache
 def _by_cost(row_tiles: int, outputs: int, device: torch.device) -> list[Tile]:
-    """Tiles by the time that they should take: rounds over the processors, each as long as what it multiplies and loads."""
+    """Tiles by the time that they should take: rounds over the processors, times what a tile multiplies and loads."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def cost(tile: Tile) -> float:

@@ -16,7 +16,7 @@ ROTATIONS = 1024
 
 
 def tables(rotary: Any, like: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [at least ``count``, r] of a model's rotary module, in the dtype and on the device of ``like``.
+    """Cosines and sines [at least ``count``, r] of a model's rotary module, of the dtype and device of ``like``.
 
     Always made of as many positions at once, so that a position's bits do not depend on ``count``.
     """

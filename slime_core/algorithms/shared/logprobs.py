@@ -35,6 +35,13 @@ class Softmax(NamedTuple):
     total: Tensor  # sum of exp((logit - peak) / temperature)
 
 
+class HeadKernels(NamedTuple):
+    """Other arithmetic of the forward pass, of an engine whose bits are wanted; gradients stay as they are."""
+
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # hidden [n, hidden], weight, bias: logits [n, vocab]
+    log_probs: Callable[[Tensor, slice], Tensor]  # logits of these rows: log-probs of their targets [n]
+
+
 @dataclass(slots=True)
 class Head:
     """What turns hidden states into logits, and the tokens asked for."""
@@ -43,6 +50,7 @@ class Head:
     bias: Tensor | None  # [vocab]
     target: Tensor  # [R] int64
     inverse: Tensor | None  # [R], 1 / temperature
+    kernels: HeadKernels | None = None
 
     def blocks(self, rows: int, chunk: int = 0) -> list[slice]:
         """Rows whose logits are alive at once, at most ``chunk`` of them (0: as many as the bytes allow)."""
@@ -51,10 +59,12 @@ class Head:
 
     def room(self, largest: int) -> Tensor:
         """Memory for the logits of a block."""
-        return self.weight.new_empty(largest, len(self.weight))
+        return self.weight.new_empty(0 if self.kernels else largest, len(self.weight))
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
-        """[n, vocab] in the dtype of the product, in the first rows of ``out``."""
+        """[n, vocab] in the dtype of the product, in the first rows of ``out`` where it has some."""
+        if self.kernels is not None:
+            return self.kernels.product(hidden, self.weight, self.bias)
         out = out[: len(hidden)]
         if self.bias is None:
             return torch.mm(hidden, self.weight.T, out=out)
@@ -62,7 +72,8 @@ class Head:
 
     def softmax(self, logits: Tensor, part: slice) -> Softmax:
         """Statistics of the rows ``part``, whose logits these are."""
-        return softmax(logits, self.target[part], self.inverse[part] if self.inverse is not None else None)
+        soft = softmax(logits, self.target[part], self.inverse[part] if self.inverse is not None else None)
+        return soft if self.kernels is None else soft._replace(log_probs=self.kernels.log_probs(logits, part))
 
     def gradient_(self, logits: Tensor, part: slice, soft: Softmax, *grads: Tensor | None) -> None:
         """Put the gradient of the logits into their place; ``grads`` are of log-probs and entropies."""
@@ -217,8 +228,9 @@ class _LinearLogProbs(torch.autograd.Function):
         target: Tensor,
         inverse: Tensor | None,
         chunk: int,
+        kernels: HeadKernels | None,
     ) -> tuple[Tensor, Tensor]:
-        head = Head(weight, bias, target, inverse)
+        head = Head(weight, bias, target, inverse, kernels)
         parts = head.blocks(len(hidden), chunk)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         soft = Softmax(*(hidden.new_empty(len(hidden), dtype=dtype) for _ in range(4)))
@@ -227,7 +239,7 @@ class _LinearLogProbs(torch.autograd.Function):
             for column, values in zip(soft, head.softmax(head.logits(hidden[part], room), part)):
                 column[part] = values
         ctx.save_for_backward(hidden, weight, bias, target, inverse, *soft)
-        ctx.parts = parts
+        ctx.parts, ctx.kernels = parts, kernels
         ctx.set_materialize_grads(False)
         return soft.log_probs, soft.entropy
 
@@ -235,8 +247,8 @@ class _LinearLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, target, inverse, *rest = ctx.saved_tensors
         if grads[0] is None and grads[1] is None:
-            return None, None, None, None, None, None
-        head, soft = Head(weight, bias, target, inverse), Softmax(*rest)
+            return None, None, None, None, None, None, None
+        head, soft = Head(weight, bias, target, inverse, ctx.kernels), Softmax(*rest)
         gradients = HeadGradients(hidden, head, ctx.needs_input_grad)
         room = head.room(ctx.parts[0].stop if ctx.parts else 0)
         for part in ctx.parts:
@@ -246,7 +258,7 @@ class _LinearLogProbs(torch.autograd.Function):
             gradients.add(logits, hidden[part], part)
             del logits
         del room  # before the sums are copied to the weights' dtype
-        return *gradients.finish(), None, None, None
+        return *gradients.finish(), None, None, None, None
 
 
 def inverse_of(temperature: Tensor | None, like: Tensor) -> Tensor | None:
@@ -262,6 +274,7 @@ def linear_log_probs(
     bias: Tensor | None = None,
     temperature: Tensor | None = None,
     chunk: int = 0,
+    kernels: HeadKernels | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of its distribution, both [R] in float32 (float64 for float64 inputs).
 
@@ -272,8 +285,10 @@ def linear_log_probs(
         bias: [vocab]
         temperature: [R], logits are divided by it; None is 1
         chunk: rows whose logits are alive at once, at most; 0 is as many as ``LOGITS`` bytes hold
+        kernels: what logits and log-probs are computed with, where not with torch
     """
-    return _LinearLogProbs.apply(hidden, weight, bias, target, inverse_of(temperature, hidden), chunk)  # type: ignore[no-any-return]
+    inverse = inverse_of(temperature, hidden)
+    return _LinearLogProbs.apply(hidden, weight, bias, target, inverse, chunk, kernels)  # type: ignore[no-any-return]
 
 
 class _LogitsLogProbs(torch.autograd.Function):
@@ -314,8 +329,9 @@ class _LinearLoss(torch.autograd.Function):
         inverse: Tensor | None,
         chunk: int,
         loss: BlockLoss,
+        kernels: HeadKernels | None,
     ) -> Tensor:
-        head = Head(weight, bias, target, inverse)
+        head = Head(weight, bias, target, inverse, kernels)
         gradients = HeadGradients(hidden, head, ctx.needs_input_grad)
         parts = head.blocks(len(hidden), chunk) or [slice(0, 0)]  # the loss is asked at least once
         room = head.room(parts[0].stop)
@@ -335,7 +351,7 @@ class _LinearLoss(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("the gradient of a loss that was taken within its forward pass can be taken only once")
         gradients, ctx.gradients = ctx.gradients, None
-        return *gradients.finish(grads[0]), None, None, None, None
+        return *gradients.finish(grads[0]), None, None, None, None, None
 
 
 def _slopes(loss: BlockLoss, part: slice, soft: Softmax) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -356,9 +372,11 @@ def linear_loss(
     bias: Tensor | None = None,
     temperature: Tensor | None = None,
     chunk: int = 0,
+    kernels: HeadKernels | None = None,
 ) -> Tensor:
     """The sum of ``loss`` over blocks of rows, a scalar in float32 (float64 for float64 inputs), with gradient.
 
     Arguments as in :func:`linear_log_probs`. ``loss`` is asked at least once, with no rows where there are none.
     """
-    return _LinearLoss.apply(hidden, weight, bias, target, inverse_of(temperature, hidden), chunk, loss)  # type: ignore[no-any-return]
+    inverse = inverse_of(temperature, hidden)
+    return _LinearLoss.apply(hidden, weight, bias, target, inverse, chunk, loss, kernels)  # type: ignore[no-any-return]

@@ -36,6 +36,12 @@ class TrainSection(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = key(
         "auto", "Of compute; masters are float32. auto: bfloat16 where the processor has it.", KIND, once=True
     )
+    true_on_policy_mode: bool = key(
+        False,
+        "Trainer and embedded engine compute with the same kernels: log-probs agree bit for bit.",
+        KIND,
+        once=True,
+    )
     loss_type: str = key("policy_loss", "policy_loss, sft_loss, or a name from slime_loss.", LOSS)
     advantage_estimator: str = key(
         "grpo",
@@ -167,6 +173,8 @@ class TrainSection(Section):
         """
         yield from self._batches(data, rollout)
         yield from self._schedule()
+        if self.true_on_policy_mode:
+            yield from self._true_on_policy(rollout)
         if self.supervised:
             return
         yield from self._kl()
@@ -227,6 +235,21 @@ class TrainSection(Section):
                 why="decay starts where the warm-up ends",
                 fix="lower lr_warmup_iters or raise lr_decay_iters",
             )
+
+    def _true_on_policy(self, rollout: RolloutSection) -> Iterator[Problem]:
+        mode, fix = "true_on_policy_mode", "--no-true-on-policy-mode"
+        backends = {"rollout.rollout_engine": ("local", rollout.rollout_engine)}
+        backends["train.train_backend"] = ("fsdp", self.train_backend)
+        for name, (needed, value) in backends.items():
+            if value != needed:
+                reason = "the kernels that give the same bits are those of the embedded engine and of FSDP"
+                problem, keys = f"{mode} with {name.partition('.')[2]} = {value}", [f"train.{mode}", name]
+                yield conflict(problem, keys, why=reason, fix=f"set it to {needed}, or {fix}")
+        cut = {"rollout_top_p": rollout.rollout_top_p < 1, "rollout_top_k": rollout.rollout_top_k > 0}
+        for name in (name for name, cuts in cut.items() if cuts):
+            reason = "the engine's log-probs are then of a part of the distribution, the trainer's of the whole one"
+            problem, keys = f"{mode} with {name}", [f"train.{mode}", f"rollout.{name}"]
+            yield conflict(problem, keys, why=reason, fix=f"leave {name} out, or {fix}")
 
     def _kl(self) -> Iterator[Problem]:
         if self.kl_coef > 0 and self.kl_loss_coef > 0:

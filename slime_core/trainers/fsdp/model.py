@@ -27,6 +27,7 @@ from slime_core.algorithms.shared.logprobs import BlockLoss, linear_log_probs, l
 from slime_core.trainers.compiling import Choice, Compiled, pays
 from slime_core.trainers.fingerprint import digest, sums
 from slime_core.trainers.fsdp.attention import NAME, PackSegments, register, take
+from slime_core.trainers.fsdp.exact import ExactPass
 from slime_core.trainers.fsdp.fused import fuse
 from slime_core.trainers.optimizer_step import LossSums, MicroBatchLoss, Schedule, to_device
 
@@ -64,6 +65,7 @@ class FsdpPolicy(nn.Module):
         self.recompute = 0  # gradient checkpointing: of so many layers
         self.fused = False
         self.compiled = False
+        self.exact: ExactPass | None = None
         self._compiled: dict[Callable[..., Any], Compiled] = {}
         for number, layer in enumerate(layers(hf)):
             self._choose_forward(layer, number)
@@ -137,9 +139,13 @@ class FsdpPolicy(nn.Module):
         if not self.linear_head:
             logits = self.hf(**kwargs, logits_to_keep=rows.predict).logits[0]
             return logits_log_probs(logits, rows.target, temperature=rows.temperature)
-        hidden = take(self.hf.base_model(**kwargs).last_hidden_state[0], rows.predict)
         head = self.hf.get_output_embeddings()
         more: dict[str, Any] = {"bias": head.bias, "temperature": rows.temperature, "chunk": self.chunk}
+        if self.exact is not None:
+            hidden = self.exact.hidden(tokens, position_ids, segments, rows.predict)
+            more["kernels"] = self.exact.head(rows)
+        else:
+            hidden = take(self.hf.base_model(**kwargs).last_hidden_state[0], rows.predict)
         if loss is not None:
             return (linear_loss(hidden, head.weight, rows.target, loss, **more),)
         return linear_log_probs(hidden, head.weight, rows.target, **more)

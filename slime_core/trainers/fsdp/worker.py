@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from slime_core.trainers.data_parallel import DataParallelRank, RankBatch
 from slime_core.trainers.fsdp import checkpoint, publishing
 from slime_core.trainers.fsdp.critic import FsdpCritic
+from slime_core.trainers.fsdp.exact import ExactPass
 from slime_core.trainers.fsdp.frozen import FsdpFrozen
 from slime_core.trainers.fsdp.model import (
     FsdpLearner,
@@ -55,6 +56,8 @@ class FsdpWorker(Worker):
             model.to(self.device).eval().requires_grad_(True), chunk=self.train.logprob_chunk_tokens
         )
         self.policy.try_model()
+        if self.train.true_on_policy_mode:
+            self.policy.exact = ExactPass(self.policy)
         self.policy.choose_compiling(self.train.compile)
         shard(self.policy, self.mesh, self.dtype)
         self.actor: FsdpLearner = FsdpLearner(self.policy, self.rank, self.world)

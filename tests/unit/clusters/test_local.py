@@ -11,6 +11,7 @@ from slime_core.clusters.local import local_cluster
 from slime_core.clusters.machine import engines_apart, resolve_machine
 from slime_core.config.load import load_config
 from slime_core.engines.local import LocalEngine
+from slime_core.errors import ConfigError
 from slime_core.plugins import load_plugins
 from slime_core.report import Report
 from slime_core.report.rundir import RunDir
@@ -41,6 +42,11 @@ def test_the_cores_are_divided_between_ranks_and_an_engine_of_its_own_and_the_co
 def test_no_process_has_more_threads_than_the_environment_allows(monkeypatch, text, most):
     monkeypatch.setenv("OMP_NUM_THREADS", text)
     assert resolve_machine(load_config(None, ["--device", "cpu", "--cpu-threads", "5"])).cluster.cpu_threads == most
+
+
+def test_the_true_on_policy_mode_needs_a_gpu():
+    with pytest.raises(ConfigError, match="true_on_policy_mode with device = cpu"):
+        resolve_machine(load_config(None, ["--device", "cpu", "--true-on-policy-mode"]))
 
 
 def test_one_stage_that_runs_ahead_is_enough_for_an_engine_of_its_own(tmp_path):

@@ -50,6 +50,9 @@ OTHER = {  # a value off the default of each key that only some estimators read
             ["--eps-clip-c=3", "--policy-objective=cispo"], "policy_objective = cispo", "bounds its weights", "", id="dual clip and cispo"
         ),
         pytest.param(
+            ["--true-on-policy-mode", "--rollout-top-p=0.9"], "true_on_policy_mode with rollout_top_p", "a part of the", "leave", id="exact and top-p"
+        ),
+        pytest.param(
             ["--use-tis", "--use-rollout-logprobs"], "use_tis with", "twice", "--no-use-tis", id="gap counted twice"
         ),
         pytest.param(
