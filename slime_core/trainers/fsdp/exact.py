@@ -9,7 +9,7 @@ Gradients are summed in fixed orders: they repeat bit for bit.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +26,6 @@ from slime_core.kernels.norm import add_rms_norm, rms_norm
 from slime_core.kernels.rotary import rotate, tables
 from slime_core.kernels.sampling import log_softmax_at
 from slime_core.trainers.fsdp.attention import PackSegments, take
-
-if TYPE_CHECKING:
-    from slime_core.trainers.fsdp.model import FsdpPolicy, ResponseTokens
 
 Tensor = torch.Tensor
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -55,13 +52,13 @@ class PackRows:
 
 
 class ExactPass:
-    """Replaces the layers' forwards of ``policy``, whose model no longer runs without it.
+    """Replaces the layers' forwards of a `model.FsdpPolicy`, whose model no longer runs without it.
 
     Raises:
         TrainerError: a family, or an option of it, whose arithmetic the engine has not written out.
     """
 
-    def __init__(self, policy: FsdpPolicy) -> None:
+    def __init__(self, policy: Any) -> None:
         hf = policy.hf
         config, kind = hf.config, type(hf).__name__
         if kind not in FAMILIES or config.hidden_act != "silu" or not policy.packs or not policy.linear_head:
@@ -90,8 +87,8 @@ class ExactPass:
         x, residual = (take(one, predict) for one in state)
         return add_rms_norm(x, residual, model.norm.weight, self.eps)[0]
 
-    def head(self, rows: ResponseTokens) -> HeadKernels:
-        """Logits and log-probs of the response tokens as the engine computes them."""
+    def head(self, rows: Any) -> HeadKernels:
+        """Logits and log-probs of `model.ResponseTokens` as the engine computes them."""
 
         def log_probs(logits: Tensor, part: slice) -> Tensor:
             temperature = None if rows.temperature is None else rows.temperature[part]
@@ -100,7 +97,7 @@ class ExactPass:
         return HeadKernels(invariant_linear, log_probs)
 
     def _layer(
-        self, policy: FsdpPolicy, number: int, layer: Any, x: Tensor | None, residual: Tensor, rows: PackRows
+        self, policy: Any, number: int, layer: Any, x: Tensor | None, residual: Tensor, rows: PackRows
     ) -> tuple[Tensor, Tensor]:
         if number < policy.recompute and torch.is_grad_enabled():
             return checkpoint(self._run, layer, x, residual, rows, use_reentrant=False)  # type: ignore[no-any-return]
