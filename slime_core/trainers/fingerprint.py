@@ -12,7 +12,7 @@ both under their names. Elements may be summed in any order, each once, by which
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -20,7 +20,6 @@ import torch
 BLOCK = 1 << 16
 ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64
 ODD2 = 0xBF58476D1CE4E5B9 - (1 << 64)
-AT_ONCE = 256  # blocks a kernel takes on a GPU
 
 
 @lru_cache(maxsize=2)
@@ -33,29 +32,34 @@ def table(device: torch.device) -> torch.Tensor:
 
 
 @torch.no_grad()
+def all_sums(runs: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
+    """Both sums of each run of float32 elements, with the element of its tensor that is its first: [n, 2] int64.
+
+    On a GPU one kernel takes all of them.
+    """
+    if not runs:
+        return torch.zeros(0, 2, dtype=torch.int64)
+    if runs[0][0].is_cuda:
+        from slime_core.trainers import fingerprint_cuda
+
+        return fingerprint_cuda.sums(runs)
+    return torch.stack([_of_run(run.reshape(-1).view(torch.int32), start) for run, start in runs])
+
+
 def sums(run: torch.Tensor, start: int) -> torch.Tensor:
-    """Both sums of float32 elements in a row, of which the first is element ``start`` of its tensor: [2] int64."""
-    flat = run.reshape(-1).view(torch.int32)
-    mixed, done = table(flat.device), 0
-    first, second = [], []
-    while done < len(flat):
+    """:func:`all_sums` of one run: [2] int64."""
+    return all_sums([(run, start)])[0]
+
+
+def _of_run(bits: torch.Tensor, start: int) -> torch.Tensor:
+    mixed, totals, done = table(bits.device), torch.zeros(2, dtype=torch.int64), 0
+    while done < len(bits):  # a block fits into a core's cache
         block, inside = divmod(start + done, BLOCK)
-        count = min(BLOCK - inside, len(flat) - done)
-        many = 1 if inside else max(1, min((len(flat) - done) // BLOCK, AT_ONCE if flat.is_cuda else 1))
-        bits = flat[done : done + max(count, many * BLOCK if many > 1 else 0)].to(torch.int64)
-        first.append(bits.sum())
-        if many > 1:  # whole blocks, a kernel for all of them
-            odd = torch.arange(block, block + many, device=flat.device) * 2 + 1
-            second.append(((bits.view(many, BLOCK) * mixed).sum(1) * odd).sum())
-        else:
-            multipliers = mixed[inside : inside + count]
-            second.append(
-                ((bits * multipliers).sum() if flat.is_cuda else torch.dot(bits, multipliers)) * (2 * block + 1)
-            )
-        done += len(bits)
-    if not first:
-        return torch.zeros(2, dtype=torch.int64, device=flat.device)
-    return torch.stack((torch.stack(first).sum(), torch.stack(second).sum()))
+        part = bits[done : done + BLOCK - inside].to(torch.int64)
+        second = torch.dot(part, mixed[inside : inside + len(part)]) * (2 * block + 1)
+        totals += torch.stack((part.sum(), second))
+        done += len(part)
+    return totals
 
 
 def digest(tensors: Mapping[str, tuple[list[int], list[int]]]) -> str:

@@ -102,33 +102,6 @@ def test_sums_of_elements_in_any_order_are_those_of_the_formula():
     assert torch.equal(sums_at(whole[order], order).sum(1), sums(whole, 0))
 
 
-@pytest.fixture
-def short_blocks(request, monkeypatch):
-    """Blocks of so many elements; tables of others are forgotten."""
-    pytest.importorskip("megatron.core", reason="not proven: no megatron-core; pip install slime-rl[megatron]")
-    from slime_core.trainers import fingerprint as sums
-    from slime_megatron import fingerprint
-
-    caches = (sums.table, fingerprint._blocks)
-    for module in (sums, fingerprint):
-        monkeypatch.setattr(module, "BLOCK", request.param)
-    monkeypatch.setattr(sums, "AT_ONCE", 7)
-    for cache in caches:
-        cache.cache_clear()
-    yield request.param
-    for cache in caches:
-        cache.cache_clear()
-
-
-@pytest.mark.parametrize("short_blocks", [1, 2], indirect=True)
-@pytest.mark.parametrize(("name", "size"), [case for case in CASES if case[0] != "columns"])
-def test_shards_of_whole_blocks_sum_to_the_folders_tensors(name, size, short_blocks, monkeypatch):
-    test_ranges_of_shards_sum_to_the_folders_tensors(name, size, 0, monkeypatch)
-    from slime_megatron import fingerprint
-
-    assert short_blocks > 1 or fingerprint._blocks.cache_info().currsize
-
-
 @pytest.mark.parametrize("long", [0, 1 << 60], ids=["runs", "elements"])
 @pytest.mark.parametrize(("name", "size"), CASES)
 def test_ranges_of_shards_sum_to_the_folders_tensors(name, size, long, monkeypatch):

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from slime_core.algorithms.shared.logprobs import BlockLoss, linear_log_probs, linear_loss, logits_log_probs
 from slime_core.trainers.compiling import Choice, Compiled, pays
-from slime_core.trainers.fingerprint import digest, sums
+from slime_core.trainers.fingerprint import all_sums, digest
 from slime_core.trainers.fsdp.attention import NAME, PackSegments, register, take
 from slime_core.trainers.fsdp.exact import ExactPass
 from slime_core.trainers.fsdp.fused import fuse
@@ -461,13 +461,12 @@ def fingerprint(parameters: Mapping[str, torch.Tensor], world: int) -> str:
 
     Every rank gets the same answer: 32 hex digits.
     """
-    names = sorted(parameters)
-    rows = []
+    names, runs = sorted(parameters), []
     for name in names:
         parameter = parameters[name].detach()
         width = parameter[:1].numel() if parameter.ndim > 1 else 1
-        rows.append(sums(local(parameter), first_row(parameter) * width))
-    total = torch.stack(rows) if rows else torch.zeros(0, 2, dtype=torch.int64)
+        runs.append((local(parameter), first_row(parameter) * width))
+    total = all_sums(runs)
     if world > 1:
         dist.all_reduce(total)
     return digest({n: (list(parameters[n].shape), pair) for n, pair in zip(names, total.tolist(), strict=True)})

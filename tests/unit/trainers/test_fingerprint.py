@@ -1,6 +1,9 @@
 """A fingerprint of parameters: as written in its formula, and changed by anything that changes them."""
 
 import hashlib
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -110,3 +113,20 @@ def test_a_critic_is_part_of_it(bench, tmp_path):
     assert before != by_hand(one.parameters())
     one.worker.critic.learner.locals()["score.weight"].fill_(1)
     assert one.call("fingerprint") != before
+
+
+RUNS = """
+import torch
+from slime_core.trainers.fingerprint import all_sums
+from slime_core.trainers.fingerprint_cuda import sums
+
+draw = torch.Generator().manual_seed(3)
+shapes = (((5, 7), 0), ((0, 3), 0), ((2**14 + 9,), 2**16 - 6), ((), 3), ((2**15,), 1 << 33))
+runs = [(torch.randn(shape, generator=draw), start) for shape, start in shapes]
+assert torch.equal(sums(runs), all_sums(runs)), (sums(runs), all_sums(runs))
+"""
+
+
+def test_the_kernel_sums_as_the_processor_does():
+    pytest.importorskip("triton", reason="not proven: no triton; it comes with torch for CUDA")
+    subprocess.run([sys.executable, "-c", RUNS], env={**os.environ, "TRITON_INTERPRET": "1"}, check=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from slime_core.trainers.fingerprint import BLOCK, digest, sums, table
+from slime_core.trainers.fingerprint import BLOCK, all_sums, digest, table
 from slime_megatron.masters import Master, masters
 from slime_megatron.places import BITS, ShardPiece, share
 from slime_megatron.saving import Learned, learned, piece_of
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 EXPERT = re.compile(r"(.*mlp\.experts)\.\d+\.(gate|up|down)_proj\.weight")
 AT_ONCE, AT_ONCE_ON_CPU = 1 << 22, 1 << 16  # elements
-BLOCKS = 256  # that a kernel of a GPU takes
 LONG = BLOCK  # elements of a run, on average, from which on runs are summed one after another
 
 
@@ -122,26 +121,6 @@ def _within(
             yield low, high, which, begins[which] + (start - top) * width + low
 
 
-@lru_cache(maxsize=256)
-def _blocks(
-    runs: tuple[tuple[int, int, int, int], ...],
-    begins: tuple[int, ...],
-    width: int,
-    begin: int,
-    end: int,
-    device: torch.device,
-) -> torch.Tensor | None:
-    """The blocks, for `block_sums`, of elements ``begin`` to ``end`` of a shard; None where it is not made of them."""
-    blocks, at = list[tuple[int, int]](), begin
-    for low, high, which, element in _within(runs, begins, width, begin, end):
-        block, inside = divmod(element, BLOCK)
-        if low != at or inside or (high - low) % BLOCK:
-            return None
-        blocks += [(which, block + n) for n in range((high - low) // BLOCK)]
-        at = high
-    return torch.tensor(blocks, device=device).T if blocks and at == end else None
-
-
 def _sums(
     values: torch.Tensor, first: int, begin: int, end: int, piece: ShardPiece, tensors: Tensors, entry: Entry
 ) -> torch.Tensor:
@@ -157,11 +136,10 @@ def _sums(
     runs = _runs(alike_piece, tensors.sizes)
     if sum(run[1] for run in runs) * width > len(runs) * LONG:  # they need no index of each element
         begins = tuple(spot.begin for spot in spots(entry, tensors))
-        if (blocks := _blocks(runs, begins, width, begin, end, device)) is not None:
-            return block_sums(values[begin - first : end - first].float(), blocks, len(begins))
-        for low, high, which, element in _within(runs, begins, width, begin, end):
-            totals[which] += sums(values[low - first : high - first].float(), element)
-        return totals
+        within = list(_within(runs, begins, width, begin, end))
+        found = all_sums([(values[low - first : high - first].float(), element) for low, high, _, element in within])
+        places = torch.tensor([which for _, _, which, _ in within], dtype=torch.int64, device=device)
+        return totals.index_add_(0, places, found.to(device))
     source = _rows(alike_piece, tensors.sizes, device)[row:last]
     number = source >> BITS
     start = (source & (1 << BITS) - 1) * (piece.whole[1] if len(piece.whole) > 1 else 1) + piece.column
@@ -180,27 +158,6 @@ def _sums(
         totals.index_add_(0, number[part].clamp(min=0), both.T)
         at += rows * columns
     return totals
-
-
-@torch.no_grad()
-def block_sums(run: torch.Tensor, blocks: torch.Tensor, tensors: int) -> torch.Tensor:
-    """Both sums of each of ``tensors`` of which a run has whole blocks: [tensors, 2] int64.
-
-    ``run`` are [n * 2^16] float32, ``blocks`` [2, n] int64: of each block, the number of its tensor and its place
-    there. A GPU takes many blocks a kernel, of whichever tensor.
-    """
-    bits, mixed = run.view(torch.int32).view(-1, BLOCK), table(run.device)
-    sums = torch.zeros(tensors, 2, dtype=torch.int64, device=run.device)
-    for part, (numbers, places) in zip(bits.split(BLOCKS), blocks.split(BLOCKS, 1), strict=True):
-        if part.is_cuda:
-            wide = part.to(torch.int64)
-            both = torch.stack((wide.sum(1), (wide * mixed).sum(1)), 1)
-        else:  # a block fits into a core's cache
-            rows = (row.to(torch.int64) for row in part)
-            both = torch.stack([torch.stack((row.sum(), torch.dot(row, mixed))) for row in rows])
-        both[:, 1] *= places * 2 + 1
-        sums.index_add_(0, numbers, both)
-    return sums
 
 
 @torch.no_grad()
