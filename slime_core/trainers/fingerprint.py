@@ -42,7 +42,7 @@ def all_sums(runs: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
     if runs[0][0].is_cuda:
         from slime_core.trainers import fingerprint_cuda
 
-        return fingerprint_cuda.sums(runs)
+        return fingerprint_cuda.sums(runs, ODD, ODD2)
     return torch.stack([_of_run(run.reshape(-1).view(torch.int32), start) for run, start in runs])
 
 

@@ -11,8 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from slime_core.trainers.fingerprint import ODD, ODD2
-
 TILE = 1 << 14  # elements of a run that a program sums
 BLOCK = 1024
 
@@ -38,8 +36,8 @@ def _sums(tiles, sums, ODD: tl.constexpr, ODD2: tl.constexpr, TILE: tl.constexpr
     tl.atomic_add(sums + run * 2 + 1, tl.sum(second, 0))
 
 
-def sums(runs: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
-    """See `fingerprint.all_sums`."""
+def sums(runs: Sequence[tuple[torch.Tensor, int]], odd: int, odd2: int) -> torch.Tensor:
+    """See `fingerprint.all_sums`; ``odd`` and ``odd2`` are its multipliers."""
     flat = [run.reshape(-1) for run, _ in runs]
     counts = np.array([len(run) for run in flat])
     many = -(-counts // TILE)
@@ -52,5 +50,5 @@ def sums(runs: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
     if len(tiles):
         on_device = torch.from_numpy(tiles).to(device)
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            _sums[(len(tiles),)](on_device, totals, ODD=ODD, ODD2=ODD2, TILE=TILE, BLOCK=BLOCK)
+            _sums[(len(tiles),)](on_device, totals, ODD=odd, ODD2=odd2, TILE=TILE, BLOCK=BLOCK)
     return totals
