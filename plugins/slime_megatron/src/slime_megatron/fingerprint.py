@@ -137,9 +137,9 @@ def _sums(
     if sum(run[1] for run in runs) * width > len(runs) * LONG:  # they need no index of each element
         begins = tuple(spot.begin for spot in spots(entry, tensors))
         within = list(_within(runs, begins, width, begin, end))
-        found = all_sums([(values[low - first : high - first].float(), element) for low, high, _, element in within])
+        both = all_sums([(values[low - first : high - first].float(), element) for low, high, _, element in within])
         places = torch.tensor([which for _, _, which, _ in within], dtype=torch.int64, device=device)
-        return totals.index_add_(0, places, found.to(device))
+        return totals.index_add_(0, places, both.to(device))
     source = _rows(alike_piece, tensors.sizes, device)[row:last]
     number = source >> BITS
     start = (source & (1 << BITS) - 1) * (piece.whole[1] if len(piece.whole) > 1 else 1) + piece.column
