@@ -235,8 +235,8 @@ def reach(positions: NDArray[np.int64], slots: int) -> tuple[int, int, NDArray[n
 
 def write(cache: KVCache, layer: int, rows: PackedTokens, both: torch.Tensor) -> None:
     """Write keys and values [N, 2, Hkv, d] at once, into a layer where they are of one width."""
-    joint = cache.joint[layer]
-    joint[:, rows.slots, :, rows.positions] = both.to(joint.dtype)
+    by_position = cache.by_position[layer]
+    by_position.index_put_((rows.slots, rows.positions), both.to(by_position.dtype))
 
 
 def look(
@@ -246,53 +246,44 @@ def look(
 
     ``sinks`` [Hq] are logits of a column without a value.
     """
-    keys, values = cache.keys[layer], cache.values[layer]
     count, heads, dim = query.shape
+    keys = cache.keys[layer]
     kv_heads = keys.shape[1]
-    scaled = query.to(keys.dtype) if form.scale == 1.0 else query.to(keys.dtype) * form.scale
-    grouped = scaled.view(count, kv_heads, heads // kv_heads, dim)
+    grouped = query.to(keys.dtype).view(count, kv_heads, heads // kv_heads, dim)
+    if form.scale != 1.0:
+        grouped = grouped * form.scale
     sink = None if sinks is None else sinks.to(keys.dtype).view(1, kv_heads, heads // kv_heads, 1)
     if rows.segments is None:
-        out = _decode(keys, values, rows, grouped, form, sink)
+        out = _decode(cache, layer, rows, grouped, form, sink)
     else:
-        out = _packed(keys, values, rows, grouped, form, sink)
+        out = _packed(keys, cache.values[layer], rows, grouped, form, sink)
     return out.view(count, heads, -1).to(query.dtype)
 
 
 def _decode(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    rows: PackedTokens,
-    query: torch.Tensor,
-    form: Form,
-    sink: torch.Tensor | None,
+    cache: KVCache, layer: int, rows: PackedTokens, query: torch.Tensor, form: Form, sink: torch.Tensor | None
 ) -> torch.Tensor:
-    count = query.shape[0]
-    slots = slice(rows.first, rows.first + count)
     mask = _mask(rows, "all", rows.positions, rows.short, form.window)
-    out = _side_by_side(keys[slots], values[slots], query, mask, form, sink, rows.short)
+    k, v = cache.front(layer, rows.first, len(rows), rows.short)
+    out = _side_by_side(k, v, query, mask, form, sink)
     if rows.far is not None:
         mask = _mask(rows, "far", rows.positions[rows.far], rows.longest, form.window)
-        indices = rows.far + rows.first
-        k, v = (tensor[:, :, : rows.longest].index_select(0, indices) for tensor in (keys, values))
-        out[rows.far] = _side_by_side(k, v, query[rows.far], mask, form, sink, rows.longest)
+        slots = rows.far + rows.first
+        k, v = (
+            tensor[:, :, : rows.longest].index_select(0, slots).flatten(0, 1)
+            for tensor in (cache.keys[layer], cache.values[layer])
+        )
+        out[rows.far] = _side_by_side(k.transpose(1, 2), v, query[rows.far], mask, form, sink)
     return out
 
 
 def _side_by_side(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    query: torch.Tensor,
-    mask: torch.Tensor,
-    form: Form,
-    sink: torch.Tensor | None,
-    length: int,
+    k: torch.Tensor, v: torch.Tensor, query: torch.Tensor, mask: torch.Tensor, form: Form, sink: torch.Tensor | None
 ) -> torch.Tensor:
-    """Row i attends to keys[i, :, :length]."""
+    """Row i of [n, Hkv, G, d] attends to the keys and values of its own: [n * Hkv, d, L] and [n * Hkv, L, dv]."""
     count, kv_heads, group, _ = query.shape
-    k, v = keys.flatten(0, 1)[:, :length], values.flatten(0, 1)[:, :length]
-    scores = torch.bmm(query.flatten(0, 1), k.transpose(1, 2)).view(count, kv_heads, group, length)
-    weights = _weights(scores, mask[:, None, None], form, sink).view(count * kv_heads, group, length)
+    scores = torch.bmm(query.flatten(0, 1), k).view(count, kv_heads, group, -1)
+    weights = _weights(scores, mask, form, sink).flatten(0, 1)
     return _sum(weights, v).view(count, kv_heads, group, -1)
 
 
@@ -312,7 +303,7 @@ def _packed(
         slots = rows.slots[at]
         k, v = (tensor[:, :, :length].index_select(0, slots) for tensor in (keys, values))
         mask = _mask(rows, first, rows.positions[at], length, form.window)
-        out[at] = _side_by_side(k, v, query[at], mask, form, sink, length)
+        out[at] = _side_by_side(k.flatten(0, 1).transpose(1, 2), v.flatten(0, 1), query[at], mask, form, sink)
     for segment in rows.segments:
         if keys.device.type == "cpu" and segment.short:
             continue
@@ -354,7 +345,7 @@ def _row_by_row(
     scores = query.new_empty(count, kv_heads, group, length)
     for head in range(kv_heads):
         scores[:, head] = torch.bmm(query[:, head], k[head].transpose(0, 1).expand(count, dim, length))
-    weights = _weights(scores, mask[:, None, None], form, sink)
+    weights = _weights(scores, mask, form, sink)
     parts = [_sum(weights[:, head], v[head].expand(count, length, -1)) for head in range(kv_heads)]
     return torch.stack(parts, 1)
 
@@ -366,7 +357,7 @@ def _joined(
     count, kv_heads, group, dim = query.shape
     flat = query.permute(1, 0, 2, 3).reshape(kv_heads, count * group, dim)
     scores = torch.bmm(flat, k.transpose(1, 2)).view(kv_heads, count, group, -1).permute(1, 0, 2, 3)
-    weights = _weights(scores, mask[:, None, None], form, sink)
+    weights = _weights(scores, mask, form, sink)
     joined = weights.permute(1, 0, 2, 3).reshape(kv_heads, count * group, -1)
     return torch.bmm(joined, v).view(kv_heads, count, group, -1).permute(1, 0, 2, 3)
 
@@ -396,14 +387,16 @@ def _capped(scores: torch.Tensor, cap: float) -> torch.Tensor:
 def _sum(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """[B, G, L] x [B, L, d], in pieces of 256 columns added in order."""
     length = v.shape[1]
+    if length <= PIECE:
+        return torch.bmm(weights, v)
     out = torch.bmm(weights[:, :, :PIECE], v[:, :PIECE])
     for begin in range(PIECE, length, PIECE):
-        out = torch.baddbmm(out, weights[:, :, begin : begin + PIECE], v[:, begin : begin + PIECE])
+        out.baddbmm_(weights[:, :, begin : begin + PIECE], v[:, begin : begin + PIECE])
     return out
 
 
 def _mask(rows: PackedTokens, name: str | int, positions: torch.Tensor, length: int, window: int) -> torch.Tensor:
-    """[n, length] for rows at ``positions``, made once a pass: 0 where the row may look, -inf elsewhere."""
+    """[n, 1, 1, length] for rows at ``positions``, made once a pass: 0 where the row may look, -inf elsewhere."""
     cached = rows.masks.get((name, length, window))
     if cached is not None:
         return cached
@@ -413,6 +406,6 @@ def _mask(rows: PackedTokens, name: str | int, positions: torch.Tensor, length: 
     if window:
         hidden |= column <= query_positions - window
         hidden[:, 0] &= query_positions[:, 0] < rows.scratch  # a row that sees nothing would write NaN
-    mask = torch.zeros(hidden.shape, device=query_positions.device).masked_fill_(hidden, -torch.inf)
+    mask = torch.zeros(hidden.shape, device=query_positions.device).masked_fill_(hidden, -torch.inf)[:, None, None]
     rows.masks[name, length, window] = mask
     return mask

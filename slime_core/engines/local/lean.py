@@ -64,23 +64,23 @@ class Matrix:
         """Drop the copies."""
         self._weight, self._bias = torch.empty(0), None
 
-    def after_norm(self, x: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
+    def after_norm(self, x: torch.Tensor, eps: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The product of the norm of x."""
-        return self(_norm(x, None if self._takes_norm else self._norm.weight, eps))
+        return self(_norm(x, None if self._takes_norm else self._norm.weight, eps), out)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         if not self._fused:
             parts = [F.linear(x, layer.weight, layer.bias) for layer in self._layers]
-            return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+            return parts[0] if len(parts) == 1 else torch.cat(parts, -1, out=out)
         if self._bias is not None:
-            return torch.addmm(self._bias, x, self._weight)
-        return torch.mm(x, self._weight)
+            return torch.addmm(self._bias, x, self._weight, out=out)
+        return torch.mm(x, self._weight, out=out)
 
-    def added(self, base: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """``base`` + product."""
+    def add_to(self, base: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Add the product to ``base``."""
         if self._fused and self._bias is None:
-            return torch.addmm(base, x, self._weight)
-        return base + self(x)
+            return base.addmm_(x, self._weight)
+        return base.add_(self(x))
 
     def products(self) -> list[Product]:
         """For measuring how many rows they may have."""
@@ -92,7 +92,7 @@ class Matrix:
         return products
 
     def _onto(self, x: torch.Tensor) -> torch.Tensor:
-        return self.added(x.sum(-1, keepdim=True).expand(-1, self._layers[0].out_features).contiguous(), x)
+        return self.add_to(x.sum(-1, keepdim=True).expand(-1, self._layers[0].out_features).contiguous(), x)
 
 
 class _Layer:
@@ -126,6 +126,25 @@ class _Layer:
             self.heads = torch.cat([query, attention.k_norm.weight.expand(kv_heads, -1)])
 
 
+class _Scratch:
+    """What passes of ``count`` rows write into, with its views: a view costs as much as what a small pass does in it."""
+
+    def __init__(self, layer: _Layer, count: int, heads: int, kv_heads: int, dim: int) -> None:
+        make, both = layer.module.mlp.gate_proj.weight.new_empty, heads + kv_heads
+        self.count, half = count, dim // 2
+        self.qkv = make(count, (both + kv_heads) * dim)
+        by_head = self.qkv.view(count, -1, dim)
+        self.turning, self.query = by_head[:, :both], by_head[:, :heads]
+        self.keys_values = by_head[:, heads:].view(count, 2, kv_heads, dim)
+        self.swapped = make(count, both, dim)  # halves of each head
+        self.swaps = (
+            (self.swapped[..., :half], self.turning[..., half:]),
+            (self.swapped[..., half:], self.turning[..., :half]),
+        )
+        self.gate_up = make(count, 2 * layer.module.mlp.gate_proj.out_features)
+        self.gate, self.up = self.gate_up.chunk(2, -1)
+
+
 class LeanPlan:
     """The family's forward pass.
 
@@ -150,6 +169,7 @@ class LeanPlan:
         norm = self._model.model.norm
         self._eps = torch.tensor(norm.variance_epsilon, device=norm.weight.device)
         self._cos, self._sin = self._rotations(0)
+        self._scratch: _Scratch | None = None  # of the last pass
         self.shapes = [LayerShape(self._kv_heads, self._dim, self._dim)] * len(self._layers)
         self._forms = [
             Form(scale=1.0 if layer.head_norms else self._scale, window=layer.window) for layer in self._layers
@@ -170,6 +190,7 @@ class LeanPlan:
 
     def release(self) -> None:
         """Drop every copy."""
+        self._scratch = None
         for layer in self._layers:
             layer.heads = torch.empty(0)
             for matrix in layer.matrices:
@@ -182,29 +203,31 @@ class LeanPlan:
         while len(self._cos) < cache.length:
             more = self._rotations(len(self._cos))
             self._cos, self._sin = (torch.cat(pair) for pair in zip((self._cos, self._sin), more, strict=True))
-        turn = self._cos[rows.positions], self._sin[rows.positions]
+        turn = self._cos.index_select(0, rows.positions), self._sin.index_select(0, rows.positions)
+        scratch = self._scratch
+        if scratch is None or scratch.count != len(rows):
+            self._scratch = None  # its memory first
+            scratch = _Scratch(self._layers[0], len(rows), self._heads, self._kv_heads, self._dim)
+            self._scratch = scratch
         for index, layer in enumerate(self._layers):
-            query, both = self._project(layer, x, *turn)
-            write(cache, index, rows, both)
+            self._project(layer, x, scratch, *turn)
+            write(cache, index, rows, scratch.keys_values)
             if not logits and index == len(self._layers) - 1:
                 return None
-            mixed = look(cache, index, rows, query, self._forms[index])
-            x = layer.out.added(x, mixed.view(len(rows), -1))
-            x = layer.down.added(x, _gated(layer.gate_up.after_norm(x, layer.eps[1])))
+            mixed = look(cache, index, rows, scratch.query, self._forms[index])
+            layer.out.add_to(x, mixed.view(len(x), -1))
+            layer.gate_up.after_norm(x, layer.eps[1], scratch.gate_up)
+            layer.down.add_to(x, _gated(scratch.gate, scratch.up))
         return self._head.after_norm(x, self._eps)
 
-    def _project(
-        self, layer: _Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries [N, Hq, d], and keys beside values [N, 2, Hkv, d]."""
-        turned = self._heads + self._kv_heads
-        qkv = layer.qkv.after_norm(x, layer.eps[0]).view(len(x), turned + self._kv_heads, self._dim)
-        turning = qkv[:, :turned]
+    def _project(self, layer: _Layer, x: torch.Tensor, into: _Scratch, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Queries, keys and values of a layer, queries and keys turned."""
+        layer.qkv.after_norm(x, layer.eps[0], into.qkv)
         if layer.head_norms:
-            _norm_in_place(turning, layer.heads, layer.eps[2])
-        other = turning.roll(self._dim // 2, -1)
-        turning.mul_(cos).addcmul_(other, sin)
-        return qkv[:, : self._heads], qkv[:, self._heads :].view(len(x), 2, self._kv_heads, self._dim)
+            _norm_in_place(into.turning, layer.heads, layer.eps[2])
+        for half, other in into.swaps:
+            half.copy_(other)
+        into.turning.mul_(cos).addcmul_(into.swapped, sin)
 
     @torch.no_grad()
     def _rotations(self, begin: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -243,16 +266,12 @@ def _inverse_norm(x: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
     return torch.addcmul(eps, length, length, value=1 / x.shape[-1]).rsqrt_()
 
 
-def _gated(both: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up for [N, 2 * I]; on one thread a block, so that no thread's share ends inside a row."""
-    half = both.shape[-1] // 2
-    if both.device.type != "cpu" or torch.get_num_threads() <= 2 or both.numel() // 2 <= GRAIN:
-        return F.silu(both[:, :half]).mul_(both[:, half:])
-    out = both.new_empty(len(both), half)
-    for begin in range(0, len(both), max(1, GRAIN // half)):
-        part = both[begin : begin + max(1, GRAIN // half)]
-        torch.mul(F.silu(part[:, :half]), part[:, half:], out=out[begin : begin + len(part)])
-    return out
+def _gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, [N, I]; on one thread a block, so that no thread's share ends inside a row."""
+    if torch.get_num_threads() <= 2 or gate.numel() <= GRAIN:
+        return F.silu(gate).mul_(up)
+    rows = max(1, GRAIN // gate.shape[1])
+    return torch.cat([F.silu(g).mul_(u) for g, u in zip(gate.split(rows), up.split(rows), strict=True)])
 
 
 def _check(kind: str, config: Any) -> None:

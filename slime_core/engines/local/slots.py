@@ -8,7 +8,7 @@ its sequence has ended, so that a request that begins alike copies them (samples
 The cache grows with the longest sequence:
 
     keys[layer], values[layer]: [slots + 1, kv heads, length, head dim]; the last slot is for scoring and probes
-    joint[layer]: both as one tensor [2, slots + 1, ...], where they are of one width
+    by_position[layer]: both as one tensor [slots + 1, length, 2, kv heads, head dim], where they are of one width
 
 On CPU it is float32 whatever the compute dtype (a bfloat16 key is a float32 key), and its pages are only touched as
 sequences grow. The last position of every slot is scratch: rows that stand for no sequence write there, and nothing
@@ -328,7 +328,9 @@ class KVCache:
         self.length = slot_length(context_len)
         self.device = device
         self.dtype = cache_dtype(dtype, device)
-        self.joint: dict[int, torch.Tensor] = {}  # of layers whose keys and values are of one width
+        self.by_position: dict[int, torch.Tensor] = {}  # of layers whose keys and values are of one width
+        self._front: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer, of one size
+        self._front_size = (0, 0, 0)
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         for layer, shape in enumerate(shapes):
@@ -344,6 +346,7 @@ class KVCache:
     def grow(self, context_len: int, used: Sequence[int]) -> None:
         """Make slots longer, layer by layer; slot i holds ``used[i]`` positions, the rest is not copied."""
         self.length = slot_length(context_len)
+        self._front_size = (0, 0, 0)
         for layer, shape in enumerate(self.shapes):
             before = self.keys[layer], self.values[layer]
             self._place(layer, shape)
@@ -362,10 +365,20 @@ class KVCache:
         for tensor in (*self.keys, *self.values):
             tensor[slot].zero_()
 
+    def front(self, layer: int, first: int, count: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first ``length`` positions of ``count`` slots: keys [count * kv heads, d, length], values [..., dv]."""
+        if self._front_size != (first, count, length):
+            self._front, self._front_size = {}, (first, count, length)
+        if layer not in self._front:
+            k, v = (t[first : first + count, :, :length].flatten(0, 1) for t in (self.keys[layer], self.values[layer]))
+            self._front[layer] = k.transpose(1, 2), v
+        return self._front[layer]
+
     def _place(self, layer: int, shape: LayerShape) -> None:
         if shape.key_dim == shape.value_dim:
-            self.joint[layer] = self._zeros(2, shape.kv_heads, shape.key_dim)
-            self.keys[layer], self.values[layer] = self.joint[layer]
+            joint = self._zeros(2, shape.kv_heads, shape.key_dim)
+            self.keys[layer], self.values[layer] = joint
+            self.by_position[layer] = joint.permute(1, 3, 0, 2, 4)
         else:
             self.keys[layer] = self._zeros(1, shape.kv_heads, shape.key_dim)[0]
             self.values[layer] = self._zeros(1, shape.kv_heads, shape.value_dim)[0]

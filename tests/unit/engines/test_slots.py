@@ -116,7 +116,7 @@ def test_a_longer_cache_holds_what_it_held_and_zeros():
     for tensor in (*cache.keys, *cache.values):
         assert tensor.shape[2] == 129
         assert tensor[:, 0, :, 0].sum(1).tolist() == [32, 5, 0]
-    assert cache.joint[0][1].data_ptr() == cache.values[0].data_ptr()
+    assert cache.by_position[0][0, 0, 1].data_ptr() == cache.values[0].data_ptr()
 
 
 def test_memory_is_taken_by_positions_that_are_written_not_by_whole_slots():
@@ -124,7 +124,7 @@ def test_memory_is_taken_by_positions_that_are_written_not_by_whole_slots():
 
     cache = KVCache([LayerShape(8, 64, 64)], 15, 8191, torch.float32, "cpu")
     before = resident_memory()
-    cache.joint[0][:, :, :, 5] = 1.0
+    cache.by_position[0][:, 5] = 1.0
     assert resident_memory() - before < 16 << 20
 
 
