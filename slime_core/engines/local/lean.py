@@ -127,7 +127,7 @@ class _Layer:
 
 
 class _Scratch:
-    """What passes of ``count`` rows write into, with its views: a view costs as much as what a small pass does in it."""
+    """What passes of ``count`` rows write into, with its views: they cost as much as what a small pass does there."""
 
     def __init__(self, layer: _Layer, count: int, heads: int, kv_heads: int, dim: int) -> None:
         make, both = layer.module.mlp.gate_proj.weight.new_empty, heads + kv_heads
