@@ -181,12 +181,18 @@ def allocate(config: Any, dtype: str, device: str, attn_implementation: str | No
     from transformers.initialization import no_init_weights
 
     kwargs: dict[str, Any] = {"dtype": torch_dtype(dtype, device), "trust_remote_code": trust_remote_code}
-    if attn_implementation is not None:
-        kwargs["attn_implementation"] = attn_implementation
+    kwargs |= _attention(config, attn_implementation)
     with torch.device(device), no_init_weights():
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **kwargs)
     model.tie_weights()
     return _evaluating(model)
+
+
+def _attention(config: Any, named: str | None) -> dict[str, str]:
+    """Which of transformers' attentions: ``named``, or its default, unless that would leave a soft cap out."""
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    name = named or ("eager" if capped else None)
+    return {} if name is None else {"attn_implementation": name}
 
 
 def _evaluating(model: Any) -> Any:
@@ -212,7 +218,9 @@ def load_by_name(model: Any, shards: Shards, stored_as: Mapping[str, str]) -> No
         done.add(tensor.data_ptr())
 
 
-def load_converted(folder: Path, dtype: str, attn_implementation: str | None, trust_remote_code: bool) -> Any:
+def load_converted(
+    folder: Path, config: Any, dtype: str, attn_implementation: str | None, trust_remote_code: bool
+) -> Any:
     """Load through transformers, which renames and fuses tensors of some families; the result is checked as ours is.
 
     Raises:
@@ -221,8 +229,7 @@ def load_converted(folder: Path, dtype: str, attn_implementation: str | None, tr
     from transformers import AutoModelForCausalLM
 
     kwargs: dict[str, Any] = {"dtype": torch_dtype(dtype), "trust_remote_code": trust_remote_code}
-    if attn_implementation is not None:
-        kwargs["attn_implementation"] = attn_implementation
+    kwargs |= _attention(config, attn_implementation)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         str(folder),
         local_files_only=True,

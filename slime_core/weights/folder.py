@@ -121,7 +121,8 @@ class ModelFolder:
         from slime_core.weights import build
 
         if self.init_weights == "load" and self._fit is not None and not self._fit:
-            model = build.load_converted(self.path, dtype, attn_implementation, self.trust_remote_code)
+            attention = attn_implementation
+            model = build.load_converted(self.path, self.config, dtype, attention, self.trust_remote_code)
             return model.to(device)  # type: ignore[no-any-return]
         model = build.allocate(self.config, dtype, device, attn_implementation, self.trust_remote_code)
         if self.init_weights == "random":

@@ -28,9 +28,7 @@ class Twin:
 
         self.dtype, self.device = dtype, device
         name = str(dtype).removeprefix("torch.")
-        capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)  # which sdpa leaves out
-        attention = "eager" if capped else None
-        self.model = allocate(config, name, device, attention, trust_remote_code).requires_grad_(False)
+        self.model = allocate(config, name, device, None, trust_remote_code).requires_grad_(False)
         self.ready = False
         self._writable: set[str] = set()  # parameters whose storage is ours and may be overwritten
         self._ties = self._tied_names()

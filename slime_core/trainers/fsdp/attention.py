@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from slime_core.kernels.attention import varlen_attention
 from slime_core.trainers.flash import filled, has_cudnn, varlen
 
 NAME = "slime_segments"
@@ -167,25 +168,29 @@ def segment_attention(
     segments: PackSegments | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention inside each segment; query [1, heads, T, d], key and value [1, kv heads, T, d].
+    """Causal attention inside each segment; query and key [1, heads, T, d], value [1, kv heads, T, dv].
 
-    Returns [1, T, heads, d]. Dropout is ignored: log-probs of the policy have none.
+    Returns [1, T, heads, dv]. Dropout is ignored: log-probs of the policy have none. ``s_aux`` [heads] are sinks.
 
     Raises:
         TypeError: the model asks for something that is not plain causal attention.
     """
-    odd = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    odd = [name for name in ("position_bias",) if kwargs.get(name) is not None]
     if segments is None or attention_mask is not None or odd or not getattr(module, "is_causal", True):
         raise TypeError(f"{type(module).__name__} needs more than causal attention in segments: {odd or 'a mask'}")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if softcap is not None or s_aux is not None:
+        return _by_kernel(q, k, v, segments, scaling, sliding_window, softcap, s_aux)[None], None
     half = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
     if half and (sliding_window is not None or not segments.long or not _cudnn(query)):
         return _varlen(q, k, v, segments, scaling, sliding_window)[None], None
     if len(segments.runs) == 1 and segments.runs[0].rows is None:  # all rows as they lie
-        return _attend(q, k, v, segments.runs[0], scaling, sliding_window).reshape(1, *q.shape), None
-    out = torch.empty_like(q)
+        return _attend(q, k, v, segments.runs[0], scaling, sliding_window).reshape(1, *q.shape[:2], -1), None
+    out = q.new_empty(*q.shape[:2], v.shape[-1])
     for run in segments.runs:
         run.put(_attend(q, k, v, run, scaling, sliding_window), out)
     return out[None], None
@@ -205,9 +210,31 @@ def _varlen(
     window: int | None,
 ) -> torch.Tensor:
     cu, longest = segments.cu_seqlens, segments.longest
-    if segments.gather is not None:
-        q, k, v = (take(x, segments.gather) for x in (q, k, v))
+    q, k, v = _end_to_end(segments, q, k, v)
     out = varlen(q, k, v, cu, cu, longest, longest, scale=scaling, window=window)
+    return out if segments.last is None else out.index_select(0, segments.last)
+
+
+def _end_to_end(segments: PackSegments, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Rows of whole sequences, those of shared prompts repeated in each."""
+    return [x if segments.gather is None else take(x, segments.gather) for x in tensors]
+
+
+def _by_kernel(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    segments: PackSegments,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Soft caps and sinks, which torch's own kernels have not."""
+    q, k, v = _end_to_end(segments, q, k, v)
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    more: dict[str, Any] = {"window": window or 0, "softcap": softcap or 0.0, "sinks": sinks}
+    out = varlen_attention(q, k, v, segments.cu_seqlens, segments.longest, scale=scale, **more)
     return out if segments.last is None else out.index_select(0, segments.last)
 
 

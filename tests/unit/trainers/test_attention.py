@@ -40,9 +40,9 @@ def sequences(lengths, prefix):
         yield [*head, *range(bounds[i], bounds[i + 1])]
 
 
-def plain(q, k, v, lengths, prefix, window=None):
+def plain(q, k, v, lengths, prefix, window=None, softcap=None, sinks=None):
     """Each sequence alone, a head at a time."""
-    out = torch.zeros_like(q)
+    out = q.new_zeros(*q.shape[:2], v.shape[-1])
     for rows in sequences(lengths, prefix):
         n = len(rows)
         hidden = torch.ones(n, n).triu(1).bool()
@@ -50,8 +50,12 @@ def plain(q, k, v, lengths, prefix, window=None):
             hidden |= torch.ones(n, n).tril(-window).bool()
         for head in range(HEADS):
             kv = head * KV_HEADS // HEADS
-            scores = (q[rows, head] @ k[rows, kv].T / math.sqrt(DIM)).masked_fill(hidden, -math.inf)
-            out = out.index_put((torch.tensor(rows), torch.tensor(head)), torch.softmax(scores, -1) @ v[rows, kv])
+            scores = q[rows, head] @ k[rows, kv].T / math.sqrt(DIM)
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            weights = scores.masked_fill(hidden, -math.inf).exp()
+            total = weights.sum(-1, keepdim=True) + (0 if sinks is None else sinks[head].exp())
+            out = out.index_put((torch.tensor(rows), torch.tensor(head)), weights / total @ v[rows, kv])
     return out
 
 
@@ -141,7 +145,30 @@ def test_filling_wastes_at_most_its_share(lengths):
     assert filled * (1 - attention.FILLING) <= sum(lengths) + 1e-9
 
 
-@pytest.mark.parametrize("odd", ["softcap", "s_aux", "position_bias"])
+@pytest.mark.parametrize("more", [{"softcap": 0.7}, {"sinks": True}, {"softcap": 0.7, "sinks": True, "window": 3}], ids=str)
+@pytest.mark.parametrize("name", ["far", "shared"])
+def test_soft_caps_sinks_and_narrow_values_are_kept(name, more):
+    lengths, prefix = PACKS[name]
+    q, k, v = tensors(sum(lengths))
+    v, sinks = v[..., :5], torch.randn(HEADS, dtype=torch.float64, requires_grad=True)
+    segments = PackSegments.of(np.concatenate([[0], np.cumsum(lengths)]), prefix, "cpu")
+    got, _ = segment_attention(
+        torch.nn.Module(),
+        *(x.transpose(0, 1)[None] for x in (q, k, v)),
+        None,
+        segments=segments,
+        scaling=DIM**-0.5,
+        sliding_window=more.get("window"),
+        softcap=more.get("softcap"),
+        s_aux=sinks if "sinks" in more else None,
+    )
+    want = plain(q, k, v, lengths, prefix, more.get("window"), more.get("softcap"), sinks if "sinks" in more else None)
+    torch.testing.assert_close(got[0], want)
+    d_out, inputs = torch.randn_like(want), [q, k, v, *([sinks] if "sinks" in more else [])]
+    torch.testing.assert_close(*(torch.autograd.grad(out, inputs, d_out) for out in (got[0], want)))
+
+
+@pytest.mark.parametrize("odd", ["position_bias"])
 def test_models_with_more_than_causal_attention_are_refused(odd):
     q = torch.zeros(1, 1, 2, 4)
     segments = PackSegments.of([0, 2], [-1], "cpu")

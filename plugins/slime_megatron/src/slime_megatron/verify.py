@@ -83,7 +83,7 @@ def slow_copy(worker: MegatronWorker) -> Any:
         for file in [folder.path / "config.json", *folder.path.glob("*.py")]:
             shutil.copy(file, directory)
         save_file(weights, str(Path(directory) / "model.safetensors"), metadata={"format": "pt"})
-        model: Any = build.load_converted(Path(directory), "float32", "eager", folder.trust_remote_code)
+        model: Any = build.load_converted(Path(directory), folder.config, "float32", "eager", folder.trust_remote_code)
     return slow_model(model, worker.device)
 
 
