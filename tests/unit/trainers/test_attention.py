@@ -145,7 +145,9 @@ def test_filling_wastes_at_most_its_share(lengths):
     assert filled * (1 - attention.FILLING) <= sum(lengths) + 1e-9
 
 
-@pytest.mark.parametrize("more", [{"softcap": 0.7}, {"sinks": True}, {"softcap": 0.7, "sinks": True, "window": 3}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{"softcap": 0.7}, {"sinks": True}, {"softcap": 0.7, "sinks": True, "window": 3}], ids=str
+)
 @pytest.mark.parametrize("name", ["far", "shared"])
 def test_soft_caps_sinks_and_narrow_values_are_kept(name, more):
     lengths, prefix = PACKS[name]
