@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from slime_core.kernels import by_triton
 Tensor = torch.Tensor
 
 
-def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def invariant_linear(x: Tensor, weight: Tensor | Sequence[Tensor], bias: Tensor | None = None) -> Tensor:
     """x weight^T + bias, summed in float32 in one fixed order; with gradient, by plain products.
 
     An output's bits depend on its row of ``x``, its row of ``weight`` and its bias: a joined matrix gives the bits of
@@ -20,28 +21,34 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
     Args:
         x: [N, in]
-        weight: [out, in]
+        weight: [out, in]; several are joined, and no copy of them is kept for the backward pass
         bias: [out]
     """
+    weights = (weight,) if isinstance(weight, Tensor) else tuple(weight)
     if by_triton(x):
-        return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return]
-    return F.linear(x, weight, bias)
+        return _Linear.apply(x, bias, *weights)  # type: ignore[no-any-return]
+    return F.linear(x, _one(weights), bias)
+
+
+def _one(weights: Sequence[Tensor]) -> Tensor:
+    return weights[0] if len(weights) == 1 else torch.cat(list(weights))
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
         from slime_core.kernels.linear_cuda import product
 
-        ctx.save_for_backward(x, weight)
-        return product(x, weight, bias)
+        ctx.save_for_backward(x, *weights)
+        return product(x, _one(weights), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, *weights = ctx.saved_tensors
         grad = grads[0]
-        return (
-            grad @ weight if ctx.needs_input_grad[0] else None,
-            grad.T @ x if ctx.needs_input_grad[1] else None,
-            grad.sum(0) if ctx.needs_input_grad[2] else None,
-        )
+        d_x = grad @ _one(weights) if ctx.needs_input_grad[0] else None
+        d_bias = grad.sum(0) if ctx.needs_input_grad[1] else None
+        d_weights: tuple[Tensor | None, ...] = (None,) * len(weights)
+        if ctx.needs_input_grad[2]:
+            d_weights = (grad.T @ x).split([len(weight) for weight in weights])
+        return d_x, d_bias, *d_weights

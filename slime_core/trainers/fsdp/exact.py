@@ -122,10 +122,8 @@ class ExactPass:
 
 def _joined(x: Tensor, *layers: nn.Linear) -> Tensor:
     """The product of several layers of one input, side by side."""
-    weights: list[Tensor] = [layer.weight for layer in layers]
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-    bias = torch.cat(biases) if biases else None
-    return invariant_linear(x, torch.cat(weights), bias)
+    return invariant_linear(x, [layer.weight for layer in layers], torch.cat(biases) if biases else None)
 
 
 def _head_norms(attention: Any) -> tuple[Tensor | None, Tensor | None]:

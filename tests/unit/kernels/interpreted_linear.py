@@ -22,11 +22,12 @@ if __name__ == "__main__":
         whole = invariant_linear(x, weight, bias)
         torch.testing.assert_close(whole, (reference + bias.double()).float(), rtol=1e-5, atol=1e-5)
         assert torch.equal(invariant_linear(x[3:4], weight, bias), whole[3:4])
+        assert torch.equal(invariant_linear(x, (weight[:9], weight[9:]), bias), whole)
         leaves = x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()
         grad = torch.randn(70, outputs)
-        ours, theirs = (
-            torch.autograd.grad(function(*leaves), leaves, grad)
-            for function in (invariant_linear, torch.nn.functional.linear)
-        )
-        for one, other in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        reference = torch.autograd.grad(torch.nn.functional.linear(*leaves), leaves, grad)
+        for cut in (0, 9):
+            weights = (weight[:cut], weight[cut:]) if cut else weight
+            gradients = torch.autograd.grad(invariant_linear(x, weights, bias), leaves, grad)
+            for one, other in zip(gradients, reference, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
