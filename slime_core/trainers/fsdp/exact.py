@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from slime_core.algorithms.shared.logprobs import HeadKernels
-from slime_core.errors import TrainerError
+from slime_core.errors import ConfigError
 from slime_core.kernels.attention import varlen_attention
 from slime_core.kernels.cache import norm_rotate_store
 from slime_core.kernels.gated import gated
@@ -55,15 +55,17 @@ class ExactPass:
     """Replaces the layers' forwards of a `model.FsdpPolicy`, whose model no longer runs without it.
 
     Raises:
-        TrainerError: a family, or an option of it, whose arithmetic the engine has not written out.
+        ConfigError: CFG04 a family, or an option of it, whose arithmetic the engine has not written out.
     """
 
     def __init__(self, policy: Any) -> None:
         hf = policy.hf
         config, kind = hf.config, type(hf).__name__
         if kind not in FAMILIES or config.hidden_act != "silu" or not policy.packs or not policy.linear_head:
-            raise TrainerError(
+            raise ConfigError(
                 f"{kind} cannot be trained with train.true_on_policy_mode",
+                code="CFG04",
+                where="train.true_on_policy_mode",
                 why=f"its arithmetic is written out for {', '.join(FAMILIES)} with silu alone",
                 fix="--no-true-on-policy-mode",
             )

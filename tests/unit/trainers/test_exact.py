@@ -5,7 +5,7 @@ import pytest
 import torch
 import transformers
 
-from slime_core.errors import TrainerError
+from slime_core.errors import ConfigError
 from slime_core.trainers.fsdp.attention import PackSegments
 from slime_core.trainers.fsdp.exact import ExactPass
 from slime_core.trainers.fsdp.model import FsdpPolicy, ResponseTokens
@@ -67,5 +67,5 @@ def test_log_probs_and_gradients_are_those_of_the_module(family):
 
 def test_a_family_that_is_not_written_out_is_refused():
     policy = _policy("Gemma2", query_pre_attn_scalar=16)
-    with pytest.raises(TrainerError, match="Gemma2ForCausalLM cannot be trained"):
+    with pytest.raises(ConfigError, match="Gemma2ForCausalLM cannot be trained"):
         ExactPass(policy)
