@@ -8,6 +8,7 @@ Gradients are summed in fixed orders: they repeat bit for bit.
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import Any
 
@@ -32,23 +33,27 @@ FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3
 
 
 class PackRows:
-    """What every layer of a pass reads beside its input. No dataclass, which FSDP would cast."""
+    """What every layer of a pass reads beside its input. No dataclass, which FSDP would cast.
+
+    Rows of its attention are those of all sequences end to end, shared prompts in each.
+    """
 
     __slots__ = ("cos", "places", "positions", "segments", "sin")
 
     def __init__(self, positions: Tensor, segments: PackSegments, cos: Tensor, sin: Tensor) -> None:
-        self.positions, self.segments = positions, segments  # [N] int64
-        self.cos, self.sin = cos, sin  # by position
-        self.places = torch.arange(len(positions), device=positions.device)
+        self.segments, self.cos, self.sin = segments, cos, sin  # tables by position
+        self.positions = positions if segments.gather is None else positions[segments.gather]
+        self.places = torch.arange(len(self.positions), device=positions.device)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Rows of the pack to rows of attention."""
+        return x if self.segments.gather is None else take(x, self.segments.gather)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
-        """Causal attention within each sequence, shared prompts included: [N, Hq, d]."""
-        segments = self.segments
-        if segments.gather is not None:
-            q, k, v = (take(x, segments.gather) for x in (q, k, v))
-        cu, longest = segments.cu_seqlens, segments.longest
+        """Causal attention within each sequence, for rows of the pack: [N, Hq, d]."""
+        cu, longest, last = self.segments.cu_seqlens, self.segments.longest, self.segments.last
         out = varlen_attention(q, k, v, cu, longest, scale=scale, window=window, invariant=True)
-        return out if segments.last is None else out.index_select(0, segments.last)
+        return out if last is None else out.index_select(0, last)
 
 
 class ExactPass:
@@ -69,6 +74,8 @@ class ExactPass:
                 why=f"its arithmetic is written out for {', '.join(FAMILIES)} with silu alone",
                 fix="--no-true-on-policy-mode",
             )
+        if next(hf.parameters()).is_cuda:
+            sum_in_fixed_orders()
         self.hf = hf
         self.eps = float(hf.model.norm.variance_epsilon)
         self._cos = self._sin = torch.empty(0)
@@ -113,13 +120,21 @@ class ExactPass:
             x, residual = add_rms_norm(x, residual, norm, self.eps)
         whole = getattr(attention.config, "sliding_window", None)  # Mistral's; Qwen says it layer by layer
         window = int(getattr(attention, "sliding_window", whole) or 0)
-        qkv = _joined(x, attention.q_proj, attention.k_proj, attention.v_proj).unflatten(1, (-1, attention.head_dim))
+        qkv = rows.spread(_joined(x, attention.q_proj, attention.k_proj, attention.v_proj))
+        qkv = qkv.unflatten(1, (-1, attention.head_dim))
         q, k, v = _Heads.apply(qkv, *_head_norms(attention), self.eps, self.hf.config.num_attention_heads, rows)
         mixed = rows.attend(q, k, v, float(attention.scaling), window).flatten(1)
         x = invariant_linear(mixed, attention.o_proj.weight, attention.o_proj.bias)
         x, residual = add_rms_norm(x, residual, layer.post_attention_layernorm.weight, self.eps)
         x = gated(_joined(x, mlp.gate_proj, mlp.up_proj))
         return invariant_linear(x, mlp.down_proj.weight, mlp.down_proj.bias), residual
+
+
+def sum_in_fixed_orders() -> None:
+    """Have torch's own sums on a GPU repeat bit for bit, in this process from now on."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def _joined(x: Tensor, *layers: nn.Linear) -> Tensor:
