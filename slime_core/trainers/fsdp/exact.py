@@ -51,9 +51,24 @@ class PackRows:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
         """Causal attention within each sequence, for rows of the pack: [N, Hq, d]."""
-        cu, longest, last = self.segments.cu_seqlens, self.segments.longest, self.segments.last
+        cu, longest = self.segments.cu_seqlens, self.segments.longest
         out = varlen_attention(q, k, v, cu, longest, scale=scale, window=window, invariant=True)
-        return out if last is None else out.index_select(0, last)
+        return out if self.segments.last is None else _Last.apply(out, self.segments, self.places)  # type: ignore[no-any-return]
+
+
+class _Last(torch.autograd.Function):
+    """Of each row of a pack one of the rows that attention computed for it; a gradient without scattered sums."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, segments: PackSegments, places: Tensor) -> Tensor:
+        ctx.save_for_backward(segments.last, segments.gather, places)
+        return x.index_select(0, segments.last)  # type: ignore[arg-type]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        last, gather, places = ctx.saved_tensors
+        used = last.index_select(0, gather) == places
+        return grads[0].index_select(0, gather) * used[:, None, None], None, None
 
 
 class ExactPass:
