@@ -112,6 +112,7 @@ class EngineBackend(Backend):
     gpus: Callable[[Config], Sequence[Sequence[int]]] | None = None  # of each server, numbered over the run
     count: Callable[[Config], int] | None = None  # number of engines in the config
     spreads: Callable[[Config], bool] = lambda _: False  # others than slime choose the server of a request
+    gives_memory: Callable[[Config], bool] = lambda _: True  # servers give GPU memory back before the trainer starts
     senders: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     """Transports of its routes but ``disk``: each makes a `weights.transports.senders.Sender` of a torch.device."""
     checksums: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)

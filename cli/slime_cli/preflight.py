@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slime_core.config.stages import rollout_slots, stages
 from slime_core.errors import ConfigError, StorageError, TrainerError
 from slime_core.memory import available_memory
 from slime_core.plugins.backends import cluster_of, engine_of
+from slime_core.weights.folder import parameter_count, text_config
 
 if TYPE_CHECKING:
     from slime_cli.settings import Settings
@@ -171,10 +171,10 @@ def processes(config: Config) -> int:
 
 def needed_memory(config: Config) -> dict[str, int]:
     """Bytes by use, as float32 on a CPU; empty if the model's size is unknown."""
-    count = parameters(Path(config.rollout.hf_checkpoint))
+    count = parameter_count(Path(config.rollout.hf_checkpoint))
     if not count:
         return {}
-    frozen = sum(parameters(Path(path)) for path in (config.train.ref_load, config.train.teacher_load) if path)
+    frozen = sum(parameter_count(Path(path)) for path in (config.train.ref_load, config.train.teacher_load) if path)
     served = 2 if config.train.dtype == "bfloat16" else 4
     return {
         "for processes": PROCESS * processes(config),
@@ -195,7 +195,7 @@ def cache_memory(config: Config, free: int) -> int:
         tokens = max(tokens, (stage.data.rollout_max_prompt_len or PROMPT) + response)
         count = max(count, min(rollout_slots(config), rollout.rollout_batch_size * rollout.n_samples_per_prompt))
     try:
-        raw = _text_config(Path(config.rollout.hf_checkpoint))
+        raw = text_config(Path(config.rollout.hf_checkpoint))
         heads = raw["num_attention_heads"]
         width = raw.get("head_dim") or raw["hidden_size"] // heads
         tokens = min(tokens, config.rollout.rollout_max_context_len or raw["max_position_embeddings"])
@@ -203,23 +203,3 @@ def cache_memory(config: Config, free: int) -> int:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return 0
     return int(max(slot, min(count * slot, free // 2)))
-
-
-def parameters(folder: Path) -> int:
-    """Parameters of a model folder, from its files or else from the sizes in its config; 0 if neither has them."""
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    try:
-        raw = _text_config(folder)
-        dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "")
-        if size:
-            return int(size // (2 if "16" in dtype else 4))
-        hidden, layers = raw["hidden_size"], raw["num_hidden_layers"]
-        embedding = raw["vocab_size"] * hidden * (1 if raw.get("tie_word_embeddings") else 2)
-        return int(embedding + layers * (4 * hidden * hidden + 3 * hidden * raw["intermediate_size"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return size // 4
-
-
-def _text_config(folder: Path) -> dict[str, Any]:
-    raw = json.loads((folder / "config.json").read_bytes())
-    return raw.get("text_config") or raw  # type: ignore[no-any-return]

@@ -4,14 +4,14 @@
 
 On this machine, on-policy, the embedded engine shares the trainer's process and takes turns with it. Where a stage
 runs ahead (``max_staleness`` above 0) or evaluates beside training it has its own process, or `rollout_num_engines` of
-them, and generates while the trainer trains. Servers are started before the trainer, which then finds the memory that
-they leave.
+them, and generates while the trainer trains. Servers that give memory back start before the trainer, which then finds
+it; others beside it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,11 +113,22 @@ async def assembled(
         for part in (*places.watched, *processes):
             watch.add(part)
         served: ServedEngines | None = None
-        if start is not None and not absent:
-            served = await stack.enter_async_context(_servers(config, start, folder, report, places))
-            watch.add(Servers(served.processes))
-        await _enter(stack, processes)
-        trainer: Trainer = ranks[0] if ranks else _trainer(config, plugins, report, folder, thread)
+
+        async def start_servers() -> None:
+            nonlocal served
+            if start is not None and not absent:
+                served = await stack.enter_async_context(_servers(config, start, folder, report, places))
+                watch.add(Servers(served.processes))
+
+        async def start_trainer() -> Trainer:
+            await _side_by_side(*(stack.enter_async_context(part) for part in processes))
+            return ranks[0] if ranks else await asyncio.to_thread(_trainer, config, plugins, report, folder, thread)
+
+        if engine_of(config).gives_memory(config):  # which the trainer then finds
+            await start_servers()
+            trainer = await start_trainer()
+        else:
+            _, trainer = await _side_by_side(start_servers(), start_trainer())
         engine: Any
         devices: Any = DedicatedDevices()
         if absent:
@@ -181,18 +192,20 @@ async def _servers(
         if offloads_engine(config, served.engine):
             await served.engine.pause("retract")
             await served.engine.release({"kv", "weights"})
+        elif config.cluster.colocate and config.cluster.device == "cuda":
+            report.note("servers and trainer keep their memory: the GPU has room for both")
         yield served
 
 
-async def _enter(stack: AsyncExitStack, parts: Sequence[RankTrainer | EngineProcess]) -> None:
-    """Start them side by side; the first that fails ends the start of the others."""
-    starts = [asyncio.ensure_future(stack.enter_async_context(part)) for part in parts]
+async def _side_by_side(*starts: Coroutine[Any, Any, Any]) -> list[Any]:
+    """The answers of all; the first that fails ends the others."""
+    tasks = [asyncio.ensure_future(start) for start in starts]
     try:
-        await asyncio.gather(*starts)
+        return await asyncio.gather(*tasks)
     except BaseException:
-        for start in starts:
-            start.cancel()
-        await asyncio.gather(*starts, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         raise
 
 

@@ -237,6 +237,27 @@ def _from_hub(name: str, key: str) -> Path:
         ) from error
 
 
+def parameter_count(folder: Path) -> int:
+    """Parameters of a model folder, from its files or else from the sizes in its config; 0 if neither has them."""
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    try:
+        raw = text_config(folder)
+        dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "")
+        if size:
+            return int(size // (2 if "16" in dtype else 4))
+        hidden, layers = raw["hidden_size"], raw["num_hidden_layers"]
+        embedding = raw["vocab_size"] * hidden * (1 if raw.get("tie_word_embeddings") else 2)
+        return int(embedding + layers * (4 * hidden * hidden + 3 * hidden * raw["intermediate_size"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return size // 4
+
+
+def text_config(folder: Path) -> dict[str, Any]:
+    """The part of config.json that describes the language model. Raises OSError, ValueError."""
+    raw = json.loads((folder / "config.json").read_bytes())
+    return raw.get("text_config") or raw  # type: ignore[no-any-return]
+
+
 def _read_json(file: Path, *, needed: bool = False) -> dict[str, Any]:
     if not file.is_file():
         if not needed:

@@ -16,6 +16,7 @@ from slime_cli.doctor import run_check
 from slime_core.config.load import load_config
 from slime_core.errors import SlimeError, StorageError
 from slime_core.protocols import Check, CheckResult
+from slime_core.weights.folder import parameter_count
 
 pytestmark = pytest.mark.integration
 
@@ -312,13 +313,13 @@ def test_memory_is_counted_from_the_files_of_the_model(model):
 
     with safe_open(model / "model.safetensors", "pt") as file:
         exact = sum(torch.Size(file.get_slice(name).get_shape()).numel() for name in file.keys())  # noqa: SIM118
-    assert preflight.parameters(model) == pytest.approx(exact, rel=0.05)
+    assert parameter_count(model) == pytest.approx(exact, rel=0.05)
     config = load_config(
         None, ["--hf-checkpoint", str(model), "--dtype", "bfloat16", "--max-staleness", "1", "--no-colocate"]
     )
     needed = preflight.needed_memory(config)
-    assert needed["for weights, gradients and optimizer"] == 16 * preflight.parameters(model)
-    assert needed["for the engine"] == 2 * preflight.parameters(model)
+    assert needed["for weights, gradients and optimizer"] == 16 * parameter_count(model)
+    assert needed["for the engine"] == 2 * parameter_count(model)
     assert needed["for processes"] == 2 * preflight.PROCESS
 
 
@@ -346,8 +347,8 @@ def test_memory_of_the_cache_is_counted_by_what_a_step_needs(tmp_path):
 def test_a_model_without_weights_is_counted_from_its_config(tmp_path):
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100, "intermediate_size": 128}
     (tmp_path / "config.json").write_text(json.dumps(sizes))
-    assert preflight.parameters(tmp_path) == 2 * 100 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 128)
-    assert preflight.parameters(tmp_path / "hub" / "name") == 0
+    assert parameter_count(tmp_path) == 2 * 100 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 128)
+    assert parameter_count(tmp_path / "hub" / "name") == 0
 
 
 def test_too_few_open_files_are_refused_with_numbers_and_a_soft_limit_is_raised(monkeypatch):

@@ -24,6 +24,7 @@ from slime_sglang.installation import (
 )
 from slime_sglang.options import Place
 from slime_sglang.router_options import router_arguments, uses_router
+from slime_sglang.sharing import SHARE, WRITTEN, gives_memory, shares
 from slime_sglang.topology import (
     ServerGroup,
     ServerPlace,
@@ -147,6 +148,11 @@ def command(
     arguments(installation, group.options, where=lambda name: f"{group.where}, options.{name}")
     written = {**_canonical(installation, options), **_canonical(installation, group.options)}
     defaults = own_options(config, group, server, parallel_size(group.gpus, written, group.where))
+    if not group.frozen and shares(config):
+        if gives_memory(config, written):
+            defaults["enable_memory_saver"] = True
+        elif not WRITTEN & set(written):
+            defaults["mem_fraction_static"] = SHARE
     defaults = {
         name: value for name, value in defaults.items() if name in installation.options and name not in written
     }
@@ -185,7 +191,6 @@ def own_options(config: Config, group: ServerGroup, server: ServerPlace, tp_size
         options["load_format"] = (
             "dummy"  # the folder may have no weights; the trainer sends them before the first token
         )
-    options["enable_memory_saver"] = config.cluster.colocate and config.cluster.offload_rollout and device == "cuda"
     return options
 
 
@@ -205,9 +210,7 @@ def check_features(config: Config, installation: Installation) -> None:
         ConfigError: CFG04.
     """
     rollout, has = config.rollout, installation.features
-    cluster = config.cluster
-    gives = cluster.colocate and cluster.offload_rollout and cluster.device == "cuda"
-    if gives and "memory_saver" not in has:
+    if "memory_saver" not in has and gives_memory(config, config.table("sglang")):
         raise ConfigError(
             f"torch_memory_saver is not installed beside SGLang {installation.version}",
             code="CFG04",

@@ -32,6 +32,7 @@ def slime_engine() -> list[EngineBackend]:
             gpus=_gpus,
             count=rules.count,
             spreads=rules.spreads,
+            gives_memory=_gives_memory,
             senders={"tensor": _tensor, "nccl": _nccl},
             checksums={"murmur": _murmur},
         )
@@ -84,6 +85,12 @@ def _murmur(dtype: Any) -> Any:
     from slime_sglang.hashing import Murmur
 
     return Murmur(dtype)
+
+
+def _gives_memory(config: Config) -> bool:
+    from slime_sglang.sharing import gives_memory
+
+    return gives_memory(config, config.table("sglang"))
 
 
 def _gpus(config: Config) -> Sequence[Sequence[int]]:
