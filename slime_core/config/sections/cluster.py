@@ -29,7 +29,9 @@ class ClusterSection(Section):
         True, "On GPUs too small for both, the trainer's state waits in main memory while SGLang generates.", MACHINE
     )
     offload_rollout: bool = key(
-        True, "On GPUs too small for both, SGLang gives its weights and KV cache back while the trainer trains.", MACHINE
+        True,
+        "On GPUs too small for both, SGLang gives its weights and KV cache back while the trainer trains.",
+        MACHINE,
     )
     ray_address: str = on_machines(
         "", "Ray cluster HOST:PORT, auto (this machine's), local (a new one); empty: RAY_ADDRESS or local.", MACHINE
