@@ -1,7 +1,7 @@
-"""Attention of packed rows over the KV cache; a row's bits depend on its own sequence only.
+"""Attention of packed rows over the slots of a CPU; a row's bits depend on its own sequence only.
 
 A row is one token of one sequence. Row i writes its key and value at (slot, position) and attends to positions
-0..position of its slot. On CPU every row, of a prompt or of a decode step, goes through products of the same shape:
+0..position of its slot. Every row, of a prompt or of a decode step, goes through products of the same shape:
 
     [G, d] x [d, L] -> mask, softmax -> [G, 256] x [256, d] + [G, 256] x [256, d] + ...     G query heads a kv head
 
@@ -171,10 +171,23 @@ class PackedTokens:
     far: torch.Tensor | None = None  # rows of a decode step that need ``longest`` columns, where few do
     segments: list[Segment] | None = None
     masks: dict[tuple[str | int, int, int], torch.Tensor] = field(default_factory=dict)  # of this pass
+    sampled: torch.Tensor | None = None  # rows whose logits are wanted, int64; None is all
 
     def position_ids(self) -> torch.Tensor:
         """N positions as a model may be asked about them: padding rows are at 0, where every table has an entry."""
         return self.positions.masked_fill(self.positions == self.scratch, 0)
+
+    def write(self, cache: KVCache, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write keys [N, Hkv, d] and values [N, Hkv, dv]."""
+        at = self.slots, slice(None), self.positions
+        for cached, new in ((cache.keys[layer], key), (cache.values[layer], value)):
+            cached[at] = new.to(cached.dtype)
+
+    def look(
+        self, cache: KVCache, layer: int, query: torch.Tensor, form: Form, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See the function."""
+        return look(cache, layer, self, query, form, sinks)
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -298,24 +311,21 @@ def _packed(
     count, kv_heads, group, _ = query.shape
     out = query.new_zeros(count, kv_heads, group, values.shape[-1])
     assert rows.segments is not None
-    for first, last, length in spans(rows.segments) if keys.device.type == "cpu" else ():
+    for first, last, length in spans(rows.segments):
         at = slice(first, last)
         slots = rows.slots[at]
         k, v = (tensor[:, :, :length].index_select(0, slots) for tensor in (keys, values))
         mask = _mask(rows, first, rows.positions[at], length, form.window)
         out[at] = _side_by_side(k.flatten(0, 1).transpose(1, 2), v.flatten(0, 1), query[at], mask, form, sink)
     for segment in rows.segments:
-        if keys.device.type == "cpu" and segment.short:
+        if segment.short:
             continue
         for part in segment.blocks():
             at = slice(part.begin, part.end)
             length = up(part.position + part.end - part.begin, BLOCK)
             k, v = keys[part.slot, :, :length], values[part.slot, :, :length]
             mask = _mask(rows, part.begin, rows.positions[at], length, form.window)
-            if keys.device.type == "cpu":
-                out[at] = _row_by_row(k, v, query[at], mask, form, sink)
-            else:
-                out[at] = _joined(k, v, query[at], mask, form, sink)
+            out[at] = _row_by_row(k, v, query[at], mask, form, sink)
     return out
 
 
@@ -350,18 +360,6 @@ def _row_by_row(
     return torch.stack(parts, 1)
 
 
-def _joined(
-    k: torch.Tensor, v: torch.Tensor, query: torch.Tensor, mask: torch.Tensor, form: Form, sink: torch.Tensor | None
-) -> torch.Tensor:
-    """One product a kv head for all rows of a segment: what a GPU wants; nothing is claimed about bits."""
-    count, kv_heads, group, dim = query.shape
-    flat = query.permute(1, 0, 2, 3).reshape(kv_heads, count * group, dim)
-    scores = torch.bmm(flat, k.transpose(1, 2)).view(kv_heads, count, group, -1).permute(1, 0, 2, 3)
-    weights = _weights(scores, mask, form, sink)
-    joined = weights.permute(1, 0, 2, 3).reshape(kv_heads, count * group, -1)
-    return torch.bmm(joined, v).view(kv_heads, count, group, -1).permute(1, 0, 2, 3)
-
-
 def _weights(scores: torch.Tensor, mask: torch.Tensor, form: Form, sink: torch.Tensor | None) -> torch.Tensor:
     if form.softcap:
         scores = _capped(scores, form.softcap)
@@ -378,7 +376,7 @@ def _capped(scores: torch.Tensor, cap: float) -> torch.Tensor:
     """cap * tanh(scores / cap), padded to a size at which no thread's share ends inside a vector."""
     flat = (scores / cap).view(-1)
     size = flat.numel()
-    while flat.device.type == "cpu" and not tailless(size, torch.get_num_threads(), flat.itemsize):
+    while not tailless(size, torch.get_num_threads(), flat.itemsize):
         size += BLOCK
     padded = torch.nn.functional.pad(flat, (0, size - flat.numel())) if size > flat.numel() else flat
     return padded.tanh_()[: flat.numel()].view(scores.shape).mul_(cap)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slime_core.engines.admission import check_vocabulary, too_long
+from slime_core.engines.local.paged import PagedScheduler
 from slime_core.engines.local.scheduler import Scheduler
 from slime_core.engines.local.served import ServedModel
 from slime_core.engines.local.slots import EngineJob, make_job
@@ -58,6 +59,7 @@ class LocalEngine:
         device: str,
         thread: TorchThread,
         epoch: int = 0,
+        paged: bool | None = None,  # whether the cache lies in pages: None is on a GPU
     ) -> None:
         if slots < 1 or context_len < 2:
             raise ValueError(f"slots must be at least 1 and context_len at least 2, not {slots} and {context_len}")
@@ -67,7 +69,7 @@ class LocalEngine:
         )
         self._folder, self._thread = folder, thread
         self._slots, self._context_len = slots, context_len
-        self._dtype, self._device = dtype, device
+        self._dtype, self._device, self._paged = dtype, device, paged
         self._scheduler: Scheduler | None = None  # from the first load on
         self._inbox: list[EngineJob] = []
         self._leavers: list[EngineJob] = []  # their callers were cancelled
@@ -279,11 +281,13 @@ class LocalEngine:
             self._scheduler.served.load(update)
             self._scheduler.forget()
             return
-        served = ServedModel(self._folder, context_len=self._context_len, dtype=self._dtype, device=self._device)
+        options: Any = {"dtype": self._dtype, "device": self._device, "paged": self._paged}
+        served = ServedModel(self._folder, context_len=self._context_len, **options)
         served.load(update)
         if not served.batch_invariant:
             self.abilities -= {"batch_invariant"}
-        self._scheduler = Scheduler(served, self._folder.tokenizer, self._slots)
+        scheduler = PagedScheduler if served.paged else Scheduler
+        self._scheduler = scheduler(served, self._folder.tokenizer, self._slots)
 
     def _hop(self, incoming: list[EngineJob], leavers: list[EngineJob]) -> list[EngineJob]:
         assert self._scheduler is not None

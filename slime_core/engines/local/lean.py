@@ -158,7 +158,7 @@ class LeanPlan:
     def __init__(self, model: Any) -> None:
         self._model = model
         config = model.config
-        _check(type(model).__name__, config)
+        check_family(type(model).__name__, config)
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         fused = size <= FUSE_BYTES
         self._layers = [_Layer(layer, fused=fused) for layer in self._model.model.layers]
@@ -274,7 +274,8 @@ def _gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.cat([F.silu(g).mul_(u) for g, u in zip(gate.split(rows), up.split(rows), strict=True)])
 
 
-def _check(kind: str, config: Any) -> None:
+def check_family(kind: str, config: Any) -> None:
+    """Raises Unfit for families, and options of them, that are not written here."""
     if kind not in FAMILIES:
         raise Unfit(f"there is no lean plan for {kind}")
     if config.hidden_act != "silu":

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from slime_core.engines.local.attention import Form, PackedTokens, Product, look
-from slime_core.engines.local.slots import KVCache, LayerShape
+from slime_core.engines.local.attention import Form, Product
+from slime_core.engines.local.slots import LayerShape
 
 ATTENTION = "slime_slots"
 HARMLESS = frozenset(
@@ -34,8 +34,8 @@ class Board:
     """What the attention function of one model reads: the pass that is running."""
 
     def __init__(self) -> None:
-        self.rows: PackedTokens | None = None
-        self.cache: KVCache | None = None
+        self.rows: Any = None  # `attention.PackedTokens` over `slots.KVCache`, or `pages.PagedTokens` over its cache
+        self.cache: Any = None
         self.layers: dict[int, int] = {}  # id of the attention module -> layer
         self.shapes: list[LayerShape] = []
 
@@ -45,10 +45,9 @@ class Board:
         """[1, H, N, d] each -> [1, N, Hq, dv]."""
         if self.rows is None or self.cache is None:
             return self._record(module, query, key, value)
-        layer, at = self.layers[id(module)], (self.rows.slots, slice(None), self.rows.positions)
-        for cached, new in ((self.cache.keys[layer], key), (self.cache.values[layer], value)):
-            cached[at] = new[0].transpose(0, 1).to(cached.dtype)
-        return look(self.cache, layer, self.rows, query[0].transpose(0, 1), form, sinks)[None]
+        layer = self.layers[id(module)]
+        self.rows.write(self.cache, layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        return self.rows.look(self.cache, layer, query[0].transpose(0, 1), form, sinks)[None]
 
     def _record(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         if id(module) in self.layers:
@@ -96,6 +95,9 @@ class OwnPlan:
     def release(self) -> None:
         """Drop every copy."""
 
+    def reach(self, positions: int) -> None:
+        """Be ready for so many positions."""
+
 
 class PackedPlan(OwnPlan):
     """Runs a model's own forward on packed rows.
@@ -131,7 +133,7 @@ class PackedPlan(OwnPlan):
             raise Unfit("forward takes no position_ids")
         self._keeps = "logits_to_keep" in accepts
         zeros = torch.zeros(PROBE_ROWS, dtype=torch.int64, device=device)
-        self._call(zeros, torch.arange(PROBE_ROWS, device=device), logits=True)
+        self._call(zeros, torch.arange(PROBE_ROWS, device=device))
         self.shapes = self._board.shapes
         if not self.shapes:
             raise Unfit("the model never called the replaced attention")
@@ -150,21 +152,22 @@ class PackedPlan(OwnPlan):
             kinds.setdefault((inputs, outputs, module.bias is None), product)
         return list(kinds.values())
 
-    def forward(self, rows: PackedTokens, cache: KVCache, *, logits: bool) -> torch.Tensor | None:
-        """One pass; the logits [N, V] of every row, or None where they are not wanted."""
+    def forward(self, rows: Any, cache: Any, *, logits: bool = True) -> torch.Tensor | None:
+        """One pass; the logits [R, V] of the sampled rows, or None where they are not wanted."""
         self._board.rows, self._board.cache = rows, cache
         try:
-            out = self._call(rows.tokens, rows.position_ids(), logits=logits)
+            out = self._call(rows.tokens, rows.position_ids(), rows.sampled if logits else 1)
         finally:
             self._board.rows = self._board.cache = None
         return out if logits else None
 
-    def _call(self, tokens: torch.Tensor, positions: torch.Tensor, *, logits: bool) -> torch.Tensor:
-        options = {} if logits or not self._keeps else {"logits_to_keep": 1}
+    def _call(self, tokens: torch.Tensor, positions: torch.Tensor, keep: Any = None) -> torch.Tensor:
+        """Logits of all rows, of the last one (1), or of some."""
+        options = {"logits_to_keep": keep} if self._keeps and keep is not None else {}
         out = self._model(
             input_ids=tokens[None], position_ids=positions[None], use_cache=False, return_dict=True, **options
-        )
-        return out.logits[0]  # type: ignore[no-any-return]
+        ).logits[0]
+        return out if options or not isinstance(keep, torch.Tensor) else out[keep]  # type: ignore[no-any-return]
 
 
 def moving_rope(config: Any) -> bool:

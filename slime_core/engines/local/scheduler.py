@@ -141,9 +141,13 @@ class Scheduler:
         """Free a slot; a cache from which nothing was drawn yet may not be finite."""
         slots = self._slots
         if slots.position[slot] < slots.start[slot]:
-            slots.filled[slot] = 0
-            self.served.cache.clear(slot)
+            self._wipe(slot)
         return slots.give_up(slot)
+
+    def _wipe(self, slot: int) -> None:
+        """Forget what a slot's cache holds."""
+        self._slots.filled[slot] = 0
+        self.served.cache.clear(slot)
 
     def _slots_of(self, job_ids: set[int]) -> list[int]:
         return [slot for slot, job in enumerate(self._slots.jobs) if job is not None and id(job) in job_ids]
@@ -258,19 +262,33 @@ class Scheduler:
         u = uniforms(slots.seed[:count], slots.position[:count] + 1)
         knobs = Knobs(slots.temperature[:count], slots.top_p[:count], slots.top_k[:count])
         draws = draw(logits, knobs, u)
-        tokens = draws.tokens[rows]
-        slots.advance(rows, tokens, self.served.version)
+        return self._settle(
+            rows, draws.tokens[rows], draws.log_probs[rows], draws.plain_log_probs[rows], self.served.version
+        )
+
+    def _settle(
+        self,
+        rows: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+        log_probs: NDArray[np.float32],
+        plain: NDArray[np.float32],
+        version: int,
+    ) -> list[EngineJob]:
+        """Note what these slots drew; the jobs that end with it."""
+        slots = self._slots
+        slots.advance(rows, tokens, version)
         positions = slots.position[rows]
-        slots.log_probs[rows, positions] = draws.log_probs[rows]
-        slots.plain[rows, positions] = draws.plain_log_probs[rows]
-        sound = np.isfinite(draws.plain_log_probs[rows])
+        slots.log_probs[rows, positions] = log_probs
+        slots.plain[rows, positions] = plain
+        sound = np.isfinite(plain)
         done = [] if sound.all() else [self._broken(int(slot)) for slot in rows[~sound]]
         stopped = (slots.stops[rows] == tokens[:, None]).any(1)
         if slots.texts[rows].any():
-            stopped |= np.array([slots.texts[s] and self._stopped(int(s)) for s in rows])
+            texts = zip(rows, slots.texts[rows] & sound, strict=True)
+            stopped |= np.array([text and self._stopped(int(slot)) for slot, text in texts])
         over = (stopped | (slots.budget[rows] <= 0)) & sound
         for slot, stop in zip(rows[over], stopped[over]):
-            done.append(self._finish(slots.give_up(int(slot)), "stop" if stop else "length"))
+            done.append(self._finish(self._vacate(int(slot)), "stop" if stop else "length"))
         return done
 
     def _finish(self, job: EngineJob, finish: Literal["stop", "length", "abort"]) -> EngineJob:
@@ -291,8 +309,7 @@ class Scheduler:
     def _broken(self, slot: int) -> EngineJob:
         position = int(self._slots.position[slot])
         job = self._slots.give_up(slot)
-        self._slots.filled[slot] = 0
-        self.served.cache.clear(slot)
+        self._wipe(slot)
         job.error = self._not_finite(f"request {job.request.id}", f"position {position}, ")
         return job
 

@@ -15,6 +15,7 @@ import torch
 from slime_core.engines.local import verify
 from slime_core.engines.local.attention import RowCounts, Segment, decode_rows, pack
 from slime_core.engines.local.packed import RescanPlan
+from slime_core.engines.local.pages import PagedCache
 from slime_core.engines.local.slots import KVCache, position_bytes
 from slime_core.engines.local.twin import Twin
 
@@ -31,15 +32,19 @@ SCORE_ROWS = 512
 class ServedModel:
     """Everything that touches tensors, for one model. Lives on the torch thread."""
 
-    def __init__(self, folder: ModelFolder, *, context_len: int, dtype: str, device: str) -> None:
+    def __init__(
+        self, folder: ModelFolder, *, context_len: int, dtype: str, device: str, paged: bool | None = None
+    ) -> None:
         self._dtype, self.device = getattr(torch, dtype), device
         self.context_len = context_len
+        self._paged = device != "cpu" if paged is None else paged
         self.version = -1
         self.batch_invariant = device == "cpu"
         self.counts = RowCounts()
-        self._twin = Twin(folder.config, self._dtype, device, folder.trust_remote_code)
-        self.plan: Any = None  # `lean.LeanPlan`, `packed.PackedPlan` or `packed.RescanPlan`, from the first load on
-        self.cache = KVCache((), 0, 0, self._dtype, device)  # of no layers, until `allocate`
+        self._twin = Twin(folder.config, self._dtype, device, folder.trust_remote_code, joined=self._paged)
+        self.plan: Any = None  # `lean.LeanPlan`, `joined.JoinedPlan`, `packed.PackedPlan` or `packed.RescanPlan`
+        self.cache: Any = KVCache((), 0, 0)  # of no layers, until `allocate`
+        self._addresses: tuple[int, ...] = ()
         self._resting = False  # copies of weights are dropped until they are used again
         self.holds_cache = True  # False while its memory is released
 
@@ -49,14 +54,19 @@ class ServedModel:
         return isinstance(self.plan, RescanPlan)
 
     @property
+    def paged(self) -> bool:
+        """Whether keys and values lie in pages."""
+        return self._paged and not self.rescans
+
+    @property
     def ready(self) -> bool:
         """Whether weights are there and a cache may be."""
         return self._twin.ready and (self.rescans or self.holds_cache)
 
     @property
     def position_bytes(self) -> int:
-        """What a position of a slot takes; 0 where whole prefixes are recomputed."""
-        return position_bytes(self.plan.shapes, self._dtype, self.device)
+        """What a position takes in all layers; 0 where whole prefixes are recomputed."""
+        return position_bytes(self.plan.shapes, self._dtype if self._paged else torch.float32)
 
     @torch.inference_mode(False)
     def load(self, update: WeightUpdate) -> None:
@@ -68,18 +78,26 @@ class ServedModel:
             self.plan.refresh()
             return
         with torch.no_grad():
-            choice = verify.choose(self._twin.model, self.context_len, self.device)
+            choice = verify.choose(self._twin.model, self.context_len, self.device, paged=self._paged)
         self.plan, self.counts = choice.plan, choice.counts
         self.batch_invariant = self.batch_invariant and choice.batch_invariant
 
-    def allocate(self, slots: int, tokens: int) -> None:
-        """Make an empty cache, after the one before is gone."""
+    def allocate(self, count: int, tokens: int) -> None:
+        """Make an empty cache of ``count`` pages, or slots of ``tokens``, after the one before is gone."""
         self.drop()
-        self.cache = KVCache(self.plan.shapes, slots, tokens, self._dtype, self.device)
+        if self.paged:
+            self.cache = PagedCache(self.plan.shapes, count, self._dtype, self.device)
+        else:
+            self.cache = KVCache(self.plan.shapes, count, tokens)
+
+    def moved(self) -> bool:
+        """Whether weights lie elsewhere than at the last call."""
+        before, self._addresses = self._addresses, tuple(p.data_ptr() for p in self._twin.model.parameters())
+        return before != self._addresses
 
     def drop(self) -> None:
         """Release the cache's memory until the next :meth:`allocate`."""
-        self.cache = KVCache((), 0, 0, self._dtype, self.device)
+        self.cache = KVCache((), 0, 0)
         if self.device != "cpu":
             torch.cuda.empty_cache()
 

@@ -10,8 +10,8 @@ The cache grows with the longest sequence:
     keys[layer], values[layer]: [slots + 1, kv heads, length, head dim]; the last slot is for scoring and probes
     by_position[layer]: both as one tensor [slots + 1, length, 2, kv heads, head dim], where they are of one width
 
-On CPU it is float32 whatever the compute dtype (a bfloat16 key is a float32 key), and its pages are only touched as
-sequences grow. The last position of every slot is scratch: rows that stand for no sequence write there, and nothing
+It is float32 whatever the compute dtype (a bfloat16 key is a float32 key), and the memory's pages are only touched as
+sequences grow. On a GPU see `paged.py`. The last position of every slot is scratch: rows that stand for no sequence write there, and nothing
 ever attends to it.
 
 How long slots are and how many there are is what requests need, within the memory that is there:
@@ -263,14 +263,9 @@ class LayerShape:
     value_dim: int
 
 
-def position_bytes(shapes: Sequence[LayerShape], dtype: torch.dtype, device: str) -> int:
-    """Bytes of one position of one slot, in all layers."""
-    return sum(s.kv_heads * (s.key_dim + s.value_dim) for s in shapes) * cache_dtype(dtype, device).itemsize
-
-
-def cache_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
-    """What keys and values are kept in."""
-    return torch.float32 if device == "cpu" else dtype
+def position_bytes(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
+    """Bytes of one position of one sequence, in all layers."""
+    return sum(s.kv_heads * (s.key_dim + s.value_dim) for s in shapes) * dtype.itemsize
 
 
 def free_memory(device: str, own_bytes: int) -> int:
@@ -319,15 +314,11 @@ def check_size(tokens: int, position_bytes: int, memory: int) -> None:
 class KVCache:
     """Keys and values of ``slots`` sequences and one spare slot."""
 
-    def __init__(
-        self, shapes: Sequence[LayerShape], slots: int, context_len: int, dtype: torch.dtype, device: str
-    ) -> None:
+    def __init__(self, shapes: Sequence[LayerShape], slots: int, context_len: int) -> None:
         self.shapes = list(shapes)
         self.slots = slots
         self.spare = slots
         self.length = slot_length(context_len)
-        self.device = device
-        self.dtype = cache_dtype(dtype, device)
         self.by_position: dict[int, torch.Tensor] = {}  # of layers whose keys and values are of one width
         self._front: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer, of one size
         self._front_size = (0, 0, 0)
@@ -385,8 +376,6 @@ class KVCache:
 
     def _zeros(self, kinds: int, heads: int, dim: int) -> torch.Tensor:
         shape = (kinds, self.slots + 1, heads, self.length, dim)
-        if self.device != "cpu":
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
         pages = mmap.mmap(-1, 4 * int(np.prod(shape)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel without huge pages
             pages.madvise(mmap.MADV_NOHUGEPAGE)  # one holds 2 MiB of positions that no sequence may reach

@@ -1,13 +1,17 @@
 """A module of our own by a Hugging Face config; its parameters are the served tensors.
 
-transport    float32 compute, same device   else
+transport    same dtype, same device         else
 shared       parameters are the tensors      a cast copy, refreshed at every load
 tensors      a copy                          a cast copy
+
+Weights that a plan multiplies as one (JOINED) are views of one tensor where ``joined``; the tensors of a ``shared``
+update are served themselves where they lie one behind another, too.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,12 +22,16 @@ if TYPE_CHECKING:
     from slime_core.types import WeightUpdate
 
 TRANSPORTS = ("shared", "tensors")
+JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Linear layers over the same input."""
 
 
 class Twin:
     """The module, what it serves, and whether its storage is the trainer's."""
 
-    def __init__(self, config: Any, dtype: torch.dtype, device: str, trust_remote_code: bool) -> None:
+    def __init__(
+        self, config: Any, dtype: torch.dtype, device: str, trust_remote_code: bool, *, joined: bool = False
+    ) -> None:
         from slime_core.weights.build import allocate
 
         self.dtype, self.device = dtype, device
@@ -32,6 +40,17 @@ class Twin:
         self.ready = False
         self._writable: set[str] = set()  # parameters whose storage is ours and may be overwritten
         self._ties = self._tied_names()
+        self._groups = list(self._joined_names()) if joined else []
+
+    def _joined_names(self) -> Iterator[list[str]]:
+        """Names of the tensors that are to be views of one."""
+        for owner, module in self.model.named_modules():
+            for layers in JOINED:
+                parts = [getattr(module, layer, None) for layer in layers]
+                if all(isinstance(part, torch.nn.Linear) for part in parts):
+                    for leaf in ("weight", "bias"):
+                        if all(getattr(part, leaf) is not None for part in parts):
+                            yield [f"{owner}.{layer}.{leaf}" for layer in layers]
 
     def _tied_names(self) -> dict[str, list[str]]:
         """State-dict name -> all names of the same storage."""
@@ -56,9 +75,40 @@ class Twin:
             )
         tensors = self._matched(update)
         self.ready = False
+        shared = update.transport == "shared"
+        aliases = {name for name, tensor in tensors.items() if shared and self._same(name, tensor)}
+        for group in self._groups:
+            if not (aliases.issuperset(group) and adjacent([tensors[name] for name in group])):
+                aliases -= set(group)
+                if not self._writable.issuperset(group):
+                    self._join(group)
+        copies = []
         for name, tensor in tensors.items():
-            self._take(name, tensor.detach(), alias=update.transport == "shared")
+            if name in aliases:
+                self._writable.discard(name)
+                self._place(name, tensor.detach())
+                continue
+            if name not in self._writable:
+                self._writable.add(name)
+                self._place(name, torch.empty_like(self._tensor(name), device=self.device))
+            copies.append((self._tensor(name), tensor.detach()))
+        if copies:
+            torch._foreach_copy_(*map(list, zip(*copies, strict=True)))
         self.ready = True
+
+    def _same(self, name: str, tensor: torch.Tensor) -> bool:
+        return (
+            tensor.dtype == self._tensor(name).dtype and tensor.device.type == torch.device(self.device).type
+        )
+
+    def _join(self, group: Sequence[str]) -> None:
+        """Make the tensors of a group views of one that is ours."""
+        before = [self._tensor(name) for name in group]
+        sizes = [len(tensor) for tensor in before]
+        whole = torch.empty(sum(sizes), *before[0].shape[1:], dtype=before[0].dtype, device=self.device)
+        for name, part in zip(group, whole.split(sizes), strict=True):
+            self._place(name, part)
+            self._writable.add(name)
 
     def _matched(self, update: WeightUpdate) -> dict[str, torch.Tensor]:
         state = self.model.state_dict(keep_vars=True)
@@ -82,18 +132,6 @@ class Twin:
                 fix="trainer and engine must be built from the same rollout.hf_checkpoint",
             )
         return tensors
-
-    def _take(self, name: str, tensor: torch.Tensor, *, alias: bool) -> None:
-        old = self._tensor(name)
-        same = tensor.dtype == old.dtype and tensor.device.type == torch.device(self.device).type
-        if alias and same:
-            self._writable.discard(name)
-            self._place(name, tensor)
-        elif name in self._writable:
-            old.copy_(tensor)
-        else:
-            self._writable.add(name)
-            self._place(name, tensor.to(device=self.device, dtype=old.dtype, copy=True))
 
     def _tensor(self, name: str) -> torch.Tensor:
         owner, _, leaf = name.rpartition(".")
@@ -122,6 +160,16 @@ class Twin:
     def fingerprints(self) -> dict[str, str]:
         """crc32 of every served tensor's bytes, by state-dict name."""
         return {name: fingerprint(tensor) for name, tensor in self.model.state_dict().items()}
+
+
+def adjacent(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the tensors lie one behind another, each without gaps."""
+    end = tensors[0].data_ptr()
+    for tensor in tensors:
+        if tensor.data_ptr() != end or not tensor.is_contiguous():
+            return False
+        end += tensor.numel() * tensor.element_size()
+    return True
 
 
 def fingerprint(tensor: torch.Tensor) -> str:

@@ -16,9 +16,12 @@ import numpy as np
 import torch
 
 from slime_core.engines.local.attention import RowCounts, Segment, decode_rows, measure, pack
+from slime_core.engines.local.joined import JoinedPlan
 from slime_core.engines.local.lean import LeanPlan
 from slime_core.engines.local.packed import PackedPlan, RescanPlan, Unfit
+from slime_core.engines.local.pages import PAGE, PagedCache, PagedTokens, lay_out, paged_rows, pages_of
 from slime_core.engines.local.slots import KVCache
+from slime_core.kernels.attention import AttentionBatch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,8 +35,8 @@ LENGTHS = (5, 11, 40)
 LONGEST = 512
 """A sliding window up to this is exceeded by the last sequence."""
 
-GPU_ROWS = 4096
-"""Rows of one pass on a GPU, where any count will do."""
+TRIAL_CHUNK = 24
+"""Tokens of a prompt that one pass over pages computes."""
 
 
 @dataclass(slots=True)
@@ -45,17 +48,18 @@ class PlanChoice:
     batch_invariant: bool
 
 
-def choose(model: nn.Module, context_len: int, device: str) -> PlanChoice:
+def choose(model: nn.Module, context_len: int, device: str, *, paged: bool = False) -> PlanChoice:
     """Try plans from the fastest; the last one, recomputing prefixes, is right for every model."""
     sequences = _probe(model, context_len, device)
-    expected = [RescanPlan(model).logits(tokens)[-1].float() for tokens in sequences]
+    expected = [RescanPlan(model).logits(tokens)[-1] for tokens in sequences]
     kind = type(model).__name__
     before = getattr(model.config, "_attn_implementation", None)
-    makers: tuple[Callable[[], Any], ...] = (lambda: LeanPlan(model), lambda: PackedPlan(model, device))
+    lean: Callable[[], Any] = (lambda: JoinedPlan(model)) if paged else (lambda: LeanPlan(model))
+    makers: tuple[Callable[[], Any], ...] = (lean, lambda: PackedPlan(model, device))
     reasons: list[str] = []
     for make in makers:
         try:
-            choice = _tried(make(), sequences, expected, device)
+            choice = (_tried_over_pages if paged else _tried)(make(), sequences, expected)
         except Exception as reason:  # whatever a strange architecture raises; the last plan runs it as it is
             reasons.append(str(reason))
             if getattr(model.config, "_attn_implementation", None) != before:
@@ -72,15 +76,37 @@ def choose(model: nn.Module, context_len: int, device: str) -> PlanChoice:
     return choice
 
 
-def _tried(plan: Any, sequences: list[torch.Tensor], expected: list[torch.Tensor], device: str) -> PlanChoice:
+def _tried(plan: Any, sequences: list[torch.Tensor], expected: list[torch.Tensor]) -> PlanChoice:
     threads = torch.get_num_threads()
-    counts = measure(plan.products(), threads) if device == "cpu" else RowCounts(most=GPU_ROWS)
-    trial = _Trial(plan, counts, device, max(map(len, sequences)))
+    trial = _Trial(plan, measure(plan.products(), threads), max(map(len, sequences)))
     logits = trial.together(sequences)
     _compare(logits, expected)
-    settled = threads <= 2 or not plan.hidden_widths
-    independent = device != "cpu" or (settled and trial.independent(sequences, logits))  # on a GPU nothing is claimed
-    return PlanChoice(plan, counts, batch_invariant=independent)
+    independent = (threads <= 2 or not plan.hidden_widths) and trial.independent(sequences, logits)
+    return PlanChoice(plan, trial.counts, batch_invariant=independent)
+
+
+def _tried_over_pages(plan: Any, sequences: list[torch.Tensor], expected: list[torch.Tensor]) -> PlanChoice:
+    """Prompts in chunks beside each other, then one decode step; nothing is claimed about bits."""
+    device, longest = sequences[0].device, max(map(len, sequences))
+    tables = np.arange(1, len(sequences) * pages_of(longest) + 1).reshape(len(sequences), -1)
+    cache = PagedCache(plan.shapes, tables.size + 1, expected[0].dtype, str(device))
+    plan.reach(tables.shape[1] * PAGE)
+    columns = torch.from_numpy(tables).to(device).int()
+    for begin in range(0, longest - 1, TRIAL_CHUNK):
+        parts = [(i, tokens[begin:-1][:TRIAL_CHUNK]) for i, tokens in enumerate(sequences) if len(tokens) > begin + 1]
+        owners, counts = np.array([i for i, _ in parts]), np.array([len(part) for _, part in parts])
+        layout = lay_out(owners, np.full(len(parts), begin), counts, tables)
+        positions, places, bounds, at, lengths = (
+            torch.from_numpy(array).to(device)
+            for array in (layout.positions, layout.places, layout.bounds, owners, begin + counts)
+        )
+        batch = AttentionBatch(bounds.int(), lengths.int(), columns[at], int(counts.max()))
+        rows = PagedTokens(torch.cat([part for _, part in parts]), positions, places, batch)
+        plan.forward(rows, cache, logits=False)
+    last = torch.stack([tokens[-1] for tokens in sequences])
+    positions = torch.tensor([len(tokens) - 1 for tokens in sequences], device=device)
+    _compare(list(plan.forward(paged_rows(last, positions, columns), cache)), expected)
+    return PlanChoice(plan, RowCounts(), batch_invariant=False)
 
 
 def _probe(model: nn.Module, context_len: int, device: str) -> list[torch.Tensor]:
@@ -95,7 +121,7 @@ def _probe(model: nn.Module, context_len: int, device: str) -> list[torch.Tensor
 
 def _compare(logits: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     for row, reference in zip(logits, expected, strict=True):
-        worst = float((row.float() - reference).abs().max())
+        worst = float((row.float() - reference.float()).abs().max())
         bound = TOLERANCE[row.dtype] * max(1e-3, float(reference.abs().max()))
         if not worst <= bound:
             raise Unfit(f"packed logits differ from the model's own by {worst:.3g}, more than {bound:.3g}")
@@ -104,10 +130,10 @@ def _compare(logits: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 class _Trial:
     """A small cache and the two kinds of passes."""
 
-    def __init__(self, plan: Any, counts: RowCounts, device: str, longest: int) -> None:
-        self._plan, self._counts, self._device = plan, counts, device
+    def __init__(self, plan: Any, counts: RowCounts, longest: int) -> None:
+        self._plan, self.counts = plan, counts
         self._rows = counts.pad(len(LENGTHS))
-        self._cache = KVCache(plan.shapes, self._rows, longest, torch.float32, device)
+        self._cache = KVCache(plan.shapes, self._rows, longest)
 
     def together(self, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
         """Both sequences in one prefill and one decode step."""
@@ -130,7 +156,7 @@ class _Trial:
             segments.append(Segment(slot, 0, used, used + len(tokens) - 1))
             used += len(tokens) - 1
         flat = torch.cat([tokens[:-1] for tokens in by_slot.values()]).cpu().numpy()
-        rows = pack(segments, flat, self._counts, self._cache, self._device)
+        rows = pack(segments, flat, self.counts, self._cache, "cpu")
         self._plan.forward(rows, self._cache, logits=False)
 
     def _decode(self, by_slot: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -138,5 +164,5 @@ class _Trial:
         active = np.zeros(self._rows, dtype=bool)
         for slot, ids in by_slot.items():
             tokens[slot], positions[slot], active[slot] = int(ids[-1]), len(ids) - 1, True
-        rows = decode_rows(tokens, positions, active, self._cache, self._device)
+        rows = decode_rows(tokens, positions, active, self._cache, "cpu")
         return self._plan.forward(rows, self._cache, logits=True)  # type: ignore[no-any-return]

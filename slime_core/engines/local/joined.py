@@ -1,0 +1,152 @@
+"""Logits of packed rows for Llama, Mistral, Qwen2 and Qwen3 through the kernels of `slime_core.kernels`.
+
+    x -> norm -> [q k v] -> head norms, rotate, write -> attend -> out -> + , norm -> [gate up] -> silu * -> down
+
+About nine launches a layer, nothing of which reads on the host. Weights of layers over one input are views of one
+tensor (see `twin.Twin`), so nothing lies in memory twice and a load writes straight into what is multiplied.
+Nothing here is trusted: the engine compares the logits with the module's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from slime_core.engines.local.attention import Form
+from slime_core.engines.local.lean import check_family
+from slime_core.engines.local.packed import Unfit
+from slime_core.engines.local.pages import PagedCache, PagedTokens
+from slime_core.engines.local.slots import LayerShape
+from slime_core.engines.local.twin import adjacent
+from slime_core.kernels.cache import norm_rotate_store
+from slime_core.kernels.gated import gated
+from slime_core.kernels.norm import add_rms_norm, rms_norm
+
+Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+class Matrix:
+    """Linear layers over the same input, whose weights lie one behind another, as one: [N, in] -> [N, sum of out]."""
+
+    def __init__(self, *layers: Any) -> None:
+        self._layers = layers
+        self.weight = torch.empty(0)  # sum of out, in
+        self.bias: torch.Tensor | None = None
+
+    def refresh(self) -> None:
+        """Follow the parameters."""
+        self.weight = _one([layer.weight for layer in self._layers])
+        biases = [layer.bias for layer in self._layers if layer.bias is not None]
+        if biases and len(biases) < len(self._layers):
+            raise Unfit("some of the joined layers have a bias")
+        self.bias = _one(biases) if biases else None
+
+
+def _one(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One tensor over tensors that lie one behind another; a copy where they do not."""
+    if not adjacent(tensors):
+        return torch.cat(list(tensors))
+    first, count = tensors[0].detach(), sum(len(tensor) for tensor in tensors)
+    return first.as_strided((count, *first.shape[1:]), first.stride())
+
+
+class _Layer:
+    """One decoder layer's matrices and vectors."""
+
+    def __init__(self, module: Any) -> None:
+        attention, mlp = module.self_attn, module.mlp
+        self.qkv = Matrix(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out = Matrix(attention.o_proj)
+        self.gate_up = Matrix(mlp.gate_proj, mlp.up_proj)
+        self.down = Matrix(mlp.down_proj)
+        self.norms = module.input_layernorm, module.post_attention_layernorm
+        self.head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
+        whole = getattr(attention.config, "sliding_window", None)  # Mistral's; Qwen says it layer by layer
+        window = int(getattr(attention, "sliding_window", whole) or 0)
+        self.form = Form(scale=float(attention.scaling), window=window)
+        self.heads: torch.Tensor | None = None  # [Hq + Hkv, d]: weights of the head norms
+
+    @torch.no_grad()
+    def refresh(self, counts: tuple[int, int]) -> None:
+        """Follow the parameters; what was copied stays where it is."""
+        for matrix in (self.qkv, self.out, self.gate_up, self.down):
+            matrix.refresh()
+        if self.head_norms:
+            parts = [norm.weight.expand(count, -1) for norm, count in zip(self.head_norms, counts, strict=True)]
+            if self.heads is None:
+                self.heads = torch.cat(parts)
+            else:
+                torch.cat(parts, out=self.heads)
+
+
+class JoinedPlan:
+    """The family's forward pass over pages.
+
+    Raises:
+        Unfit: another family, or an option of it that is not written here.
+    """
+
+    name = "lean"
+    hidden_widths = False
+    linear: Linear = staticmethod(F.linear)
+    invariant = False
+
+    def __init__(self, model: Any) -> None:
+        config = model.config
+        check_family(type(model).__name__, config)
+        self._model = model
+        self._layers = [_Layer(layer) for layer in model.model.layers]
+        self._head = Matrix(model.lm_head)
+        self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._dim = model.model.layers[0].self_attn.head_dim
+        self._eps = float(model.model.norm.variance_epsilon)
+        self.shapes = [LayerShape(self._kv_heads, self._dim, self._dim)] * len(self._layers)
+        self._cos = self._sin = torch.empty(0)
+        self.reach(1)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Follow the parameters."""
+        for layer in self._layers:
+            layer.refresh((self._heads, self._kv_heads))
+        self._head.refresh()
+
+    def release(self) -> None:
+        """Nothing is copied."""
+
+    @torch.no_grad()
+    def reach(self, positions: int) -> None:
+        """Make the rotations of so many positions; what was captured over the ones before is void."""
+        if positions <= len(self._cos):
+            return
+        like = self._model.model.embed_tokens.weight
+        ids = torch.arange(positions, device=like.device)[None]
+        cos, sin = self._model.model.rotary_emb(like.new_zeros(1, 1), ids)
+        self._cos, self._sin = cos[0].contiguous(), sin[0].contiguous()
+
+    def forward(self, rows: PagedTokens, cache: PagedCache, *, logits: bool = True) -> torch.Tensor | None:
+        """One pass; logits [R, V] of the sampled rows, or None where they are not wanted."""
+        linear, count = self.linear, len(rows)
+        residual = F.embedding(rows.tokens, self._model.model.embed_tokens.weight)
+        x = rms_norm(residual, self._layers[0].norms[0].weight, self._eps)
+        for index, layer in enumerate(self._layers):
+            if index:
+                x, residual = add_rms_norm(x, residual, layer.norms[0].weight, self._eps)
+            qkv = linear(x, layer.qkv.weight, layer.qkv.bias).view(count, -1, self._dim)
+            at = self._cos, self._sin, rows.positions, rows.places
+            norm_rotate_store(
+                qkv, layer.heads, self._eps, *at, cache.keys[index], cache.values[index], self._heads
+            )
+            mixed = rows.look(cache, index, qkv[:, : self._heads], layer.form)
+            x = linear(mixed.view(count, -1), layer.out.weight, layer.out.bias)
+            x, residual = add_rms_norm(x, residual, layer.norms[1].weight, self._eps)
+            x = linear(gated(linear(x, layer.gate_up.weight, layer.gate_up.bias)), layer.down.weight, layer.down.bias)
+        if not logits:
+            return None
+        if rows.sampled is not None:
+            x, residual = x[rows.sampled], residual[rows.sampled]
+        x, _ = add_rms_norm(x, residual, self._model.model.norm.weight, self._eps)
+        return linear(x, self._head.weight, self._head.bias)

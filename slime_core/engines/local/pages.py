@@ -1,0 +1,237 @@
+"""Pages of keys and values: who holds each and what full ones hold (host), the tensors, and the rows of a pass.
+
+    free --take--> held by sequences, counted --give--> idle, known by content --the longest idle first--> free
+
+A full page is known by its tokens and by what came before them, so sequences that begin alike hold the same pages:
+samples of a prompt, turns of a conversation. A pass writes the keys of all its rows before any of them attends, so a
+page may be shared from the moment its tokens are scheduled.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from slime_core.kernels.attention import AttentionBatch, paged_attention
+from slime_core.kernels.cache import store
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from slime_core.engines.local.attention import Form
+    from slime_core.engines.local.slots import LayerShape
+
+PAGE = 16
+"""Positions of a page."""
+
+SCRATCH = 0
+"""The page of rows that stand for no sequence; nobody holds it."""
+
+Key = tuple[int, bytes]
+
+
+def pages_of(tokens: int) -> int:
+    """Pages that hold ``tokens`` positions."""
+    return -(-tokens // PAGE)
+
+
+class PagePool:
+    """Counts of holders, and what full pages hold. ``count`` includes the scratch page."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._holders = [0] * count
+        self._free = list(range(count - 1, SCRATCH, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()  # without a holder, content known
+        self._known: dict[Key, int] = {}
+        self._keys: dict[int, tuple[Key, int]] = {}  # page -> its key, and the number that its content got
+        self._contents = 0  # numbers given to contents; 0 stands before the first page
+
+    @property
+    def available(self) -> int:
+        """Pages that :meth:`take` can give."""
+        return len(self._free) + len(self._idle)
+
+    def grow(self, count: int) -> None:
+        """More pages."""
+        self._free[:0] = range(count - 1, self.count - 1, -1)
+        self._holders += [0] * (count - self.count)
+        self.count = count
+
+    def take(self) -> int:
+        """A page for one holder, its content lost.
+
+        Raises:
+            IndexError: none is available.
+        """
+        if self._free:
+            page = self._free.pop()
+        elif self._idle:
+            page = self._idle.popitem(last=False)[0]
+            self._unknow(page)
+        else:
+            raise IndexError("no page is available")
+        self._holders[page] = 1
+        return page
+
+    def give(self, pages: Sequence[int]) -> list[int]:
+        """End one hold of each page; the ones that nobody holds any more."""
+        loose = []
+        for page in reversed(pages):  # the end of a sequence is the first to be lost
+            self._holders[page] -= 1
+            if self._holders[page] == 0:
+                loose.append(page)
+                if page in self._keys:
+                    self._idle[page] = None
+                else:
+                    self._free.append(page)
+        return loose
+
+    def match(self, tokens: NDArray[Any]) -> list[int]:
+        """Hold the known pages that ``tokens`` begins with, in order."""
+        pages, before = [], 0
+        for block in _blocks(tokens):
+            page = self._known.get((before, block))
+            if page is None:
+                break
+            self._holders[page] += 1
+            self._idle.pop(page, None)
+            pages.append(page)
+            before = self._keys[page][1]
+        return pages
+
+    def publish(self, tokens: NDArray[Any], pages: Sequence[int]) -> None:
+        """Make the full pages among ``pages``, which hold ``tokens``, known."""
+        before = 0
+        for block, page in zip(_blocks(tokens), pages):
+            first = self._known.get((before, block))
+            if first is None:
+                if page in self._keys:  # known behind a page that was lost since
+                    return
+                self._contents += 1
+                self._known[before, block], self._keys[page] = page, ((before, block), self._contents)
+                first = page
+            before = self._keys[first][1]
+
+    def lose(self, pages: Sequence[int]) -> None:
+        """Forget what these pages, which nobody holds, were known for."""
+        for page in pages:
+            if page in self._idle:
+                del self._idle[page]
+                self._unknow(page)
+                self._free.append(page)
+
+    def forget(self) -> None:
+        """New weights: no page is known any more."""
+        self._free += self._idle
+        self._idle.clear()
+        self._known.clear()
+        self._keys.clear()
+
+    def _unknow(self, page: int) -> None:
+        del self._known[self._keys.pop(page)[0]]
+
+
+def _blocks(tokens: NDArray[Any]) -> Iterator[bytes]:
+    data, width = tokens.tobytes(), PAGE * tokens.itemsize
+    return (data[begin : begin + width] for begin in range(0, len(data) - width + 1, width))
+
+
+class PagedCache:
+    """Keys and values of every layer, [pages, PAGE, kv heads, head dim] each."""
+
+    def __init__(self, shapes: Sequence[LayerShape], pages: int, dtype: torch.dtype, device: str) -> None:
+        self.shapes, self.dtype, self.device = list(shapes), dtype, device
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        for shape in shapes:
+            for tensors, dim in ((self.keys, shape.key_dim), (self.values, shape.value_dim)):
+                tensors.append(torch.zeros(pages, PAGE, shape.kv_heads, dim, dtype=dtype, device=device))
+
+    def grow(self, pages: int) -> None:
+        """More pages, layer by layer; what they hold is copied."""
+        for tensors in (self.keys, self.values):
+            for layer, old in enumerate(tensors):
+                tensors[layer] = old.new_zeros(pages, *old.shape[1:])
+                tensors[layer][: len(old)] = old
+
+    @torch.inference_mode()  # as the cache was allocated
+    def clear(self, pages: Sequence[int]) -> None:
+        """Forget pages that may hold numbers that are not finite."""
+        for tensor in (*self.keys, *self.values):
+            tensor[list(pages)] = 0
+
+
+@dataclass(slots=True)
+class PagedTokens:
+    """N tokens for one forward pass, and where each lies."""
+
+    tokens: torch.Tensor  # N, int64
+    positions: torch.Tensor  # N, int64
+    places: torch.Tensor  # N, int64: page * PAGE + offset
+    batch: AttentionBatch
+    sampled: torch.Tensor | None = None  # rows whose logits are wanted, int64; None is all
+    invariant: bool = False
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+    def position_ids(self) -> torch.Tensor:
+        """N positions as a model may be asked about them."""
+        return self.positions
+
+    def write(self, cache: PagedCache, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write keys [N, Hkv, d] and values [N, Hkv, dv]."""
+        store(cache.keys[layer], cache.values[layer], self.places, key, value)
+
+    def look(
+        self, cache: PagedCache, layer: int, query: torch.Tensor, form: Form, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Attend with queries [N, Hq, d] whose keys and values are written: [N, Hq, dv]."""
+        return paged_attention(
+            query,
+            cache.keys[layer],
+            cache.values[layer],
+            self.batch,
+            scale=form.scale,
+            window=form.window,
+            softcap=form.softcap,
+            sinks=sinks,
+            invariant=self.invariant,
+        )
+
+
+@dataclass(slots=True, frozen=True)
+class Layout:
+    """Where the rows of segments of sequences lie: on the host, N rows of S segments."""
+
+    owner: NDArray[np.int64]  # N, the segment's row of the tables
+    positions: NDArray[np.int64]  # N
+    places: NDArray[np.int64]  # N
+    bounds: NDArray[np.int64]  # S + 1
+
+
+def lay_out(
+    owners: NDArray[np.int64], firsts: NDArray[np.int64], counts: NDArray[np.int64], tables: NDArray[np.int64]
+) -> Layout:
+    """Segments of ``counts`` [S] rows from positions ``firsts`` [S] on, whose pages are ``tables[owners]``."""
+    bounds = np.concatenate([[0], np.cumsum(counts)])
+    owner = np.repeat(owners, counts)
+    positions = np.repeat(firsts - bounds[:-1], counts) + np.arange(len(owner))
+    places = tables[owner, positions // PAGE] * PAGE + positions % PAGE
+    return Layout(owner, positions, places, bounds)
+
+
+def paged_rows(
+    tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, sampled: torch.Tensor | None = None
+) -> PagedTokens:
+    """Rows of a decode step: token i [R] of sequence i at ``positions`` [R], whose pages are ``tables`` [R, pages]."""
+    page = tables.gather(1, (positions // PAGE)[:, None])[:, 0].long()
+    bounds = torch.arange(len(tokens) + 1, dtype=torch.int32, device=tokens.device)
+    batch = AttentionBatch(bounds, (positions + 1).int(), tables, 1)
+    return PagedTokens(tokens, positions, page * PAGE + positions % PAGE, batch, sampled)

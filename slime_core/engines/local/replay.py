@@ -1,0 +1,235 @@
+"""Passes over pages: sequences' state lives on the device, and decode steps are replayed from CUDA graphs.
+
+    token, position, sampling parameters, pages of a sequence --pass--> logits of sampled rows --> next token, position
+
+A pass feeds what the one before it drew without the host, which reads draws later, by an asynchronous copy. What
+changes between passes (new sequences, new pages, which sequences take part) goes to the device in one copy.
+
+A decode step of a number of rows runs as it is the first time, which compiles kernels; the second time it is captured.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from slime_core.engines.local.pages import PagedTokens, lay_out, paged_rows
+from slime_core.kernels.attention import AttentionBatch
+from slime_core.kernels.sampling import log_softmax_at, sample
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from slime_core.engines.local.served import ServedModel
+    from slime_core.engines.local.slots import EngineJob
+
+    Ints = NDArray[np.int64]
+
+log = logging.getLogger(__name__)
+
+TOKEN, POSITION, SEED, TOP_K, TEMPERATURE, TOP_P, ADVANCE = range(7)
+"""Rows of a sequence's state; the two numbers are kept as the bits of float64."""
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+SCORE_ROWS = 512
+
+
+@dataclass(slots=True, frozen=True)
+class Chunk:
+    """Positions [begin, end) of a slot's tokens; ``last``: the next token is drawn after them."""
+
+    slot: int
+    begin: int
+    end: int
+    last: bool
+
+
+class Draws:
+    """What a pass drew, on its way to the host."""
+
+    def __init__(self, out: torch.Tensor) -> None:
+        self._host, self._event = out, None
+        if out.is_cuda:
+            self._host = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
+            self._host.copy_(out, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self, rows: int) -> tuple[Ints, NDArray[np.float32], NDArray[np.float32]]:
+        """Tokens, log-probs and plain log-probs of the first ``rows`` rows, as soon as they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        tokens, log_probs, plain = self._host[:, :rows].numpy()
+        return tokens.astype(np.int64), log_probs.view(np.float32), plain.view(np.float32)
+
+
+class Runner:
+    """Runs passes for up to ``sequences`` sequences, whose pages have columns after :meth:`widen`."""
+
+    def __init__(self, served: ServedModel, sequences: int) -> None:
+        self._served, self._sequences = served, sequences
+        device = served.device
+        self._state = torch.zeros(7, sequences + 1, dtype=torch.int64, device=device)  # the last stands for none
+        self._tables = torch.zeros(sequences + 1, 0, dtype=torch.int32, device=device)
+        self._columns = np.zeros((sequences, 0), dtype=np.int64)  # the tables on the host
+        self._index = torch.full((bucket(sequences),), sequences, dtype=torch.int64, device=device)
+        self._rows = np.empty(0, dtype=np.int64)  # what the index holds
+        self._fresh: list[tuple[int, ...]] = []  # slot and state of sequences that the device does not know
+        self._marks: list[tuple[int, int]] = []  # place in the tables, and page
+        self._warm: set[int] = set()
+        self._graphs: dict[int, tuple[Any, torch.Tensor]] = {}
+        self._pool: Any = None
+        self._captures = served.device != "cpu"
+
+    def seat(self, slot: int, token: int, position: int, job: EngineJob) -> None:
+        """A sequence takes a slot: ``token`` at ``position`` is its last."""
+        params = job.request.params
+        numbers = np.array([params.temperature, params.top_p], dtype=np.float32).astype(np.float64).view(np.int64)
+        seed = int(np.uint64(job.seed).astype(np.int64))
+        self._fresh.append((slot, token, position, seed, params.top_k, *numbers.tolist(), 1))
+
+    def mark(self, slot: int, column: int, page: int) -> None:
+        """Page number ``column`` of a slot's sequence is ``page``."""
+        self._columns[slot, column] = page
+        self._marks.append((slot * self._columns.shape[1] + column, page))
+
+    def widen(self, width: int) -> None:
+        """Tables of ``width`` pages a sequence, over a cache that may have moved."""
+        self._send()
+        more = width - self._columns.shape[1]
+        self._columns = np.pad(self._columns, ((0, 0), (0, more)))
+        self._tables = torch.nn.functional.pad(self._tables, (0, more))
+        self.void()
+
+    def void(self) -> None:
+        """Drop captured passes: tensors that they read have moved."""
+        self._graphs.clear()
+        self._warm.clear()
+
+    def decode(self, slots: Ints) -> Draws:
+        """Feed the token of each of these slots and draw its next."""
+        count = bucket(len(slots))
+        index = np.full(count, self._sequences, dtype=np.int64)
+        index[: len(slots)] = slots
+        if np.array_equal(index, self._rows):
+            self._send()
+        else:
+            self._rows = index
+            self._index[:count] = self._send(index)[0]
+        graph = self._graphs.get(count)
+        if graph is None and count in self._warm and self._captures:
+            graph = self._captured(count)
+        if graph is None:
+            self._warm.add(count)
+            return Draws(self._decode(count))
+        graph[0].replay()
+        return Draws(graph[1])
+
+    def mixed(self, slots: Ints, fed: Ints, chunks: Sequence[Chunk], content: Ints) -> Draws | None:
+        """Feed the next token of ``slots``, at positions ``fed``, and chunks of prompts, in one pass.
+
+        Draws for ``slots`` and then for every chunk that is its prompt's last; None where there are none.
+        """
+        owners = np.concatenate([slots, np.array([c.slot for c in chunks], dtype=np.int64)])
+        firsts = np.concatenate([fed, np.array([c.begin for c in chunks], dtype=np.int64)])
+        counts = np.array([1] * len(slots) + [c.end - c.begin for c in chunks], dtype=np.int64)
+        layout = lay_out(owners, firsts, counts, self._columns)
+        draws = np.flatnonzero([True] * len(slots) + [c.last for c in chunks])
+        tokens, at, where, bounds, lengths, segments, drawing, sampled = self._send(
+            content[layout.owner, layout.positions],
+            *(layout.positions, layout.places, layout.bounds, firsts + counts),
+            *(owners, owners[draws], layout.bounds[1:][draws] - 1),
+        )
+        if len(slots):
+            tokens[: len(slots)] = self._state[TOKEN].index_select(0, segments[: len(slots)])
+        tables = self._tables.index_select(0, segments)
+        batch = AttentionBatch(bounds.int(), lengths.int(), tables, int(counts.max()))
+        rows = PagedTokens(tokens, at, where, batch, sampled, self._invariant)
+        logits = self._served.plan.forward(rows, self._served.cache, logits=len(draws) > 0)
+        if not len(draws):
+            return None
+        return Draws(self._draw(logits, drawing, self._state.index_select(1, drawing)))
+
+    def score(self, tokens: Ints, start: int, pages: Sequence[int]) -> NDArray[np.float32]:
+        """Plain log-prob of each of ``tokens[start:]``; ``pages`` hold the keys of all but the last."""
+        parts = []
+        table = np.array([pages], dtype=np.int64)
+        for begin in range(0, len(tokens) - 1, SCORE_ROWS):
+            end = min(begin + SCORE_ROWS, len(tokens) - 1)
+            first = max(begin, start - 1)
+            layout = lay_out(np.zeros(1, np.int64), np.array([begin]), np.array([end - begin]), table)
+            ids, at, where, bounds, length, column, sampled, following = self._send(
+                *(tokens[begin:end], layout.positions, layout.places, layout.bounds, np.array([end]), table[0]),
+                *(np.arange(first, end) - begin, tokens[first + 1 : end + 1]),
+            )
+            batch = AttentionBatch(bounds.int(), length.int(), column.int()[None], end - begin)
+            rows = PagedTokens(ids, at, where, batch, sampled, self._invariant)
+            logits = self._served.plan.forward(rows, self._served.cache, logits=end > first)
+            if end > first:
+                parts.append(log_softmax_at(logits, following))
+        return torch.cat(parts).cpu().numpy()
+
+    @property
+    def _invariant(self) -> bool:
+        return bool(getattr(self._served.plan, "invariant", False))
+
+    def _decode(self, count: int) -> torch.Tensor:
+        index = self._index[:count]
+        state = self._state.index_select(1, index)
+        rows = paged_rows(state[TOKEN], state[POSITION], self._tables.index_select(0, index))
+        rows.invariant = self._invariant
+        return self._draw(self._served.plan.forward(rows, self._served.cache), index, state)
+
+    def _draw(self, logits: torch.Tensor, index: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """Draw from [R, V] for the slots ``index`` [R], whose state is [7, R]; as int32 bits [3, R]."""
+        numbers = state[TEMPERATURE:ADVANCE].view(torch.float64).float()
+        position = state[POSITION] + state[ADVANCE]
+        tokens, log_probs, plain = sample(logits, state[SEED], position, numbers[0], state[TOP_K], numbers[1])
+        self._state[: POSITION + 1].index_copy_(1, index, torch.stack([tokens, position]))
+        return torch.stack([tokens.int(), log_probs.view(torch.int32), plain.view(torch.int32)])
+
+    def _captured(self, count: int) -> tuple[Any, torch.Tensor] | None:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                out = self._decode(count)
+        except Exception as error:
+            self._captures = False
+            log.info("decode steps of %s are not captured: %s", type(self._served.plan).__name__, error)
+            return None
+        self._graphs[count] = graph, out
+        return self._graphs[count]
+
+    def _send(self, *arrays: Ints) -> Sequence[torch.Tensor]:
+        """Arrays as int64 tensors on the device, and whatever it does not know yet, in one copy."""
+        fresh = np.array(self._fresh, dtype=np.int64).reshape(-1, 8)
+        marks = np.array(self._marks, dtype=np.int64).reshape(-1, 2)
+        parts = [*arrays, fresh.T.ravel(), marks.T.ravel()]
+        sizes = [part.size for part in parts]
+        if not sum(sizes):
+            return ()
+        flat = torch.from_numpy(np.concatenate(parts, dtype=np.int64))
+        if self._served.device != "cpu":
+            flat = flat.pin_memory().to(self._served.device, non_blocking=True)
+        tensors = flat.split(sizes)
+        if len(fresh):
+            rows = tensors[-2].view(8, -1)
+            self._state[:, rows[0]] = rows[1:]
+        if len(marks):
+            rows = tensors[-1].view(2, -1)
+            self._tables.view(-1)[rows[0]] = rows[1].int()
+        self._fresh.clear()
+        self._marks.clear()
+        return tensors[: len(arrays)]
+
+
+def bucket(rows: int) -> int:
+    """Rows that a captured step has, for so many sequences."""
+    return next((count for count in BUCKETS if count >= rows), -(-rows // BUCKETS[-1]) * BUCKETS[-1])
