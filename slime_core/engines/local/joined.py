@@ -28,7 +28,7 @@ from slime_core.kernels.norm import add_rms_norm, rms_norm
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
-class Matrix:
+class JoinedLinear:
     """Linear layers over the same input, whose weights lie one behind another, as one: [N, in] -> [N, sum of out]."""
 
     def __init__(self, *layers: Any) -> None:
@@ -53,15 +53,15 @@ def _one(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return first.as_strided((count, *first.shape[1:]), first.stride())
 
 
-class _Layer:
+class _JoinedLayer:
     """One decoder layer's matrices and vectors."""
 
     def __init__(self, module: Any) -> None:
         attention, mlp = module.self_attn, module.mlp
-        self.qkv = Matrix(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.out = Matrix(attention.o_proj)
-        self.gate_up = Matrix(mlp.gate_proj, mlp.up_proj)
-        self.down = Matrix(mlp.down_proj)
+        self.qkv = JoinedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out = JoinedLinear(attention.o_proj)
+        self.gate_up = JoinedLinear(mlp.gate_proj, mlp.up_proj)
+        self.down = JoinedLinear(mlp.down_proj)
         self.norms = module.input_layernorm, module.post_attention_layernorm
         self.head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
         whole = getattr(attention.config, "sliding_window", None)  # Mistral's; Qwen says it layer by layer
@@ -98,8 +98,8 @@ class JoinedPlan:
         config = model.config
         check_family(type(model).__name__, config)
         self._model = model
-        self._layers = [_Layer(layer) for layer in model.model.layers]
-        self._head = Matrix(model.lm_head)
+        self._layers = [_JoinedLayer(layer) for layer in model.model.layers]
+        self._head = JoinedLinear(model.lm_head)
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._dim = model.model.layers[0].self_attn.head_dim
         self._eps = float(model.model.norm.variance_epsilon)
@@ -137,9 +137,7 @@ class JoinedPlan:
                 x, residual = add_rms_norm(x, residual, layer.norms[0].weight, self._eps)
             qkv = linear(x, layer.qkv.weight, layer.qkv.bias).view(count, -1, self._dim)
             at = self._cos, self._sin, rows.positions, rows.places
-            norm_rotate_store(
-                qkv, layer.heads, self._eps, *at, cache.keys[index], cache.values[index], self._heads
-            )
+            norm_rotate_store(qkv, layer.heads, self._eps, *at, cache.keys[index], cache.values[index], self._heads)
             mixed = rows.look(cache, index, qkv[:, : self._heads], layer.form)
             x = linear(mixed.view(count, -1), layer.out.weight, layer.out.bias)
             x, residual = add_rms_norm(x, residual, layer.norms[1].weight, self._eps)

@@ -47,7 +47,8 @@ class Board:
             return self._record(module, query, key, value)
         layer = self.layers[id(module)]
         self.rows.write(self.cache, layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        return self.rows.look(self.cache, layer, query[0].transpose(0, 1), form, sinks)[None]
+        out: torch.Tensor = self.rows.look(self.cache, layer, query[0].transpose(0, 1), form, sinks)
+        return out[None]
 
     def _record(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         if id(module) in self.layers:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from slime_core.engines.local.pages import PAGE, PagePool, pages_of
-from slime_core.engines.local.replay import Chunk, Draws, Runner
+from slime_core.engines.local.replay import Draws, PromptPart, Runner
 from slime_core.engines.local.scheduler import Scheduler
 from slime_core.engines.local.slots import SHARE, free_memory, up
 from slime_core.errors import EngineError
@@ -44,7 +44,7 @@ WIDTH = 16
 
 
 @dataclass(slots=True, frozen=True)
-class Flight:
+class LaunchedPass:
     """A pass whose draws were not read yet: row i is of ``slots[i]``, then taken by sequence ``births[i]``."""
 
     slots: Ints
@@ -63,15 +63,15 @@ class PagedScheduler(Scheduler):
         self._ahead = np.zeros(sequences, dtype=np.int64)  # draws that were not read
         self._birth = np.full(sequences, -1, dtype=np.int64)  # ascending: which sequence has the slot
         self._births = 0
-        self._flights: deque[Flight] = deque()
+        self._launches: deque[LaunchedPass] = deque()
         self._decoding: Ints = np.empty(0, dtype=np.int64)  # of the next pass
-        self._chunks: list[Chunk] = []
+        self._chunks: list[PromptPart] = []
         self._empty()
 
     def retract(self) -> None:
         """See `Scheduler.retract`; what was launched and not read is drawn again."""
         super().retract()
-        self._flights.clear()
+        self._launches.clear()
 
     def forget(self) -> None:
         """See `Scheduler.forget`."""
@@ -84,7 +84,7 @@ class PagedScheduler(Scheduler):
     def drop(self) -> None:
         """Release the cache, in which nothing runs."""
         self.served.drop()
-        self._flights.clear()
+        self._launches.clear()
         self._empty()
 
     @torch.inference_mode()
@@ -149,7 +149,7 @@ class PagedScheduler(Scheduler):
         self._slots.take(slot, job, tokens)
         self._fed[slot], self._ahead[slot] = len(pages) * PAGE, 0
         self._birth[slot], self._births = self._births, self._births + 1
-        self._runner.seat(slot, int(tokens[-1]), len(tokens) - 1, job)
+        self._runner.enter(slot, int(tokens[-1]), len(tokens) - 1, job)
         self._pages[slot] = []
         for page in [*pages, *(self._pool.take() for _ in range(more))]:
             self._add(slot, page)
@@ -160,7 +160,7 @@ class PagedScheduler(Scheduler):
         begin, goal = int(self._fed[slot]), int(self._slots.start[slot])
         end = min(goal, begin + room)
         if end > begin:
-            self._chunks.append(Chunk(slot, begin, end, end == goal))
+            self._chunks.append(PromptPart(slot, begin, end, end == goal))
             self._fed[slot] = end
             if not self._slots.mixed[slot]:
                 self._pool.publish(self._slots.content[slot, :end], self._pages[slot])
@@ -206,7 +206,7 @@ class PagedScheduler(Scheduler):
         return self._pool.give(pages)
 
     def _step(self) -> list[EngineJob]:
-        """Launch the pass that was composed, and read the one before it."""
+        """LaunchedPass the pass that was composed, and read the one before it."""
         slots, chunks = self._decoding, self._chunks
         launched = None
         if chunks:
@@ -219,20 +219,20 @@ class PagedScheduler(Scheduler):
             self._fed[slots] += 1
         if launched is not None:
             self._ahead[slots] += 1
-            self._flights.append(Flight(slots, self._birth[slots], self.served.version, launched))
+            self._launches.append(LaunchedPass(slots, self._birth[slots], self.served.version, launched))
         done = []
-        while len(self._flights) > (launched is not None):
-            done += self._read(self._flights.popleft())
+        while len(self._launches) > (launched is not None):
+            done += self._read(self._launches.popleft())
         return done
 
-    def _read(self, flight: Flight) -> list[EngineJob]:
-        same = (self._birth[flight.slots] == flight.births) & self._slots.active[flight.slots]
+    def _read(self, launch: LaunchedPass) -> list[EngineJob]:
+        same = (self._birth[launch.slots] == launch.births) & self._slots.active[launch.slots]
         if not same.any():
             return []
-        drawn = flight.draws.read(len(flight.slots))
-        slots = flight.slots[same]
+        columns = launch.draws.read(len(launch.slots))
+        slots = launch.slots[same]
         self._ahead[slots] -= 1
-        return self._settle(slots, *(column[same] for column in drawn), flight.version)  # type: ignore[call-arg]
+        return self._settle(slots, *(column[same] for column in columns), launch.version)  # type: ignore[call-arg]
 
     def _make_room(self, need: int) -> None:
         """Pages for what requests may come to, as far as memory goes; for one sequence of ``need`` tokens at least."""

@@ -48,7 +48,7 @@ class PagePool:
         self._holders = [0] * count
         self._free = list(range(count - 1, SCRATCH, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # without a holder, content known
-        self._known: dict[Key, int] = {}
+        self._by_content: dict[Key, int] = {}
         self._keys: dict[int, tuple[Key, int]] = {}  # page -> its key, and the number that its content got
         self._contents = 0  # numbers given to contents; 0 stands before the first page
 
@@ -96,7 +96,7 @@ class PagePool:
         """Hold the known pages that ``tokens`` begins with, in order."""
         pages, before = [], 0
         for block in _blocks(tokens):
-            page = self._known.get((before, block))
+            page = self._by_content.get((before, block))
             if page is None:
                 break
             self._holders[page] += 1
@@ -109,12 +109,12 @@ class PagePool:
         """Make the full pages among ``pages``, which hold ``tokens``, known."""
         before = 0
         for block, page in zip(_blocks(tokens), pages):
-            first = self._known.get((before, block))
+            first = self._by_content.get((before, block))
             if first is None:
                 if page in self._keys:  # known behind a page that was lost since
                     return
                 self._contents += 1
-                self._known[before, block], self._keys[page] = page, ((before, block), self._contents)
+                self._by_content[before, block], self._keys[page] = page, ((before, block), self._contents)
                 first = page
             before = self._keys[first][1]
 
@@ -130,11 +130,11 @@ class PagePool:
         """New weights: no page is known any more."""
         self._free += self._idle
         self._idle.clear()
-        self._known.clear()
+        self._by_content.clear()
         self._keys.clear()
 
     def _unknow(self, page: int) -> None:
-        del self._known[self._keys.pop(page)[0]]
+        del self._by_content[self._keys.pop(page)[0]]
 
 
 def _blocks(tokens: NDArray[Any]) -> Iterator[bytes]:
@@ -207,7 +207,7 @@ class PagedTokens:
 
 
 @dataclass(slots=True, frozen=True)
-class Layout:
+class RowLayout:
     """Where the rows of segments of sequences lie: on the host, N rows of S segments."""
 
     owner: NDArray[np.int64]  # N, the segment's row of the tables
@@ -218,13 +218,13 @@ class Layout:
 
 def lay_out(
     owners: NDArray[np.int64], firsts: NDArray[np.int64], counts: NDArray[np.int64], tables: NDArray[np.int64]
-) -> Layout:
+) -> RowLayout:
     """Segments of ``counts`` [S] rows from positions ``firsts`` [S] on, whose pages are ``tables[owners]``."""
     bounds = np.concatenate([[0], np.cumsum(counts)])
     owner = np.repeat(owners, counts)
     positions = np.repeat(firsts - bounds[:-1], counts) + np.arange(len(owner))
     places = tables[owner, positions // PAGE] * PAGE + positions % PAGE
-    return Layout(owner, positions, places, bounds)
+    return RowLayout(owner, positions, places, bounds)
 
 
 def paged_rows(

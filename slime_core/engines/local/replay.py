@@ -40,7 +40,7 @@ SCORE_ROWS = 512
 
 
 @dataclass(slots=True, frozen=True)
-class Chunk:
+class PromptPart:
     """Positions [begin, end) of a slot's tokens; ``last``: the next token is drawn after them."""
 
     slot: int
@@ -86,7 +86,7 @@ class Runner:
         self._pool: Any = None
         self._captures = served.device != "cpu"
 
-    def seat(self, slot: int, token: int, position: int, job: EngineJob) -> None:
+    def enter(self, slot: int, token: int, position: int, job: EngineJob) -> None:
         """A sequence takes a slot: ``token`` at ``position`` is its last."""
         params = job.request.params
         numbers = np.array([params.temperature, params.top_p], dtype=np.float32).astype(np.float64).view(np.int64)
@@ -130,7 +130,7 @@ class Runner:
         graph[0].replay()
         return Draws(graph[1])
 
-    def mixed(self, slots: Ints, fed: Ints, chunks: Sequence[Chunk], content: Ints) -> Draws | None:
+    def mixed(self, slots: Ints, fed: Ints, chunks: Sequence[PromptPart], content: Ints) -> Draws | None:
         """Feed the next token of ``slots``, at positions ``fed``, and chunks of prompts, in one pass.
 
         Draws for ``slots`` and then for every chunk that is its prompt's last; None where there are none.
@@ -227,7 +227,7 @@ class Runner:
             self._tables.view(-1)[rows[0]] = rows[1].int()
         self._fresh.clear()
         self._marks.clear()
-        return tensors[: len(arrays)]
+        return list(tensors[: len(arrays)])
 
 
 def bucket(rows: int) -> int:

@@ -39,7 +39,7 @@ class ServedModel:
         self.context_len = context_len
         self._paged = device != "cpu" if paged is None else paged
         self.version = -1
-        self.batch_invariant = device == "cpu"
+        self.batch_invariant = not self._paged
         self.counts = RowCounts()
         self._twin = Twin(folder.config, self._dtype, device, folder.trust_remote_code, joined=self._paged)
         self.plan: Any = None  # `lean.LeanPlan`, `joined.JoinedPlan`, `packed.PackedPlan` or `packed.RescanPlan`
@@ -81,6 +81,7 @@ class ServedModel:
             choice = verify.choose(self._twin.model, self.context_len, self.device, paged=self._paged)
         self.plan, self.counts = choice.plan, choice.counts
         self.batch_invariant = self.batch_invariant and choice.batch_invariant
+        self.moved()
 
     def allocate(self, count: int, tokens: int) -> None:
         """Make an empty cache of ``count`` pages, or slots of ``tokens``, after the one before is gone."""

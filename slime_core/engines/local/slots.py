@@ -11,8 +11,8 @@ The cache grows with the longest sequence:
     by_position[layer]: both as one tensor [slots + 1, length, 2, kv heads, head dim], where they are of one width
 
 It is float32 whatever the compute dtype (a bfloat16 key is a float32 key), and the memory's pages are only touched as
-sequences grow. On a GPU see `paged.py`. The last position of every slot is scratch: rows that stand for no sequence write there, and nothing
-ever attends to it.
+sequences grow. The last position of every slot is scratch: rows that stand for no sequence write there, and nothing
+ever attends to it. On a GPU keys and values lie in pages (`pages.py`), and nothing is held in these tensors.
 
 How long slots are and how many there are is what requests need, within the memory that is there:
 

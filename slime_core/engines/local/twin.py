@@ -82,7 +82,8 @@ class Twin:
                 aliases -= set(group)
                 if not self._writable.issuperset(group):
                     self._join(group)
-        copies = []
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
         for name, tensor in tensors.items():
             if name in aliases:
                 self._writable.discard(name)
@@ -91,15 +92,14 @@ class Twin:
             if name not in self._writable:
                 self._writable.add(name)
                 self._place(name, torch.empty_like(self._tensor(name), device=self.device))
-            copies.append((self._tensor(name), tensor.detach()))
-        if copies:
-            torch._foreach_copy_(*map(list, zip(*copies, strict=True)))
+            targets.append(self._tensor(name))
+            sources.append(tensor.detach())
+        if targets:
+            torch._foreach_copy_(targets, sources)
         self.ready = True
 
     def _same(self, name: str, tensor: torch.Tensor) -> bool:
-        return (
-            tensor.dtype == self._tensor(name).dtype and tensor.device.type == torch.device(self.device).type
-        )
+        return tensor.dtype == self._tensor(name).dtype and tensor.device.type == torch.device(self.device).type
 
     def _join(self, group: Sequence[str]) -> None:
         """Make the tensors of a group views of one that is ours."""

@@ -58,7 +58,7 @@ class Bench:
         )
 
     @asynccontextmanager
-    async def engine(self, *, slots=4, context_len=256, dtype="float32", load=True, epoch=0):
+    async def engine(self, *, slots=4, context_len=256, dtype="float32", load=True, epoch=0, paged=None):
         engine = LocalEngine(
             self.folder,
             slots=slots,
@@ -67,6 +67,7 @@ class Bench:
             device="cpu",
             thread=self.thread,
             epoch=epoch,
+            paged=paged,
         )
         try:
             if load:

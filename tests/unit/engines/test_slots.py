@@ -83,7 +83,7 @@ def test_far_rows_attend_apart_where_few_are_long():
 
 def test_a_sequence_that_does_not_fit_says_how_large_its_cache_is():
     with pytest.raises(EngineError, match="ENG05") as caught:
-        check_size(40960, position_bytes([LayerShape(8, 128, 128)] * 28, torch.float32, "cpu"), 16 << 30)
+        check_size(40960, position_bytes([LayerShape(8, 128, 128)] * 28, torch.float32), 16 << 30)
     assert "rollout_max_context_len" in caught.value.fix
     assert "17.5 GiB" in caught.value.what
 
@@ -108,7 +108,7 @@ def test_slots_are_as_many_and_as_long_as_requests_need_and_memory_holds(positio
 
 
 def test_a_longer_cache_holds_what_it_held_and_zeros():
-    cache = KVCache([LayerShape(2, 16, 16), LayerShape(2, 16, 8)], 2, 32, torch.float32, "cpu")
+    cache = KVCache([LayerShape(2, 16, 16), LayerShape(2, 16, 8)], 2, 32)
     for tensor in (*cache.keys, *cache.values):
         tensor.fill_(1.0)
     cache.grow(100, [32, 5, 0])
@@ -122,14 +122,14 @@ def test_a_longer_cache_holds_what_it_held_and_zeros():
 def test_memory_is_taken_by_positions_that_are_written_not_by_whole_slots():
     """Rows of 2 MiB, which a huge page would take whole: 256 of them, a position written in each."""
 
-    cache = KVCache([LayerShape(8, 64, 64)], 15, 8191, torch.float32, "cpu")
+    cache = KVCache([LayerShape(8, 64, 64)], 15, 8191)
     before = resident_memory()
     cache.by_position[0][:, 5] = 1.0
     assert resident_memory() - before < 16 << 20
 
 
 def test_the_cache_is_aligned_zero_and_copied_by_positions():
-    cache = KVCache([LayerShape(2, 16, 8)], 3, 40, torch.bfloat16, "cpu")
+    cache = KVCache([LayerShape(2, 16, 8)], 3, 40)
     assert cache.keys[0].shape == (4, 2, 65, 16)
     assert cache.keys[0].dtype == torch.float32
     assert cache.keys[0].data_ptr() % 64 == 0
