@@ -14,7 +14,7 @@ from slime_core.config.schema import SECTIONS, Config
 from slime_core.config.validate import check_model, unknown
 
 MAIN = "main"
-LEAST_SLOTS, MOST_SLOTS = 64, 512  # sequences that an embedded engine decodes at once
+LEAST_SLOTS, MOST_SLOTS = 64, 1024  # sequences that an embedded engine decodes at once
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 

@@ -62,7 +62,7 @@ class RolloutSection(Section):
     )
     rollout_slots: int = key(
         0,
-        "Sequences the embedded engine decodes at once; 0: a step's samples on a GPU (64 to 512), else 64.",
+        "Sequences the embedded engine decodes at once; 0: a step's samples on a GPU (64 to 1,024), else 64.",
         SLOTS,
         ge=0,
     )

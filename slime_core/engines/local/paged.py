@@ -39,6 +39,11 @@ log = logging.getLogger(__name__)
 PASS_ROWS = 8192
 """Tokens of one pass that computes prompts."""
 
+GROUPS = 8
+"""This part of all sequences is admitted at once, or after PATIENCE passes."""
+
+PATIENCE = 8
+
 WIDTH = 16
 """Tables grow by so many pages."""
 
@@ -63,6 +68,7 @@ class PagedScheduler(Scheduler):
         self._ahead = np.zeros(sequences, dtype=np.int64)  # draws that were not read
         self._birth = np.full(sequences, -1, dtype=np.int64)  # ascending: which sequence has the slot
         self._births = 0
+        self._passes = 0  # since jobs were admitted
         self._launches: deque[LaunchedPass] = deque()
         self._decoding: Ints = np.empty(0, dtype=np.int64)  # of the next pass
         self._chunks: list[PromptPart] = []
@@ -118,6 +124,9 @@ class PagedScheduler(Scheduler):
         prompts = np.flatnonzero(slots.active & (self._fed < slots.start))
         for slot in prompts[np.argsort(self._birth[prompts])]:
             room -= self._cut(int(slot), room)
+        self._passes += 1
+        if not self._due():
+            return done
         while self._queue and room > 0 and not slots.active.all():
             job = self._queue[0]
             if job.limit <= len(job.completion.tokens):
@@ -134,6 +143,17 @@ class PagedScheduler(Scheduler):
             self._queue.popleft()
             room -= self._cut(slot, room)
         return done
+
+    def _due(self) -> bool:
+        """Whether to admit now: a pass that computes prompts is not captured, so while others decode they come in
+        groups."""
+        free = len(self._slots.active) - int(self._slots.active.sum())
+        ready = min(len(self._queue), free)
+        many = ready >= max(1, len(self._slots.active) // GROUPS) or self._passes > PATIENCE
+        if ready and (many or self._chunks or not len(self._decoding)):
+            self._passes = 0
+            return True
+        return False
 
     def _place(self, job: EngineJob) -> int | None:  # type: ignore[override]
         """Give the job a slot and pages for its prompt; None where too few are there."""

@@ -61,7 +61,7 @@ def choose(model: nn.Module, context_len: int, device: str, *, paged: bool = Fal
         try:
             choice = (_tried_over_pages if paged else _tried)(make(), sequences, expected)
         except Exception as reason:  # whatever a strange architecture raises; the last plan runs it as it is
-            reasons.append(str(reason))
+            reasons.append(str(reason) or type(reason).__name__)
             if getattr(model.config, "_attn_implementation", None) != before:
                 model.set_attn_implementation(before)  # type: ignore[operator]
             continue

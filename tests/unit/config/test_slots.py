@@ -17,7 +17,7 @@ pytestmark = pytest.mark.unit
         pytest.param("--device cuda --over-sampling-batch-size 48", 384, id="with those that a filter may drop"),
         pytest.param("--device cuda --rollout-num-engines 3 --max-staleness 1 --no-colocate", 86, id="of one engine"),
         pytest.param("--device cuda --rollout-batch-size 1", 64, id="at least 64"),
-        pytest.param("--device cuda --rollout-batch-size 512", 512, id="at most 512"),
+        pytest.param("--device cuda --rollout-batch-size 512", 1024, id="at most 1,024"),
     ],
 )
 def test_a_gpu_serves_a_step_in_one_round(tmp_path, flags, slots):
