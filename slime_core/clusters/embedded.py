@@ -44,6 +44,7 @@ async def embedded_engine(
         device=config.cluster.device,
         thread=thread,
         epoch=epoch,
+        exact=config.train.true_on_policy_mode,
     )
     try:
         yield engine

@@ -60,6 +60,7 @@ class LocalEngine:
         thread: TorchThread,
         epoch: int = 0,
         paged: bool | None = None,  # whether the cache lies in pages: None is on a GPU
+        exact: bool = False,  # the arithmetic of a trainer with true_on_policy_mode
     ) -> None:
         if slots < 1 or context_len < 2:
             raise ValueError(f"slots must be at least 1 and context_len at least 2, not {slots} and {context_len}")
@@ -69,7 +70,7 @@ class LocalEngine:
         )
         self._folder, self._thread = folder, thread
         self._slots, self._context_len = slots, context_len
-        self._dtype, self._device, self._paged = dtype, device, paged
+        self._dtype, self._device, self._paged, self._exact = dtype, device, paged, exact
         self._scheduler: Scheduler | None = None  # from the first load on
         self._inbox: list[EngineJob] = []
         self._leavers: list[EngineJob] = []  # their callers were cancelled
@@ -281,7 +282,7 @@ class LocalEngine:
             self._scheduler.served.load(update)
             self._scheduler.forget()
             return
-        options: Any = {"dtype": self._dtype, "device": self._device, "paged": self._paged}
+        options: Any = {"dtype": self._dtype, "device": self._device, "paged": self._paged, "exact": self._exact}
         served = ServedModel(self._folder, context_len=self._context_len, **options)
         served.load(update)
         if not served.batch_invariant:

@@ -23,7 +23,9 @@ from slime_core.engines.local.slots import LayerShape
 from slime_core.engines.local.twin import adjacent
 from slime_core.kernels.cache import norm_rotate_store
 from slime_core.kernels.gated import gated
+from slime_core.kernels.linear import invariant_linear
 from slime_core.kernels.norm import add_rms_norm, rms_norm
+from slime_core.kernels.rotary import tables
 
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
@@ -85,16 +87,18 @@ class _JoinedLayer:
 class JoinedPlan:
     """The family's forward pass over pages.
 
+    ``exact`` takes products and attention whose rows have the same bits in every pass, as the trainer's then has.
+
     Raises:
         Unfit: another family, or an option of it that is not written here.
     """
 
     name = "lean"
     hidden_widths = False
-    linear: Linear = staticmethod(F.linear)
-    invariant = False
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, exact: bool = False) -> None:
+        self.linear: Linear = invariant_linear if exact else F.linear
+        self.invariant = exact
         config = model.config
         check_family(type(model).__name__, config)
         self._model = model
@@ -123,9 +127,7 @@ class JoinedPlan:
         if positions <= len(self._cos):
             return
         like = self._model.model.embed_tokens.weight
-        ids = torch.arange(positions, device=like.device)[None]
-        cos, sin = self._model.model.rotary_emb(like.new_zeros(1, 1), ids)
-        self._cos, self._sin = cos[0].contiguous(), sin[0].contiguous()
+        self._cos, self._sin = tables(self._model.model.rotary_emb, like, positions)
 
     def forward(self, rows: PagedTokens, cache: PagedCache, *, logits: bool = True) -> torch.Tensor | None:
         """One pass; logits [R, V] of the sampled rows, or None where they are not wanted."""

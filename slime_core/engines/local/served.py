@@ -33,13 +33,21 @@ class ServedModel:
     """Everything that touches tensors, for one model. Lives on the torch thread."""
 
     def __init__(
-        self, folder: ModelFolder, *, context_len: int, dtype: str, device: str, paged: bool | None = None
+        self,
+        folder: ModelFolder,
+        *,
+        context_len: int,
+        dtype: str,
+        device: str,
+        paged: bool | None = None,
+        exact: bool = False,
     ) -> None:
         self._dtype, self.device = getattr(torch, dtype), device
         self.context_len = context_len
         self._paged = device != "cpu" if paged is None else paged
         self.version = -1
-        self.batch_invariant = not self._paged
+        self._exact = exact  # the same bits as the trainer's
+        self.batch_invariant = exact or not self._paged
         self.counts = RowCounts()
         self._twin = Twin(folder.config, self._dtype, device, folder.trust_remote_code, joined=self._paged)
         self.plan: Any = None  # `lean.LeanPlan`, `joined.JoinedPlan`, `packed.PackedPlan` or `packed.RescanPlan`
@@ -78,7 +86,9 @@ class ServedModel:
             self.plan.refresh()
             return
         with torch.no_grad():
-            choice = verify.choose(self._twin.model, self.context_len, self.device, paged=self._paged)
+            choice = verify.choose(
+                self._twin.model, self.context_len, self.device, paged=self._paged, exact=self._exact
+            )
         self.plan, self.counts = choice.plan, choice.counts
         self.batch_invariant = self.batch_invariant and choice.batch_invariant
         self.moved()

@@ -21,6 +21,7 @@ from slime_core.engines.local.lean import LeanPlan
 from slime_core.engines.local.packed import PackedPlan, RescanPlan, Unfit
 from slime_core.engines.local.pages import PAGE, PagedCache, PagedTokens, lay_out, paged_rows, pages_of
 from slime_core.engines.local.slots import KVCache
+from slime_core.errors import ConfigError
 from slime_core.kernels.attention import AttentionBatch
 
 if TYPE_CHECKING:
@@ -48,14 +49,18 @@ class PlanChoice:
     batch_invariant: bool
 
 
-def choose(model: nn.Module, context_len: int, device: str, *, paged: bool = False) -> PlanChoice:
-    """Try plans from the fastest; the last one, recomputing prefixes, is right for every model."""
+def choose(model: nn.Module, context_len: int, device: str, *, paged: bool = False, exact: bool = False) -> PlanChoice:
+    """Try plans from the fastest; the last one, recomputing prefixes, is right for every model.
+
+    Raises:
+        ConfigError: CFG04 ``exact`` is asked for, and the model does not run through the kernels that have it.
+    """
     sequences = _probe(model, context_len, device)
     expected = [RescanPlan(model).logits(tokens)[-1] for tokens in sequences]
     kind = type(model).__name__
     before = getattr(model.config, "_attn_implementation", None)
-    lean: Callable[[], Any] = (lambda: JoinedPlan(model)) if paged else (lambda: LeanPlan(model))
-    makers: tuple[Callable[[], Any], ...] = (lean, lambda: PackedPlan(model, device))
+    lean: Callable[[], Any] = (lambda: JoinedPlan(model, exact=exact)) if paged else (lambda: LeanPlan(model))
+    makers: tuple[Callable[[], Any], ...] = (lean,) if exact else (lean, lambda: PackedPlan(model, device))
     reasons: list[str] = []
     for make in makers:
         try:
@@ -69,11 +74,23 @@ def choose(model: nn.Module, context_len: int, device: str, *, paged: bool = Fal
             log.warning("%s: rows of this model depend on their neighbours; batch invariance is off", kind)
         break
     else:
+        if exact:
+            raise _not_exact(kind, reasons)
         choice = PlanChoice(RescanPlan(model), RowCounts(), batch_invariant=device == "cpu")
         log.warning("%s: every token recomputes its whole sequence, which is slow", kind)
     for text in reasons:
         log.info("%s: %s; running it as %s", kind, text, choice.plan.name)
     return choice
+
+
+def _not_exact(kind: str, reasons: list[str]) -> ConfigError:
+    return ConfigError(
+        f"{kind} cannot be served with train.true_on_policy_mode",
+        code="CFG04",
+        where="train.true_on_policy_mode",
+        why="; ".join(reasons),
+        fix="--no-true-on-policy-mode",
+    )
 
 
 def _tried(plan: Any, sequences: list[torch.Tensor], expected: list[torch.Tensor]) -> PlanChoice:

@@ -58,7 +58,7 @@ class Bench:
         )
 
     @asynccontextmanager
-    async def engine(self, *, slots=4, context_len=256, dtype="float32", load=True, epoch=0, paged=None):
+    async def engine(self, *, slots=4, context_len=256, dtype="float32", load=True, epoch=0, **more):
         engine = LocalEngine(
             self.folder,
             slots=slots,
@@ -67,7 +67,7 @@ class Bench:
             device="cpu",
             thread=self.thread,
             epoch=epoch,
-            paged=paged,
+            **more,
         )
         try:
             if load:
