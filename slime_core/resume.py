@@ -176,10 +176,12 @@ class Progress:
         Raises:
             StorageError: a checkpoint could not be written; STO00 with the ledger's counts, where they do not add up.
         """
-        await self.checkpoints.wait()
-        if self.config.report.export_final and not self.config.rollout.debug_rollout_only:
-            folder = self.report.run_dir.final.with_name(".final")
+        export = self.config.report.export_final and not self.config.rollout.debug_rollout_only
+        folder = self.report.run_dir.final.with_name(".final")
+        if export:  # while the checkpoint is being written
             await self.components.trainer.export(folder)
+        await self.checkpoints.wait()
+        if export:
             self.report.run_dir.publish_final(folder)
             failpoint("loop.exported")
         self.report.note(await self._conservation())

@@ -180,7 +180,10 @@ class HostStaging:
         self._writing: Future[dict[str, FileMark]] | None = None
 
     def reserve(self, size: int) -> None:
-        """Have ``size`` bytes of host memory; page-locking them takes a second a few GB."""
+        """Make ``size`` bytes of host memory on the writer's thread; page-locking them takes a second a few GB."""
+        self._pool.submit(self._have, size)
+
+    def _have(self, size: int) -> None:
         while self._cuda and len(self._blocks) * BLOCK < size:
             self._blocks.append(torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True))
 
@@ -191,7 +194,7 @@ class HostStaging:
         self._layouts, place = list(layouts), 0
         for layout in self._layouts:
             layout.begin, place = place, place + layout.size
-        self.reserve(place)
+        self._pool.submit(self._have, place).result()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
             self._copied = torch.cuda.Event()

@@ -61,6 +61,7 @@ def test_host_memory_is_locked_once_and_before_the_first_save(tmp_path, thread):
 
     async def run():
         await one.begin(config)
+        one._worker.staging._pool.submit(int).result()  # behind the pages
         blocks = list(one._worker.staging._blocks)
         assert blocks
         assert all(block.is_pinned() for block in blocks)
