@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -64,20 +64,44 @@ def optimizer_steps(stage: Config, without: int = 0) -> int:
     return max(1, (rollout.num_rollout - without) * a_rollout)
 
 
-@dataclass(slots=True)
 class LossSums:
-    """Weighted sums of loss and metrics of one optimizer step, over micro-batches and then ranks."""
+    """Weighted sums of loss and metrics of one optimizer step, over micro-batches and then ranks.
 
-    rank_batch: RankBatch
-    device: torch.device
-    totals: dict[str, float] = field(default_factory=dict)
-    bad: set[int] = field(default_factory=set)  # samples whose loss is not finite, places in the whole Batch
+    They stay on the device until they are asked for: one read a step, which is not in the way of its passes.
+    """
 
-    def add(self, values: dict[str, torch.Tensor]) -> None:
-        """Add one micro-batch's sums."""
-        numbers = torch.stack([value.detach().double() for value in values.values()]).tolist()
-        for name, number in zip(values, numbers):
-            self.totals[name] = self.totals.get(name, 0.0) + number
+    def __init__(self, rank_batch: RankBatch, device: torch.device) -> None:
+        self.rank_batch, self.device = rank_batch, device
+        self._parts: list[tuple[tuple[str, ...], torch.Tensor, Callable[[LossSums], None]]] = []  # not read yet
+        self._totals: dict[str, float] = {}
+        self._bad: set[int] = set()
+
+    def add(self, values: dict[str, torch.Tensor], mark: Callable[[LossSums], None]) -> None:
+        """Add one micro-batch's sums; ``mark`` is called with these sums if its ``loss`` is not finite."""
+        row = torch.stack([value.detach().double() for value in values.values()])
+        self._parts.append((tuple(values), row, mark))
+
+    @property
+    def totals(self) -> dict[str, float]:
+        """By name, over this rank's micro-batches."""
+        self._read()
+        return self._totals
+
+    @property
+    def bad(self) -> set[int]:
+        """Samples whose loss is not finite, places in the whole Batch."""
+        self._read()
+        return self._bad
+
+    def _read(self) -> None:
+        parts, self._parts = self._parts, []
+        numbers = iter(torch.cat([row for _, row, _ in parts]).tolist() if parts else ())
+        for names, _, mark in parts:
+            values = dict(zip(names, numbers))
+            for name, number in values.items():
+                self._totals[name] = self._totals.get(name, 0.0) + number
+            if not math.isfinite(values["loss"]):
+                mark(self)
 
     def mark_nonfinite(self, values: torch.Tensor, counts: torch.Tensor, rows: NDArray[np.int64], pack: Any) -> None:
         """Mark the samples of tokens whose loss is not finite; all of a pack where only its sum is not.
@@ -90,7 +114,7 @@ class LossSums:
         """
         bad = (~torch.isfinite(values) & counts).nonzero()[:, 0].cpu().numpy()
         owners = np.searchsorted(self.rank_batch.batch.response_offsets, rows[bad], side="right") - 1
-        self.bad.update(map(int, self.rank_batch.places[owners if len(bad) else pack]))
+        self._bad.update(map(int, self.rank_batch.places[owners if len(bad) else pack]))
 
     def finish(self, world: int) -> tuple[dict[str, float], list[int]]:
         """Totals over all ranks, and the samples of any rank whose loss is not finite."""
@@ -145,7 +169,8 @@ class MicroBatchLoss:
 
 def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     """Copy a column to the device, without waiting."""
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+    host = torch.from_numpy(np.ascontiguousarray(array))
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 @dataclass(slots=True)

@@ -181,10 +181,12 @@ def critic_loss(values: torch.Tensor, micro: MicroBatch, clip: float, sums: Loss
     counts = weight > 0
     total = torch.where(counts, losses * weight, 0).sum()
     if sums is not None:
-        if not torch.isfinite(total.detach()):
-            sums.mark_nonfinite(losses.detach(), counts, micro.response, micro.samples)
         weighted = {name: torch.where(counts, v.detach() * weight, 0).sum() for name, v in metrics.items()}
-        sums.add({"loss": total.detach(), **weighted})
+        token_losses = losses.detach()
+        sums.add(
+            {"loss": total, **weighted},
+            lambda sums: sums.mark_nonfinite(token_losses, counts, micro.response, micro.samples),
+        )
     return total
 
 

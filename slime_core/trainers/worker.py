@@ -226,14 +226,15 @@ class Worker(ABC):
         if not alone:
             sums = LossSums(rank_batch, self.device)
             self.run_backward(micros, sums)
+            norm = self.actor.norm()  # first: what waits for the device finds the sums there
             totals, bad = self.finish(sums)
-            metrics = {n: v if n == "loss" else v / weight for n, v in totals.items()}
-            metrics["grad_norm"] = self.actor.norm()
+            metrics = {n: v if n == "loss" else v / weight for n, v in totals.items()} | {"grad_norm": norm}
         if self.critic is not None:
             sums = LossSums(rank_batch, self.device)
             self.critic_backward(others, sums)
+            norm = self.critic.learner.norm()
             totals, worse = self.finish(sums)
-            metrics |= critic_figures(totals, weight, self.critic.learner.norm())
+            metrics |= critic_figures(totals, weight, norm)
             bad = sorted({*bad, *worse})
         norms = metrics.get("grad_norm", 0.0), metrics.get("critic_grad_norm", 0.0)
         if bad or not all(map(math.isfinite, norms)):

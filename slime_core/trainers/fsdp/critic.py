@@ -53,6 +53,7 @@ class FsdpCritic:
             parameters, policy_shards = self.learner.locals(), policy.locals()
             for name in parameters.keys() & policy_shards.keys():
                 parameters[name].copy_(policy_shards[name])
+            self.learner.refresh()
 
     def begin(self, train: Any, optimizer_steps: int) -> None:
         """A stage: a fresh optimizer; warms up to ``critic_lr`` and decays as the policy's rate does."""
@@ -62,8 +63,7 @@ class FsdpCritic:
 
     def backward(self, micros: list[MicroBatch], sums: LossSums) -> None:
         """Add one optimizer step's gradients, and its sums: ``loss``, and per-token metrics by weight."""
-        for number, micro in enumerate(micros):
-            self.learner.reduce_gradients(number + 1 == len(micros))
+        for micro in micros:
             roles.critic_loss(self.values(micro), micro, self.value_clip, sums).backward()
 
     def values(self, micro: MicroBatch) -> torch.Tensor:

@@ -77,16 +77,9 @@ class FsdpFrozen:
     @contextmanager
     def as_reference(self, policy: FsdpLearner) -> Iterator[None]:
         """The policy computes with the reference's weights inside the block."""
-        parameters = policy.locals()
-        copies = {name: tensor.clone() for name, tensor in parameters.items()}
         assert self.reference is not None
-        try:
-            for name, tensor in parameters.items():
-                tensor.copy_(self.reference[name])
+        with policy.computing_with(self.reference):
             yield
-        finally:
-            for name, tensor in parameters.items():
-                tensor.copy_(copies[name])
 
     def check_teacher(self, batch: Batch) -> None:
         """Refuse tokens that the teacher has no row for (padding of the policy's embedding).

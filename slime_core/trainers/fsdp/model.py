@@ -2,13 +2,14 @@
 
 What a model can do is tried when it is built, on a few tokens: whether packed sequences give what single ones give,
 and whether its logits are its output matrix times its last hidden state. Where not, one sequence a row is used, or
-the model's own logits. Then it is sharded over data-parallel ranks; one process needs no launcher.
+the model's own logits. Then it is sharded over data-parallel ranks; one rank holds it whole, without FSDP.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from slime_core.trainers.fingerprint import all_sums, digest
 from slime_core.trainers.fsdp.attention import NAME, PackSegments, register, take
 from slime_core.trainers.fsdp.exact import ExactPass
 from slime_core.trainers.fsdp.fused import fuse
+from slime_core.trainers.fsdp.masters import Masters
 from slime_core.trainers.optimizer_step import LossSums, MicroBatchLoss, Schedule, to_device
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ class FsdpPolicy(nn.Module):
         super().__init__()
         self.hf = hf
         self.chunk = chunk
+        self.masters: Masters | None = None  # of one rank in half precision
         self.packs = False
         self.linear_head = False
         self.recompute = 0  # gradient checkpointing: of so many layers
@@ -91,6 +94,17 @@ class FsdpPolicy(nn.Module):
             return run(*args, **kwargs)
 
         layer.forward = forward  # type: ignore[method-assign]
+
+    def learning(self) -> Tensors:
+        """Parameters that learn, by name, tied ones once: float32 masters where there are some, or shards."""
+        named: Mapping[str, torch.Tensor] = self.masters.weights if self.masters else dict(self.named_parameters())
+        return {name.removeprefix("hf."): tensor for name, tensor in named.items()}
+
+    def all_names(self) -> Tensors:
+        """The same by all names that a model folder may use, tied ones under each."""
+        names = {id(parameter): name.removeprefix("hf.") for name, parameter in self.named_parameters()}
+        named, values = self.hf.named_parameters(remove_duplicate=False), self.learning()
+        return {name: values[names[id(parameter)]] for name, parameter in named}
 
     def choose_compiling(self, choice: Choice) -> None:
         """Follow ``train.compile``; before the model is sharded."""
@@ -249,9 +263,7 @@ def backward(
         loss_part = MicroBatchLoss(loss, train, micro, np.arange(len(micro.weight)), sums.device)
         total = loss_part(slice(None), *forward(policy, micro, temperature, sums.device))
     total.backward()
-    sums.add({"loss": total, **loss_part.metric_sums})
-    if not torch.isfinite(total.detach()):
-        loss_part.mark_nonfinite(sums)
+    sums.add({"loss": total, **loss_part.metric_sums}, loss_part.mark_nonfinite)
 
 
 def within_forward(policy: FsdpPolicy, loss: Loss, train: Any) -> bool:
@@ -268,15 +280,17 @@ def on_device(micro: MicroBatch, device: torch.device) -> tuple[torch.Tensor, to
 def shard(policy: FsdpPolicy, mesh: DeviceMesh, dtype: torch.dtype, exact: Sequence[nn.Module] = ()) -> None:
     """Shard every block and the rest, computing in ``dtype``, ``exact`` modules in the dtype they have.
 
-    Gradients are summed in float32.
+    Gradients are summed in float32. One rank holds all of it, and masters where ``dtype`` is not float32.
     """
     half = dtype != torch.float32
+    if mesh.size() == 1:
+        policy.masters = Masters(policy, dtype, exact) if half else None
+        return
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
-    keep = mesh.size() == 1  # nothing is saved by freeing what one rank holds anyway
     modules: list[nn.Module] = [*exact, *layers(policy.hf), policy]
     for module in modules:
         dtypes = MixedPrecisionPolicy() if module in exact else precision
-        sharded: Any = fully_shard(module, mesh=mesh, mp_policy=dtypes, reshard_after_forward=not keep)
+        sharded: Any = fully_shard(module, mesh=mesh, mp_policy=dtypes)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
 
@@ -407,23 +421,22 @@ class FsdpLearner:
         self.schedule, self.clip_grad = schedule, train.clip_grad
 
     def parameters(self) -> Tensors:
-        """Parameters by their names in a model folder, tied ones once; DTensors."""
-        return {name.removeprefix("hf."): p for name, p in self.module.named_parameters()}
+        """Parameters by their names in a model folder, tied ones once; DTensors on several ranks."""
+        return self.module.learning()
 
     def locals(self) -> Tensors:
         """This rank's shards of the parameters."""
         return {name: local(p.detach()) for name, p in self.parameters().items()}
 
-    def reduce_gradients(self, last: bool) -> None:
-        """Before each backward pass: one rank hands gradients to the shards in the last, several in each."""
-        module: Any = self.module
-        now = last or self.world > 1
-        module.set_requires_gradient_sync(now)
-        module.set_reshard_after_backward(now)
+    def gradients(self) -> Tensors:
+        """What backward passes have added up, of the parameters that have a gradient."""
+        if self.module.masters is not None:
+            return {name.removeprefix("hf."): grad for name, grad in self.module.masters.gradients().items()}
+        return {name: p.grad for name, p in self.parameters().items() if p.grad is not None}
 
     def norm(self) -> float:
         """The Euclidean norm of all ranks' gradients; a collective."""
-        self._grads = {n: local(p.grad) for n, p in self.parameters().items() if p.grad is not None}
+        self._grads = {name: local(grad) for name, grad in self.gradients().items()}
         return global_norm(self._grads, self.world)
 
     def update(self, norm: float) -> float:
@@ -431,7 +444,33 @@ class FsdpLearner:
         clip(self._grads, norm, self.clip_grad)
         rate = self.rate
         self.optimizer.step(self.locals(), self._grads, rate)
+        self.refresh()
         return rate
+
+    def refresh(self) -> None:
+        """Have the model compute with the parameters as they are now."""
+        if self.module.masters is not None:
+            self.module.masters.refresh()
+
+    @contextmanager
+    def computing_with(self, weights: Tensors) -> Iterator[None]:
+        """The model computes with these ``weights``, in shards by name, inside the block."""
+        if (masters := self.module.masters) is not None:
+            masters.refresh({f"hf.{name}": weight for name, weight in weights.items()})
+            try:
+                yield
+            finally:
+                masters.refresh()
+            return
+        parameters = self.locals()
+        copies = {name: tensor.clone() for name, tensor in parameters.items()}
+        try:
+            for name, tensor in parameters.items():
+                tensor.copy_(weights[name])
+            yield
+        finally:
+            for name, tensor in parameters.items():
+                tensor.copy_(copies[name])
 
     @property
     def rate(self) -> float:
@@ -442,11 +481,14 @@ class FsdpLearner:
         """Drop the gradients."""
         self._grads = {}
         self.module.zero_grad()
+        if self.module.masters is not None:
+            self.module.masters.forget()
 
     def put(self, parameters: Tensors, moment1: Tensors, moment2: Tensors, *, steps: int) -> None:
         """Take the state that ``steps`` optimizer steps made: this rank's shards by parameter name."""
         for name, tensor in self.locals().items():
             tensor.copy_(parameters[name])
+        self.refresh()
         self.optimizer.steps = steps
         self.optimizer.moment1, self.optimizer.moment2 = moment1, moment2
 

@@ -16,7 +16,7 @@ from slime_core.trainers.fsdp.model import FsdpPolicy, full, layers, reshard
 def in_dtype(policy: FsdpPolicy, dtype: torch.dtype) -> FsdpPolicy:
     """A model without shards of its own; its passes are collectives, and nothing of ``policy`` changes."""
     reshard(policy)
-    parameters: dict[str, torch.Tensor] = dict(policy.hf.named_parameters(remove_duplicate=False))
+    parameters = policy.all_names()
     with torch.device("meta"):
         hf = type(policy.hf)(policy.hf.config)
     for name, buffer in policy.hf.named_buffers():

@@ -28,7 +28,7 @@ from slime_core.trainers.fsdp.model import (
     shard,
 )
 from slime_core.trainers.fsdp.precision import in_dtype
-from slime_core.trainers.optimizer_step import LossSums
+from slime_core.trainers.optimizer_step import LossSums, to_device
 from slime_core.trainers.verify import slow_model
 from slime_core.trainers.worker import Tensors, Worker
 from slime_core.types import WeightUpdate
@@ -92,7 +92,7 @@ class FsdpWorker(Worker):
                 rows: tuple[torch.Tensor, ...] = (self.critic.values(micro),)
             else:
                 rows = forward(model, micro, self._temperature(micro), self.device)
-            where = torch.from_numpy(micro.response).to(self.device)
+            where = to_device(micro.response, self.device)
             for column, row in zip(columns, rows):
                 column[where] = row.float()
         reshard(model)
@@ -105,8 +105,7 @@ class FsdpWorker(Worker):
         return self.frozen.as_reference(self.actor)
 
     def run_backward(self, micros: list[MicroBatch], sums: LossSums) -> None:
-        for number, micro in enumerate(micros):
-            self.actor.reduce_gradients(number + 1 == len(micros))
+        for micro in micros:
             backward(self.policy, self.loss, self.train, micro, self._temperature(micro), sums)
 
     def critic_backward(self, micros: list[MicroBatch], sums: LossSums) -> None:
@@ -119,15 +118,15 @@ class FsdpWorker(Worker):
         """Of each response token's draw; None where all are 1."""
         if micro.temperature is None or (micro.temperature == 1).all():
             return None
-        return torch.from_numpy(micro.temperature).to(self.device)
+        return to_device(micro.temperature, self.device)
 
     def gradients(self, rank_batch: RankBatch, micros: list[MicroBatch]) -> tuple[float, Tensors]:
         sums = LossSums(rank_batch, self.device)
         self.run_backward(micros, sums)
         loss = self.finish(sums)[0]["loss"]
-        grads = {}
+        grads, sums_of = {}, self.actor.gradients()
         for name, parameter in self.actor.parameters().items():
-            grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            grad = sums_of[name] if name in sums_of else torch.zeros_like(parameter)
             grads[name] = full(grad.detach()).double().cpu()
         self.zero_grad()
         return loss, grads
@@ -150,12 +149,10 @@ class FsdpWorker(Worker):
 
     @torch.no_grad()
     def publish(self, version: int, route: WeightRoute | None = None) -> WeightUpdate:
-        """See `Worker.publish`; without a route one float32 rank hands over its live storage."""
+        """See `Worker.publish`; without a route one rank hands over the live storage that it computes with."""
         if route is not None or self.world > 1:
             return super().publish(version, route)
-        shared = "shared" if self.dtype == torch.float32 else "tensors"
-        tensors = {name: local(tensor.detach()) for name, tensor in self.policy.hf.state_dict().items()}
-        return WeightUpdate(version=version, epoch=0, transport=shared, tensors=tensors)
+        return WeightUpdate(version=version, epoch=0, transport="shared", tensors=self.policy.hf.state_dict())
 
     def sources(self) -> list[TensorSource]:
         reshard(self.policy)
@@ -165,11 +162,11 @@ class FsdpWorker(Worker):
 
     def whole(self) -> Tensors:
         """Every tensor of the model's state on rank 0, tied names as one tensor; nothing on the others."""
-        owners = {name: id(p) for name, p in self.policy.hf.named_parameters(remove_duplicate=False)}
+        parameters = self.policy.all_names()
         gathered: dict[Any, torch.Tensor] = {}
         whole: Tensors = {}
-        for name, tensor in self.policy.hf.state_dict().items():
-            owner = owners.get(name, name)
+        for name, tensor in (self.policy.hf.state_dict() | parameters).items():
+            owner = id(parameters.get(name, name))
             if owner not in gathered:
                 one = full(tensor.detach())
                 gathered[owner] = one.cpu().contiguous() if self.rank == 0 else torch.empty(0)
@@ -199,6 +196,8 @@ class FsdpWorker(Worker):
     def _tensors(self, what: str) -> Iterable[torch.Tensor]:
         """What a name of `release` stands for, this rank's shards of it; gradients are forgotten instead."""
         if what == "parameters":
+            models = [learner.module for learner in self.learners()]
             shards = [local(p.detach()) for learner in self.learners() for p in learner.parameters().values()]
-            return [*shards, *self.frozen.tensors()]
+            copies = [p.detach() for model in models if model.masters for p in model.masters.copies.values()]
+            return [*shards, *copies, *self.frozen.tensors()]
         return [tensor for learner in self.learners() for tensor in learner.states()] if what == "optimizer" else []

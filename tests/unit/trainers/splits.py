@@ -43,8 +43,9 @@ def step_of(worker, batch, loss=None):
         worker.run_backward(worker.packs(rank_batch)[0], sums)
         totals, _ = sums.finish(worker.world)
         grads = {}
+        found = worker.actor.gradients()
         for name, p in worker.actor.parameters().items():
-            grads[name] = full((p.grad if p.grad is not None else torch.zeros_like(p)).detach()).double().clone()
+            grads[name] = full(found.get(name, torch.zeros_like(p)).detach()).double().clone()
         return totals, grads
     finally:
         worker.zero_grad()

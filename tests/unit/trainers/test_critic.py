@@ -74,7 +74,7 @@ def critic_gradient(one, batch):
         (rank_batch,) = worker.partitioner().partition(batch)
         sums = LossSums(rank_batch, torch.device("cpu"))
         worker.critic.backward(worker.packs(rank_batch)[0], sums)
-        grads = {n: local(p.grad).clone() for n, p in worker.critic.learner.parameters().items() if p.grad is not None}
+        grads = {n: local(grad).clone() for n, grad in worker.critic.learner.gradients().items()}
         worker.critic.learner.zero_grad()
         return dict(sums.totals), grads
 

@@ -86,8 +86,9 @@ def test_an_exported_folder_loads_with_transformers(bench, tmp_path, family, tie
     assert (found == one.call("score", batch, frozenset({"policy"}))["policy"]["log_probs"]).all()
 
 
-def test_one_float32_rank_shares_its_live_storage_tied_names_too(bench):
-    one, batch = bench(tied=True), made.batch_of()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_rank_shares_the_live_storage_it_computes_with_tied_names_too(bench, dtype):
+    one, batch = bench(tied=True, dtype=dtype), made.batch_of()
     update = one.call("publish", 4)
     assert (update.version, update.transport) == (4, "shared")
     before = {name: tensor.clone() for name, tensor in update.tensors.items()}
@@ -95,9 +96,18 @@ def test_one_float32_rank_shares_its_live_storage_tied_names_too(bench):
     one.call("step", batch)
     assert not torch.equal(before["lm_head.weight"], update.tensors["lm_head.weight"])
     assert not any(tensor.requires_grad for tensor in update.tensors.values())
+    for name, master in one.parameters().items():
+        assert master.dtype == torch.float32
+        assert torch.equal(update.tensors[name], master.to(getattr(torch, dtype)))
 
 
-def test_bfloat16_compute_publishes_float32_masters_as_tensors(bench):
-    update = bench(dtype="bfloat16").call("publish", 0)
-    assert update.transport == "tensors"
-    assert {tensor.dtype for tensor in update.tensors.values()} == {torch.float32}
+def test_a_reference_in_bfloat16_is_computed_with_and_leaves_no_trace(bench):
+    one, batch = bench(dtype="bfloat16", kl_loss_coef=0.1), made.batch_of()
+    first = one.call("score", batch, frozenset({"policy"}))["policy"]["log_probs"]
+    batch.columns["reference"] = first
+    one.call("step", batch)
+    now = one.call("score", batch, frozenset({"policy"}))["policy"]["log_probs"]
+    again = one.call("score", batch, frozenset({"reference"}))["reference"]["log_probs"]
+    assert (again == first).all()
+    assert (now != first).any()
+    assert (one.call("score", batch, frozenset({"policy"}))["policy"]["log_probs"] == now).all()

@@ -104,6 +104,6 @@ class Bench:
             backward(
                 self.worker.policy, self.worker.loss, self.worker.train, micro, self.worker._temperature(micro), sums
             )
-        grads = {n: local(p.grad).clone() for n, p in self.worker.actor.parameters().items()}
+        grads = {n: local(grad).clone() for n, grad in self.worker.actor.gradients().items()}
         self.worker.policy.zero_grad()
         return sums.totals["loss"], grads

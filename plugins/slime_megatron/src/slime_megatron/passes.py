@@ -64,9 +64,7 @@ class Passes:
             log_prob, entropy = self._score(work, hidden)
             total = loss_part(slice(None), log_prob, entropy)
             if speaks():
-                sums.add({"loss": total, **loss_part.metric_sums})
-                if not torch.isfinite(total.detach()):
-                    loss_part.mark_nonfinite(sums)
+                sums.add({"loss": total, **loss_part.metric_sums}, loss_part.mark_nonfinite)
             return total, self._one(), None
 
         self.stage.train()
