@@ -41,14 +41,14 @@ def norm_rotate_store(
 ) -> None:
     """Normalise and rotate the heads of a joined projection in place, and write keys and values into their pages.
 
-    Rounding follows transformers: the norm in float32, cast, times its weight; then x * cos + rotate_half(x) * sin,
-    where each product and the sum are rounded.
+    The norm is that of transformers: in float32, rounded, times its weight, rounded. Then
+    x * cos + rotate_half(x) * sin in float32, rounded once.
 
     Args:
         qkv: [N, heads + 2 * Hkv, D], contiguous: queries, keys and values of a row; queries are changed in place,
             keys and values stay unspecified
         head_norms: [heads + Hkv, D], RMS norm weights of the query and key heads; None is no norm
-        cos, sin: [positions, r] tables, both halves filled; r <= D is the rotated part of a head
+        cos, sin: [positions, r] tables, contiguous, both halves filled; r <= D is the rotated part of a head
         positions: [N] int64, rows of the tables
         places: as for :func:`store`
         heads: query heads
@@ -65,8 +65,8 @@ def norm_rotate_store(
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         both = wide.to(qkv.dtype) * head_norms.to(qkv.dtype)
     r = cos.shape[1]
-    c, s = (table[positions].to(qkv.dtype)[:, None] for table in (cos, sin))
-    x = both[..., :r]
-    turned = torch.cat([-x[..., r // 2 :], x[..., : r // 2]], -1)
-    qkv[:, : heads + kv_heads] = torch.cat([x * c + turned * s, both[..., r:]], -1)
+    c, s = (table[positions].float()[:, None] for table in (cos, sin))
+    x = both[..., :r].float()
+    half_turned = torch.cat([-x[..., r // 2 :], x[..., : r // 2]], -1)
+    qkv[:, : heads + kv_heads] = torch.cat([(x * c + half_turned * s).to(qkv.dtype), both[..., r:]], -1)
     store(keys, values, places, qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :])

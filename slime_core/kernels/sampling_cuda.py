@@ -1,18 +1,275 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""The functions of the module without ``_cuda`` as Triton kernels."""
+"""`sampling.sample` and `sampling.log_softmax_at` as Triton kernels.
+
+`_chunks` reads the logits once, many programs a row, and leaves a maximum and two sums a chunk. `_draw` finds a row's
+chunk by the running sum of those and reads that chunk again. Rows with top-k or top-p are drawn by `_filtered`, which
+others leave at once: it searches the threshold bit by bit, in the order of the floats' bits.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+import triton
+import triton.language as tl
 
 Tensor = torch.Tensor
+BLOCK = 4096
+WARPS = 8
+SHIFTS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
+"""Low bits of a float32 that are the same for all numbers of a sign, by the dtype it was made from."""
 
 
-def sample(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    raise NotImplementedError
+@triton.jit
+def _exp(x, peak, inverse):
+    """exp((x - peak) * inverse), where -inf is 0 whatever the peak."""
+    return tl.where(x == -float("inf"), 0.0, tl.exp((x - peak) * inverse))
 
 
-def log_softmax_at(*arguments: Any) -> Tensor:
-    raise NotImplementedError
+@triton.jit
+def _inverse_temperature(temperature, row):
+    inverse = 1.0
+    if temperature is not None:
+        heat = tl.load(temperature + row)
+        inverse = 1.0 / tl.where(heat == 0.0, 1.0, heat)
+    return inverse
+
+
+@triton.jit
+def _chunks(logits, temperature, statistics, vocab, stride, count, BLOCK: tl.constexpr):
+    """Of one chunk of one row: maximum, sum of exp(x - maximum), and of exp((x - maximum) / temperature)."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    column = chunk * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * stride + column, mask=column < vocab, other=-float("inf")).to(tl.float32)
+    peak = tl.max(x, 0)
+    plain = tl.sum(_exp(x, peak, 1.0), 0)
+    inverse = _inverse_temperature(temperature, row)
+    drawn = plain
+    if inverse != 1.0:
+        drawn = tl.sum(_exp(x, peak, inverse), 0)
+    at = statistics + (row * count + chunk) * 3
+    tl.store(at, peak)
+    tl.store(at + 1, plain)
+    tl.store(at + 2, drawn)
+
+
+@triton.jit
+def _totals(statistics, row, count, inverse, CHUNKS: tl.constexpr):
+    """Maxima and shares of the chunks, the row's maximum, and its sums of exponentials."""
+    chunk = tl.arange(0, CHUNKS)
+    at = statistics + (row * count + chunk) * 3
+    peaks = tl.load(at, mask=chunk < count, other=-float("inf"))
+    peak = tl.max(peaks, 0)
+    plain = tl.load(at + 1, mask=chunk < count, other=0.0) * _exp(peaks, peak, 1.0)
+    drawn = tl.load(at + 2, mask=chunk < count, other=0.0) * _exp(peaks, peak, inverse)
+    return peaks, drawn, peak, tl.sum(plain, 0), tl.sum(drawn, 0)
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def uniform(seeds, positions, row):
+    """A float64 in [0, 1): `sampling.uniforms`."""
+    golden = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
+    seed = tl.load(seeds + row).to(tl.uint64, bitcast=True)
+    position = tl.load(positions + row).to(tl.uint64)
+    bits = _mix(_mix(seed + golden) + golden * (position + 1))
+    return (bits >> 12).to(tl.float64) * 2.220446049250313e-16
+
+
+@triton.jit
+def _first(e, column, goal, vocab):
+    """First id whose running sum is above the goal, else the last that has a share."""
+    running = tl.cumsum(e.to(tl.float64), 0)
+    above = tl.min(tl.where((running > goal) & (e > 0.0), column, vocab), 0)
+    last = tl.max(tl.where(e > 0.0, column, 0), 0)
+    return tl.where(above < vocab, above, last)
+
+
+@triton.jit
+def _draw(
+    logits, statistics, seeds, positions, temperature, tokens, log_probs, plain_log_probs, vocab, stride, count,
+    CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row without filters: `sampling.sample`."""
+    row = tl.program_id(0).to(tl.int64)
+    inverse = _inverse_temperature(temperature, row)
+    peaks, shares, peak, plain, drawn = _totals(statistics, row, count, inverse, CHUNKS)
+    chunk = tl.arange(0, CHUNKS)
+    greedy = tl.load(temperature + row) == 0.0
+    running = tl.cumsum(shares.to(tl.float64), 0)
+    goal = uniform(seeds, positions, row) * tl.max(running, 0)
+    at = tl.min(tl.where((running > goal) & (shares > 0.0), chunk, CHUNKS), 0)
+    at = tl.where(at == CHUNKS, tl.max(tl.where(shares > 0.0, chunk, 0), 0), at)
+    if greedy:
+        at = tl.min(tl.where(peaks == peak, chunk, count - 1), 0)
+    before = tl.max(tl.where(chunk < at, running, 0.0), 0)
+    column = at * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * stride + column, mask=column < vocab, other=-float("inf")).to(tl.float32)
+    if greedy:
+        token = tl.min(tl.where(x == peak, column, vocab), 0)
+    else:
+        token = _first(_exp(x, peak, inverse), column, goal - before, vocab)
+    token = tl.minimum(token, vocab - 1)
+    logit = tl.load(logits + row * stride + token).to(tl.float32) - peak
+    tl.store(tokens + row, token.to(tl.int64))
+    tl.store(log_probs + row, tl.where(greedy, 0.0, logit * inverse - tl.log(drawn)))
+    tl.store(plain_log_probs + row, logit - tl.log(plain))
+
+
+@triton.jit
+def _pick(logits, statistics, ids, temperature, log_probs, stride, count, CHUNKS: tl.constexpr):
+    """One row of `sampling.log_softmax_at`."""
+    row = tl.program_id(0).to(tl.int64)
+    inverse = _inverse_temperature(temperature, row)
+    peaks, shares, peak, plain, drawn = _totals(statistics, row, count, inverse, CHUNKS)
+    logit = tl.load(logits + row * stride + tl.load(ids + row)).to(tl.float32) - peak
+    tl.store(log_probs + row, logit * inverse - tl.log(drawn))
+
+
+@triton.jit
+def _ranks(logits, at, vocab, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of logits, as float32 and as integers in the same order; past the end the least."""
+    column = at + tl.arange(0, BLOCK)
+    x = tl.load(logits + column, mask=column < vocab, other=-float("inf")).to(tl.float32)
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    rank = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
+    return column, x, tl.where(column < vocab, rank, -0x80000000 >> SHIFT)
+
+
+@triton.jit
+def _from(logits, least, vocab, peak, inverse, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    """How many logits rank at ``least`` or above, and their sum of exponentials."""
+    number = tl.zeros((), tl.int32)
+    mass = tl.zeros((), tl.float64)
+    for start in range(0, vocab, BLOCK):
+        column, x, rank = _ranks(logits, start, vocab, SHIFT, BLOCK)
+        inside = (rank >= least) & (column < vocab)
+        number += tl.sum(inside.to(tl.int32), 0)
+        mass += tl.sum(tl.where(inside, _exp(x, peak, inverse), 0.0), 0).to(tl.float64)
+    return number, mass
+
+
+@triton.jit
+def _filtered(
+    logits, statistics, seeds, positions, temperature, top_k, top_p, tokens, log_probs, plain_log_probs, vocab,
+    stride, count, CHUNKS: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row with top-k or top-p: it keeps all logits above a rank, and the first ids among those of it."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.load(top_k + row).to(tl.int32)
+    p = tl.load(top_p + row)
+    if ((k <= 0) & (p >= 1.0)) | (tl.load(temperature + row) == 0.0):
+        return
+    inverse = _inverse_temperature(temperature, row)
+    peaks, shares, peak, plain, drawn = _totals(statistics, row, count, inverse, CHUNKS)
+    logits += row * stride
+    least = tl.full((), -0x80000000 >> SHIFT, tl.int32)
+    limit = tl.where(k > 0, tl.minimum(k, vocab), vocab)
+    if limit < vocab:
+        for bit in range(0, 32 - SHIFT):
+            candidate = least + (tl.full((), 1, tl.int32) << (31 - SHIFT - bit))
+            number, mass = _from(logits, candidate, vocab, peak, inverse, SHIFT, BLOCK)
+            least = tl.where(number >= limit, candidate, least)
+    above, mass = _from(logits, least + 1, vocab, peak, inverse, SHIFT, BLOCK)
+    one = _share(least, peak, inverse, SHIFT)
+    ties = limit - above
+    total_mass = mass + tl.where(ties > 0, ties.to(tl.float64) * one, 0.0)
+    if p < 1.0:
+        goal = p.to(tl.float64) * total_mass
+        floor = least
+        least = tl.full((), -0x80000000 >> SHIFT, tl.int32)
+        for bit in range(0, 32 - SHIFT):
+            candidate = least + (tl.full((), 1, tl.int32) << (31 - SHIFT - bit))
+            number, mass = _from(logits, candidate, vocab, peak, inverse, SHIFT, BLOCK)
+            enough = tl.where(candidate <= floor, total_mass, mass) >= goal
+            least = tl.where(enough, candidate, least)
+        least = tl.minimum(tl.maximum(least, floor), _rank(peak, SHIFT))
+        above, mass = _from(logits, least + 1, vocab, peak, inverse, SHIFT, BLOCK)
+        number, mass_with = _from(logits, least, vocab, peak, inverse, SHIFT, BLOCK)
+        one = _share(least, peak, inverse, SHIFT)
+        needed = tl.ceil(tl.minimum((goal - mass) / one, 1.0 * vocab)).to(tl.int32)
+        ties = tl.maximum(tl.minimum(tl.minimum(needed, limit - above), number - above), 1)
+        total_mass = mass + tl.where(ties > 0, ties.to(tl.float64) * one, 0.0)
+    goal = uniform(seeds, positions, row) * total_mass
+    running = tl.zeros((), tl.float64)
+    seen = tl.zeros((), tl.int32)
+    token = tl.full((), -1, tl.int32)
+    last = tl.zeros((), tl.int32)
+    for start in range(0, vocab, BLOCK):
+        column, x, rank = _ranks(logits, start, vocab, SHIFT, BLOCK)
+        tied = ((rank == least) & (column < vocab)).to(tl.int32)
+        place = seen + tl.cumsum(tied, 0)
+        inside = (rank > least) | ((tied > 0) & (place <= ties))
+        e = tl.where(inside & (column < vocab), _exp(x, peak, inverse), 0.0)
+        total = tl.sum(e, 0).to(tl.float64)
+        if (token < 0) & (running + total > goal):
+            token = _first(e, column, goal - running, vocab)
+        last = tl.maximum(last, tl.max(tl.where(e > 0.0, column, 0), 0))
+        running += total
+        seen += tl.sum(tied, 0)
+    token = tl.where(token < 0, last, token)
+    logit = tl.load(logits + token).to(tl.float32) - peak
+    tl.store(tokens + row, token.to(tl.int64))
+    tl.store(log_probs + row, logit * inverse - tl.log(total_mass.to(tl.float32)))
+    tl.store(plain_log_probs + row, logit - tl.log(plain))
+
+
+@triton.jit
+def _rank(x, SHIFT: tl.constexpr):
+    """The integer of a float32, as in `_ranks`."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
+
+
+@triton.jit
+def _share(rank, peak, inverse, SHIFT: tl.constexpr):
+    """exp((x - peak) * inverse) of the float32 with this rank, as float64."""
+    bits = rank << SHIFT
+    if SHIFT > 0:
+        bits = tl.where(rank < 0, bits | ((1 << SHIFT) - 1), bits)
+    x = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return _exp(x, peak, inverse).to(tl.float64)
+
+
+def _statistics(logits: Tensor, temperature: Tensor | None) -> tuple[Tensor, dict[str, int]]:
+    rows, vocab = logits.shape
+    count = triton.cdiv(vocab, BLOCK)
+    statistics = logits.new_empty(rows, count, 3, dtype=torch.float32)
+    _chunks[(rows, count)](
+        logits, temperature, statistics, vocab, logits.stride(0), count, BLOCK=BLOCK, num_warps=WARPS
+    )
+    shape = {"stride": logits.stride(0), "count": count, "CHUNKS": triton.next_power_of_2(count), "num_warps": WARPS}
+    return statistics, shape
+
+
+def sample(
+    logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `sampling.sample`."""
+    rows, vocab = logits.shape
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    log_probs, plain_log_probs = logits.new_empty(2, rows, dtype=torch.float32)
+    if rows:
+        statistics, shape = _statistics(logits, temperature)
+        out = (tokens, log_probs, plain_log_probs, vocab)
+        _draw[(rows,)](logits, statistics, seeds, positions, temperature, *out, BLOCK=BLOCK, **shape)
+        _filtered[(rows,)](
+            logits, statistics, seeds, positions, temperature, top_k, top_p, *out, BLOCK=BLOCK,
+            SHIFT=SHIFTS[logits.dtype], **shape,
+        )  # fmt: skip
+    return tokens, log_probs, plain_log_probs
+
+
+def log_softmax_at(logits: Tensor, ids: Tensor, temperature: Tensor | None) -> Tensor:
+    """See `sampling.log_softmax_at`."""
+    log_probs = logits.new_empty(len(logits), dtype=torch.float32)
+    if len(logits):
+        statistics, shape = _statistics(logits, temperature)
+        _pick[(len(logits),)](logits, statistics, ids, temperature, log_probs, **shape)
+    return log_probs
