@@ -34,7 +34,7 @@ class Tile(NamedTuple):
 
 @triton.jit
 def locate(cu_rows, segments, tile, PER_TILE: tl.constexpr):
-    """Segment of a tile and the tile's first token in it; segment s has tiles from ``cu_rows[s] // PER_TILE + s`` on."""
+    """Segment of a tile, which has tiles from ``cu_rows[s] // PER_TILE + s`` on, and the tile's first token in it."""
     low = 0
     high = segments
     while high - low > 1:
@@ -117,14 +117,12 @@ def _attend(
         segment, begin = locate(cu_rows, segments, tl.program_id(0), per_tile)
     first = tl.load(cu_rows + segment)
     rows = tl.load(cu_rows + segment + 1) - first
+    if DECODE:
+        begin = tl.where(rows == 1, begin, rows)
+    if SKIP:
+        begin = tl.where(rows == 1, rows, begin)
     if begin >= rows:
         return
-    if DECODE:
-        if rows != 1:
-            return
-    if SKIP:
-        if rows == 1:
-            return
     length = rows
     table = tables
     if PAGE > 0:

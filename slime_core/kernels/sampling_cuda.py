@@ -127,7 +127,7 @@ def _pick(logits, statistics, ids, temperature, log_probs, stride, count, CHUNKS
     """One row of `sampling.log_softmax_at`."""
     row = tl.program_id(0).to(tl.int64)
     inverse = _inverse_temperature(temperature, row)
-    peaks, shares, peak, plain, drawn = _totals(statistics, row, count, inverse, CHUNKS)
+    _peaks, _shares, peak, _plain, drawn = _totals(statistics, row, count, inverse, CHUNKS)
     logit = tl.load(logits + row * stride + tl.load(ids + row)).to(tl.float32) - peak
     tl.store(log_probs + row, logit * inverse - tl.log(drawn))
 
@@ -167,7 +167,7 @@ def _filtered(
     if ((k <= 0) & (p >= 1.0)) | (tl.load(temperature + row) == 0.0):
         return
     inverse = _inverse_temperature(temperature, row)
-    peaks, shares, peak, plain, drawn = _totals(statistics, row, count, inverse, CHUNKS)
+    _peaks, _shares, peak, plain, _drawn = _totals(statistics, row, count, inverse, CHUNKS)
     logits += row * stride
     least = tl.full((), -0x80000000 >> SHIFT, tl.int32)
     limit = tl.where(k > 0, tl.minimum(k, vocab), vocab)
@@ -191,7 +191,7 @@ def _filtered(
             least = tl.where(enough, candidate, least)
         least = tl.minimum(tl.maximum(least, floor), _rank(peak, SHIFT))
         above, mass = _from(logits, least + 1, vocab, peak, inverse, SHIFT, BLOCK)
-        number, mass_with = _from(logits, least, vocab, peak, inverse, SHIFT, BLOCK)
+        number, _mass_with = _from(logits, least, vocab, peak, inverse, SHIFT, BLOCK)
         one = _share(least, peak, inverse, SHIFT)
         needed = tl.ceil(tl.minimum((goal - mass) / one, 1.0 * vocab)).to(tl.int32)
         ties = tl.maximum(tl.minimum(tl.minimum(needed, limit - above), number - above), 1)

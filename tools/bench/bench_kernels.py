@@ -23,6 +23,7 @@ SHAPES = {"135M": (9, 3, 64), "0.6B": (16, 8, 128), "4B": (32, 8, 128)}
 BF16 = {"dtype": torch.bfloat16, "device": "cuda"}
 INT = {"dtype": torch.int32, "device": "cuda"}
 PAGE = 16
+KNOBS = ("", 1.0, 0, 1.0), (" greedy", 0.0, 0, 1.0), (" top-k 20 top-p 0.9", 0.7, 20, 0.9)
 
 
 def milliseconds(calls: list[Callable[[], object]], repeats: int = 10, *, captured: bool = True) -> float:
