@@ -361,7 +361,8 @@ def varlen(
     """See `attention.varlen_attention`."""
     from slime_core.kernels.attention_gradient import Varlen
 
-    return Varlen.apply(query, key, value, sinks, cu_seqlens, longest, form, invariant)
+    out: Tensor = Varlen.apply(query, key, value, sinks, cu_seqlens, longest, form, invariant)
+    return out
 
 
 def varlen_forward(
