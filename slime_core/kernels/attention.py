@@ -6,41 +6,14 @@ sequence alone, and are the same whether it is decoded, prefilled or trained on.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
 from slime_core.kernels import by_triton
+from slime_core.kernels.attention_batch import AttentionBatch as AttentionBatch, ScoreForm
 
 Tensor = torch.Tensor
-
-
-@dataclass(slots=True, frozen=True)
-class AttentionBatch:
-    """Rows of S segments, each the newest tokens of a sequence whose keys and values lie in pages.
-
-    Attributes:
-        cu_rows: [S + 1] int32; rows of segment s are ``cu_rows[s]`` to ``cu_rows[s + 1]``, rows after the last are
-            padding, whose output is unspecified
-        lengths: [S] int32, tokens of the sequence with its new rows: the last row is at position ``lengths[s] - 1``
-        tables: [S, pages] int32, the sequence's pages in order
-        max_rows: bound of the rows of a segment, known to the host; 1 is a decode step
-    """
-
-    cu_rows: Tensor
-    lengths: Tensor
-    tables: Tensor
-    max_rows: int
-
-
-@dataclass(slots=True, frozen=True)
-class ScoreForm:
-    """How scores become weights: softmax(cap * tanh(scale * q k / cap)) over the last ``window`` keys, where set."""
-
-    scale: float
-    window: int
-    softcap: float
 
 
 def paged_attention(
@@ -109,9 +82,9 @@ def varlen_attention(
     """
     form = ScoreForm(scale, window, softcap)
     if by_triton(query):
-        from slime_core.kernels.attention_cuda import varlen
+        from slime_core.kernels.attention_gradient import varlen
 
-        return varlen(query, key, value, cu_seqlens, longest, form, sinks, invariant)
+        return varlen(query, key, value, cu_seqlens, form, sinks, invariant)
     bounds = cu_seqlens.tolist()
     parts = [slice(*pair) for pair in pairwise(bounds)]
     return torch.cat([_attend(query[at], key[at], value[at], form, sinks) for at in parts])

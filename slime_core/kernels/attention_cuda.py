@@ -8,14 +8,13 @@ pairs, so that keys are read once a group. Softmax is online (Milakov and Gimels
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-if TYPE_CHECKING:
-    from slime_core.kernels.attention import AttentionBatch, ScoreForm
+from slime_core.kernels.attention_batch import AttentionBatch, ScoreForm
 
 Tensor = torch.Tensor
 LOG2E = 1.4426950408889634
@@ -346,23 +345,6 @@ def _splits(launch: Launch, shape: Tile, longest: int, device: torch.device) -> 
 def inner(tensor: Tensor) -> Tensor:
     """The tensor with heads whose numbers lie side by side."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    longest: int,
-    form: ScoreForm,
-    sinks: Tensor | None,
-    invariant: bool,
-) -> Tensor:
-    """See `attention.varlen_attention`."""
-    from slime_core.kernels.attention_gradient import Varlen
-
-    out: Tensor = Varlen.apply(query, key, value, sinks, cu_seqlens, longest, form, invariant)
-    return out
 
 
 def varlen_forward(

@@ -7,16 +7,14 @@ gradients repeat bit for bit.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from slime_core.kernels.attention_batch import ScoreForm
 from slime_core.kernels.attention_cuda import LOG2E, Tile, inner, locate, padded, precision, scales, varlen_forward
-
-if TYPE_CHECKING:
-    from slime_core.kernels.attention import ScoreForm
 
 Tensor = torch.Tensor
 
@@ -180,7 +178,6 @@ class Varlen(torch.autograd.Function):
         value: Tensor,
         sinks: Tensor | None,
         cu_seqlens: Tensor,
-        longest: int,
         form: ScoreForm,
         invariant: bool,
     ) -> Tensor:
@@ -220,9 +217,23 @@ class Varlen(torch.autograd.Function):
         d_sinks = None
         if sinks is not None:
             d_sinks = -(torch.exp2(sinks.float() * LOG2E - lse) * delta).sum(0).to(sinks.dtype)
-        return d_query, d_key, d_value, d_sinks, None, None, None, None
+        return d_query, d_key, d_value, d_sinks, None, None, None
 
 
 def compiled(tile: Tile) -> dict[str, int]:
     """Launch arguments of a tile."""
     return {"ROWS": tile.rows, "BLOCK": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages}
+
+
+def varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    form: ScoreForm,
+    sinks: Tensor | None,
+    invariant: bool,
+) -> Tensor:
+    """See `attention.varlen_attention`."""
+    out: Tensor = Varlen.apply(query, key, value, sinks, cu_seqlens, form, invariant)
+    return out
