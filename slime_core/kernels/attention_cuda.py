@@ -22,7 +22,7 @@ PARTS = 2
 """Programs a multiprocessor should have before decode rows are split no further."""
 
 
-class Tile(NamedTuple):
+class AttentionTile(NamedTuple):
     """Rows and keys of one step of a kernel, and how it is compiled."""
 
     rows: int
@@ -224,15 +224,15 @@ def _join(parts, lse, out, cu_rows, sinks, heads, DV: tl.constexpr, DVP: tl.cons
     tl.store(out + place + dv, joined.to(out.dtype.element_ty), mask=dv < DV)
 
 
-def tile(query: Tensor, width: int, group: int, kind: str) -> Tile:
-    """Tile of the forward kernel, by dtype, the wider head and ``kind``: decode, prefill or invariant."""
+def tile(query: Tensor, width: int, group: int, kind: str) -> AttentionTile:
+    """AttentionTile of the forward kernel, by dtype, the wider head and ``kind``: decode, prefill or invariant."""
     wide, single = width > 128, query.dtype == torch.float32
     least = max(triton.next_power_of_2(group), 16)
     if kind == "decode":
-        return Tile(least, 32 if wide or single else 64, 4, 2 if wide or single else 3)
+        return AttentionTile(least, 32 if wide or single else 64, 4, 2 if wide or single else 3)
     if kind == "invariant" or wide or single:
-        return Tile(max(64, least), 32 if wide or single else 64, 4, 2)
-    return Tile(max(128, least), 64, 4 if width <= 64 else 8, 3)
+        return AttentionTile(max(64, least), 32 if wide or single else 64, 4, 2)
+    return AttentionTile(max(128, least), 64, 4 if width <= 64 else 8, 3)
 
 
 def precision(query: Tensor) -> str:
@@ -240,7 +240,7 @@ def precision(query: Tensor) -> str:
     return "ieee" if query.dtype == torch.float32 else "tf32"
 
 
-class Launch(NamedTuple):
+class AttentionLaunch(NamedTuple):
     """The arguments that all launches of one call share."""
 
     arguments: tuple[object, ...]
@@ -249,8 +249,8 @@ class Launch(NamedTuple):
     segments: int
     kv_heads: int
 
-    def run(self, out: Tensor, lse: Tensor | None, shape: Tile, splits: int = 1, **flags: bool) -> None:
-        """Launch over segments (``DECODE``) or located tiles."""
+    def run(self, out: Tensor, lse: Tensor | None, shape: AttentionTile, splits: int = 1, **flags: bool) -> None:
+        """AttentionLaunch over segments (``DECODE``) or located tiles."""
         per_tile = shape.rows // int(str(self.constants["GROUP"]))
         tiles = self.segments if flags.get("DECODE") else self.tokens // per_tile + self.segments
         query, keys, values, *rest = self.arguments
@@ -268,7 +268,7 @@ def _launch(
     segments: tuple[Tensor, Tensor | None, Tensor | None],
     form: ScoreForm,
     sinks: Tensor | None,
-) -> Launch:
+) -> AttentionLaunch:
     cu_rows, lengths, tables = segments
     heads, width = query.shape[1:]
     kv_heads, value_width = values.shape[-2:]
@@ -285,7 +285,7 @@ def _launch(
         "DP": padded(width), "DVP": padded(value_width), "WINDOW": form.window, "SOFTCAP": bool(form.softcap),
         "PRECISION": precision(query),
     }  # fmt: skip
-    return Launch(arguments, constants, len(query), len(cu_rows) - 1, kv_heads)
+    return AttentionLaunch(arguments, constants, len(query), len(cu_rows) - 1, kv_heads)
 
 
 def scales(form: ScoreForm) -> tuple[float, float]:
@@ -333,7 +333,7 @@ def paged(
     return out
 
 
-def _splits(launch: Launch, shape: Tile, longest: int, device: torch.device) -> int:
+def _splits(launch: AttentionLaunch, shape: AttentionTile, longest: int, device: torch.device) -> int:
     """Parts of a decode row's keys: a power of two that fills the device, of two steps at least."""
     count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
     programs = launch.segments * launch.kv_heads

@@ -14,7 +14,16 @@ import triton
 import triton.language as tl
 
 from slime_core.kernels.attention_batch import ScoreForm
-from slime_core.kernels.attention_cuda import LOG2E, Tile, inner, locate, padded, precision, scales, varlen_forward
+from slime_core.kernels.attention_cuda import (
+    LOG2E,
+    AttentionTile,
+    inner,
+    locate,
+    padded,
+    precision,
+    scales,
+    varlen_forward,
+)
 
 Tensor = torch.Tensor
 
@@ -157,14 +166,14 @@ def _queries(
     tl.store(d_query + at[:, None] * D + d[None, :], (dq * factor).to(d_query.dtype.element_ty), mask=q_mask)
 
 
-def tiles(query: Tensor, width: int, group: int) -> tuple[Tile, Tile]:
+def tiles(query: Tensor, width: int, group: int) -> tuple[AttentionTile, AttentionTile]:
     """Tiles of the kernel over keys and of the kernel over queries."""
     least = max(int(triton.next_power_of_2(group)), 16)
     if query.dtype == torch.float32 or width > 128:
-        return Tile(max(32, least), 32, 4, 1), Tile(max(32, least), 32, 4, 1)
+        return AttentionTile(max(32, least), 32, 4, 1), AttentionTile(max(32, least), 32, 4, 1)
     if width > 64:
-        return Tile(max(64, least), 64, 4, 2), Tile(max(64, least), 64, 4, 2)
-    return Tile(max(64, least), 128, 8, 2), Tile(max(128, least), 64, 8, 2)
+        return AttentionTile(max(64, least), 64, 4, 2), AttentionTile(max(64, least), 64, 4, 2)
+    return AttentionTile(max(64, least), 128, 8, 2), AttentionTile(max(128, least), 64, 8, 2)
 
 
 class Varlen(torch.autograd.Function):
@@ -220,8 +229,8 @@ class Varlen(torch.autograd.Function):
         return d_query, d_key, d_value, d_sinks, None, None, None
 
 
-def compiled(tile: Tile) -> dict[str, int]:
-    """Launch arguments of a tile."""
+def compiled(tile: AttentionTile) -> dict[str, int]:
+    """AttentionLaunch arguments of a tile."""
     return {"ROWS": tile.rows, "BLOCK": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages}
 
 

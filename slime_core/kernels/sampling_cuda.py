@@ -2,7 +2,7 @@
 """`sampling.sample` and `sampling.log_softmax_at` as Triton kernels.
 
 `_chunks` reads the logits once, many programs a row, and leaves a maximum and two sums a chunk. `_draw` finds a row's
-chunk by the running sum of those and reads that chunk again. Rows with top-k or top-p are drawn by `_filtered`, which
+chunk by the running sum of those and reads that chunk again. Rows with top-k or top-p are tempered by `_filtered`, which
 others leave at once: it searches the threshold bit by bit, in the order of the floats' bits.
 """
 
@@ -44,13 +44,13 @@ def _chunks(logits, temperature, statistics, vocab, stride, count, BLOCK: tl.con
     peak = tl.max(x, 0)
     plain = tl.sum(_exp(x, peak, 1.0), 0)
     inverse = _inverse_temperature(temperature, row)
-    drawn = plain
+    tempered = plain
     if inverse != 1.0:
-        drawn = tl.sum(_exp(x, peak, inverse), 0)
+        tempered = tl.sum(_exp(x, peak, inverse), 0)
     at = statistics + (row * count + chunk) * 3
     tl.store(at, peak)
     tl.store(at + 1, plain)
-    tl.store(at + 2, drawn)
+    tl.store(at + 2, tempered)
 
 
 @triton.jit
@@ -61,8 +61,8 @@ def _totals(statistics, row, count, inverse, CHUNKS: tl.constexpr):
     peaks = tl.load(at, mask=chunk < count, other=-float("inf"))
     peak = tl.max(peaks, 0)
     plain = tl.load(at + 1, mask=chunk < count, other=0.0) * _exp(peaks, peak, 1.0)
-    drawn = tl.load(at + 2, mask=chunk < count, other=0.0) * _exp(peaks, peak, inverse)
-    return peaks, drawn, peak, tl.sum(plain, 0), tl.sum(drawn, 0)
+    tempered = tl.load(at + 2, mask=chunk < count, other=0.0) * _exp(peaks, peak, inverse)
+    return peaks, tempered, peak, tl.sum(plain, 0), tl.sum(tempered, 0)
 
 
 @triton.jit
@@ -99,7 +99,7 @@ def _draw(
     """One row without filters: `sampling.sample`."""
     row = tl.program_id(0).to(tl.int64)
     inverse = _inverse_temperature(temperature, row)
-    peaks, shares, peak, plain, drawn = _totals(statistics, row, count, inverse, CHUNKS)
+    peaks, shares, peak, plain, tempered = _totals(statistics, row, count, inverse, CHUNKS)
     chunk = tl.arange(0, CHUNKS)
     greedy = tl.load(temperature + row) == 0.0
     running = tl.cumsum(shares.to(tl.float64), 0)
@@ -118,7 +118,7 @@ def _draw(
     token = tl.minimum(token, vocab - 1)
     logit = tl.load(logits + row * stride + token).to(tl.float32) - peak
     tl.store(tokens + row, token.to(tl.int64))
-    tl.store(log_probs + row, tl.where(greedy, 0.0, logit * inverse - tl.log(drawn)))
+    tl.store(log_probs + row, tl.where(greedy, 0.0, logit * inverse - tl.log(tempered)))
     tl.store(plain_log_probs + row, logit - tl.log(plain))
 
 
@@ -127,9 +127,9 @@ def _pick(logits, statistics, ids, temperature, log_probs, stride, count, CHUNKS
     """One row of `sampling.log_softmax_at`."""
     row = tl.program_id(0).to(tl.int64)
     inverse = _inverse_temperature(temperature, row)
-    _peaks, _shares, peak, _plain, drawn = _totals(statistics, row, count, inverse, CHUNKS)
+    _peaks, _shares, peak, _plain, tempered = _totals(statistics, row, count, inverse, CHUNKS)
     logit = tl.load(logits + row * stride + tl.load(ids + row)).to(tl.float32) - peak
-    tl.store(log_probs + row, logit * inverse - tl.log(drawn))
+    tl.store(log_probs + row, logit * inverse - tl.log(tempered))
 
 
 @triton.jit
@@ -167,7 +167,7 @@ def _filtered(
     if ((k <= 0) & (p >= 1.0)) | (tl.load(temperature + row) == 0.0):
         return
     inverse = _inverse_temperature(temperature, row)
-    _peaks, _shares, peak, plain, _drawn = _totals(statistics, row, count, inverse, CHUNKS)
+    _peaks, _shares, peak, plain, _tempered = _totals(statistics, row, count, inverse, CHUNKS)
     logits += row * stride
     least = tl.full((), -0x80000000 >> SHIFT, tl.int32)
     limit = tl.where(k > 0, tl.minimum(k, vocab), vocab)
@@ -198,13 +198,13 @@ def _filtered(
         total_mass = mass + tl.where(ties > 0, ties.to(tl.float64) * one, 0.0)
     goal = uniform(seeds, positions, row) * total_mass
     running = tl.zeros((), tl.float64)
-    seen = tl.zeros((), tl.int32)
+    tied_before = tl.zeros((), tl.int32)
     token = tl.full((), -1, tl.int32)
     last = tl.zeros((), tl.int32)
     for start in range(0, vocab, BLOCK):
         column, x, rank = _ranks(logits, start, vocab, SHIFT, BLOCK)
         tied = ((rank == least) & (column < vocab)).to(tl.int32)
-        place = seen + tl.cumsum(tied, 0)
+        place = tied_before + tl.cumsum(tied, 0)
         inside = (rank > least) | ((tied > 0) & (place <= ties))
         e = tl.where(inside & (column < vocab), _exp(x, peak, inverse), 0.0)
         total = tl.sum(e, 0).to(tl.float64)
@@ -212,7 +212,7 @@ def _filtered(
             token = _first(e, column, goal - running, vocab)
         last = tl.maximum(last, tl.max(tl.where(e > 0.0, column, 0), 0))
         running += total
-        seen += tl.sum(tied, 0)
+        tied_before += tl.sum(tied, 0)
     token = tl.where(token < 0, last, token)
     logit = tl.load(logits + token).to(tl.float32) - peak
     tl.store(tokens + row, token.to(tl.int64))
