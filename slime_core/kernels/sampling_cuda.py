@@ -2,7 +2,7 @@
 """`sampling.sample` and `sampling.log_softmax_at` as Triton kernels.
 
 `_chunks` reads the logits once, many programs a row, and leaves a maximum and two sums a chunk. `_draw` finds a row's
-chunk by the running sum of those and reads that chunk again. Rows with top-k or top-p are tempered by `_filtered`, which
+chunk by the running sum of those and reads that chunk again. Rows with top-k or top-p are drawn by `_filtered`, which
 others leave at once: it searches the threshold bit by bit, in the order of the floats' bits.
 """
 
