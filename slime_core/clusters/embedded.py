@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from slime_core.config.stages import rollout_slots
 from slime_core.engines.local import LocalEngine
+from slime_core.engines.local.slots import SHARE, SHARE_ALONE
 from slime_core.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
@@ -33,9 +34,19 @@ def context_len(config: Config, folder: ModelFolder) -> int:
 
 @asynccontextmanager
 async def embedded_engine(
-    config: Config, folder: ModelFolder, thread: TorchThread, *, slots: int = 0, length: int = 0, epoch: int = 0
+    config: Config,
+    folder: ModelFolder,
+    thread: TorchThread,
+    *,
+    slots: int = 0,
+    length: int = 0,
+    epoch: int = 0,
+    alone: bool = False,
 ) -> AsyncIterator[LocalEngine]:
-    """An engine over ``folder`` without weights yet; ``slots`` and ``length`` replace the config's where given."""
+    """An engine over ``folder`` without weights yet; ``slots`` and ``length`` replace the config's where given.
+
+    ``alone`` says that no trainer wants its GPU's memory.
+    """
     engine = LocalEngine(
         folder,
         slots=slots or rollout_slots(config),
@@ -45,6 +56,7 @@ async def embedded_engine(
         thread=thread,
         epoch=epoch,
         exact=config.train.true_on_policy_mode,
+        share=SHARE_ALONE if alone and config.cluster.device != "cpu" else SHARE,
     )
     try:
         yield engine

@@ -210,7 +210,9 @@ class EngineService(Service):
         thread = TorchThread(config.cluster.cpu_threads)
         self.stack.callback(thread.close)
         folder = open_folder(config)
-        self.target = await self.stack.enter_async_context(embedded_engine(config, folder, thread, epoch=epoch))
+        self.target = await self.stack.enter_async_context(
+            embedded_engine(config, folder, thread, epoch=epoch, alone=True)
+        )
 
     def block(self, memory: Any) -> None:
         """Keep a block for the load that follows."""

@@ -91,6 +91,7 @@ async def measure(shape: str, args: argparse.Namespace) -> None:
         dtype=args.dtype,
         device=args.device,
         thread=thread,
+        share=0.8,
         paged=True,
     )
     await engine.load(WeightUpdate(version=0, epoch=0, transport="tensors", tensors=weights))

@@ -16,7 +16,7 @@ from slime_core.engines.admission import check_vocabulary, too_long
 from slime_core.engines.local.paged import PagedScheduler
 from slime_core.engines.local.scheduler import Scheduler
 from slime_core.engines.local.served import ServedModel
-from slime_core.engines.local.slots import EngineJob, make_job
+from slime_core.engines.local.slots import SHARE, EngineJob, make_job
 from slime_core.errors import EngineError
 from slime_core.memory import first_line, is_out_of_memory, trim
 from slime_core.protocols import Ability, PauseMode
@@ -59,6 +59,7 @@ class LocalEngine:
         device: str,
         thread: TorchThread,
         epoch: int = 0,
+        share: float = SHARE,  # of the free memory, at most, for the cache
         paged: bool | None = None,  # whether the cache lies in pages: None is on a GPU
         exact: bool = False,  # the arithmetic of a trainer with true_on_policy_mode
     ) -> None:
@@ -70,7 +71,7 @@ class LocalEngine:
         )
         self._folder, self._thread = folder, thread
         self._slots, self._context_len = slots, context_len
-        self._dtype, self._device, self._paged, self._exact = dtype, device, paged, exact
+        self._dtype, self._device, self._share, self._paged, self._exact = dtype, device, share, paged, exact
         self._scheduler: Scheduler | None = None  # from the first load on
         self._inbox: list[EngineJob] = []
         self._leavers: list[EngineJob] = []  # their callers were cancelled
@@ -282,7 +283,8 @@ class LocalEngine:
             self._scheduler.served.load(update)
             self._scheduler.forget()
             return
-        options: Any = {"dtype": self._dtype, "device": self._device, "paged": self._paged, "exact": self._exact}
+        options: Any = {"dtype": self._dtype, "device": self._device, "share": self._share}
+        options |= {"paged": self._paged, "exact": self._exact}
         served = ServedModel(self._folder, context_len=self._context_len, **options)
         served.load(update)
         if not served.batch_invariant:

@@ -22,7 +22,7 @@ import torch
 from slime_core.engines.local.pages import PAGE, PagePool, pages_of
 from slime_core.engines.local.replay import Draws, PromptPart, Runner
 from slime_core.engines.local.scheduler import Scheduler
-from slime_core.engines.local.slots import SHARE, free_memory, up
+from slime_core.engines.local.slots import free_memory, up
 from slime_core.errors import EngineError
 from slime_core.memory import is_out_of_memory
 
@@ -264,7 +264,7 @@ class PagedScheduler(Scheduler):
         least = max(self._pool.count, pages_of(need) + 1)
         if least * size > memory:
             raise _too_long(need, least * size, memory)
-        wish = max(least, min(self._configured * pages_of(most) + 1, int(SHARE * memory) // size))
+        wish = max(least, min(self._configured * pages_of(most) + 1, int(self.served.share * memory) // size))
         while True:
             try:
                 self._resize(wish, most)

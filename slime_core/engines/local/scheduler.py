@@ -23,7 +23,7 @@ import torch
 
 from slime_core.engines.local.attention import Segment
 from slime_core.engines.local.sampling import Knobs, draw, uniforms
-from slime_core.engines.local.slots import SHARE, Slots, check_size, fitting, free_memory, slot_length
+from slime_core.engines.local.slots import Slots, check_size, fitting, free_memory, slot_length
 from slime_core.errors import EngineError
 from slime_core.memory import is_out_of_memory
 
@@ -222,7 +222,7 @@ class Scheduler:
         size, allocated = served.position_bytes, (self._slots.count + 1) * self.tokens * served.position_bytes
         memory = free_memory(served.device, allocated)
         check_size(need, size, memory)
-        positions = SHARE * memory / size if size else math.inf
+        positions = served.share * memory / size if size else math.inf
         sequences, tokens = fitting(
             need, self._most, sequences=self._configured, tokens=self.tokens, context_len=context, positions=positions
         )

@@ -39,11 +39,12 @@ class ServedModel:
         context_len: int,
         dtype: str,
         device: str,
+        share: float,
         paged: bool | None = None,
         exact: bool = False,
     ) -> None:
         self._dtype, self.device = getattr(torch, dtype), device
-        self.context_len = context_len
+        self.context_len, self.share = context_len, share
         self._paged = device != "cpu" if paged is None else paged
         self.version = -1
         self._exact = exact  # the same bits as the trainer's

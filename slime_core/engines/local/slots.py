@@ -52,6 +52,9 @@ uses a kernel of its own, with other bits: 32 columns of 13 or more numbers stay
 SHARE = 0.5
 """Part of the free memory that the cache may take: the trainer's gradients and optimizer come after it."""
 
+SHARE_ALONE = 0.85
+"""The same on a GPU that no trainer uses."""
+
 STEP = 4 * BLOCK
 """Slots grow by whole steps, so that prompts of slightly different lengths do not each make them longer."""
 

@@ -214,7 +214,6 @@ def test_the_youngest_give_up_their_pages_where_none_is_left(bench, ask, monkeyp
             wanted = await asyncio.gather(*(roomy.generate(r) for r in asked))
             size = tight._scheduler.served.position_bytes * PAGE
             monkeypatch.setattr(paged, "free_memory", lambda device, own: 40 * size)
-            monkeypatch.setattr(paged, "SHARE", 0.5)
             retracted = []
             youngest = tight._scheduler._retract_youngest
             monkeypatch.setattr(tight._scheduler, "_retract_youngest", lambda: retracted.append(youngest()))
