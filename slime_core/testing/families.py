@@ -18,6 +18,7 @@ _COMMON = {
 _GROUPED = _COMMON | {"num_key_value_heads": 2, "head_dim": 16}
 _WINDOW = {"sliding_window": 24}
 _GEMMA = _GROUPED | _WINDOW | {"initializer_range": 0.05}  # embeddings are scaled by 8
+_CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _LATENT = {
     "kv_lora_rank": 16,
@@ -38,7 +39,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", _COMMON | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", _GROUPED),
     "qwen3-moe": ("Qwen3MoeConfig", _GROUPED | _EXPERTS | {"num_experts": 4}),
-    "gemma2": ("Gemma2Config", _GEMMA | {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0}),
+    "gemma2": ("Gemma2Config", _GEMMA | {"query_pre_attn_scalar": 24} | _CAPS),
     "gemma3": ("Gemma3TextConfig", _GEMMA | {"layer_types": ["sliding_attention", "full_attention"]}),
     "phi3": ("Phi3Config", _COMMON | _WINDOW | {"num_key_value_heads": 2, "partial_rotary_factor": 0.75}),
     "olmo2": ("Olmo2Config", _COMMON | {"num_key_value_heads": 2}),

@@ -188,6 +188,8 @@ class _PolicyTrial:
         head, base, first = self.hf.get_output_embeddings(), self.hf.base_model, slice(0, TRIAL[0])
         if type(head) is not nn.Linear or base is self.hf:
             return False
+        if getattr(self.hf.config.get_text_config(), "final_logit_softcapping", None):
+            return False  # of small logits a cap shows in no trial
         out = base(input_ids=self.tokens[None, first], position_ids=self.positions[None, first], use_cache=False)
         hidden = getattr(out, "last_hidden_state", None)
         return hidden is not None and _close(head(hidden[0]).float(), self.logits[first])
