@@ -169,3 +169,14 @@ def test_a_plan_whose_logits_are_wrong_is_not_used(bench, ask, caplog, monkeypat
 
     assert bench("qwen3").run(go) == "packed"
     assert "logits differ from the model's own" in caplog.text
+
+
+def test_rounding_that_sends_a_token_to_another_expert_rejects_no_plan(bench):
+    """With this seed one of three sequences has other experts in the packed pass."""
+    b = bench("qwen3-moe", seed=7, num_hidden_layers=4, num_experts=16)
+
+    async def go(b):
+        async with b.engine(dtype="bfloat16") as engine:
+            return engine._scheduler.served.plan.name
+
+    assert b.run(go) == "packed"
