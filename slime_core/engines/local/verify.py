@@ -137,9 +137,9 @@ def _probe(model: nn.Module, context_len: int, device: str) -> list[torch.Tensor
     lengths = (*LENGTHS[:-1], max(LENGTHS[-1], window + 8 if window <= LONGEST else 0))
     parameters = list(model.parameters())
     routed = any(parameter.ndim > 2 for parameter in parameters) and parameters[0].dtype != torch.float32
-    lengths *= DRAWS if routed else 1
     return [
-        torch.from_numpy(draws.integers(0, config.vocab_size, max(2, min(n, context_len)))).to(device) for n in lengths
+        torch.from_numpy(draws.integers(0, config.vocab_size, max(2, min(n, context_len)))).to(device)
+        for n in lengths * (DRAWS if routed else 1)
     ]
 
 
