@@ -57,9 +57,11 @@ def reward(fn: Function, session: CompatSession) -> Function:
     A sample whose reward is set already keeps it. Siblings that one generate call returned are judged together.
     """
 
+    plain, context = shapes.is_plain(fn), shapes.takes(fn, "ctx")
+
     def ask(ctx: Context, subject: Any) -> Any:
-        if shapes.is_plain(fn):
-            return fn(subject, **({"ctx": ctx} if shapes.takes(fn, "ctx") else {}))
+        if plain:
+            return fn(subject, **({"ctx": ctx} if context else {}))
         return fn(session.args(ctx.config, ctx), subject)
 
     def slime_reward(group: Group, ctx: Context) -> Any:
