@@ -1,4 +1,4 @@
-"""The invariant product: the Triton kernel in the interpreter."""
+"""The invariant product, and a model that is trained and sampled with the same bits, in the interpreter."""
 
 import subprocess
 import sys
@@ -9,8 +9,9 @@ import pytest
 pytestmark = pytest.mark.unit
 
 
-def test_kernel_in_the_interpreter():
+@pytest.mark.parametrize("name", ["linear", "model"])
+def test_kernels_in_the_interpreter(name):
     pytest.importorskip("triton")
-    script = Path(__file__).with_name("interpreted_linear.py")
+    script = Path(__file__).with_name(f"interpreted_{name}.py")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
