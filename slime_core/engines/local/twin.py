@@ -87,7 +87,8 @@ class Twin:
         for name, tensor in tensors.items():
             if name in aliases:
                 self._writable.discard(name)
-                self._place(name, tensor.detach())
+                if tensor.data_ptr() != self._tensor(name).data_ptr():
+                    self._place(name, tensor.detach())
                 continue
             if name not in self._writable:
                 self._writable.add(name)
