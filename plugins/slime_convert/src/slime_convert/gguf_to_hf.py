@@ -158,4 +158,5 @@ def _write_tokenizer(source: Path, ids: dict[str, int], folder: Path) -> None:
         ) from error
     for name, number in ids.items():
         setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(number))
+    tokenizer.clean_up_tokenization_spaces = False  # transformers' default here, which its decoder then ignores, aloud
     tokenizer.save_pretrained(folder)
