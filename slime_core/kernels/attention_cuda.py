@@ -226,18 +226,19 @@ def _join(parts, lse, out, cu_rows, sinks, heads, DV: tl.constexpr, DVP: tl.cons
 
 def tile(query: Tensor, width: int, group: int, kind: str) -> AttentionTile:
     """AttentionTile of the forward kernel, by dtype, the wider head and ``kind``: decode, prefill or invariant."""
-    wide, single = width > 128, query.dtype == torch.float32
-    least = max(triton.next_power_of_2(group), 16)
+    wide, least = width > 128, max(int(triton.next_power_of_2(group)), 16)
+    if query.dtype == torch.float32:
+        return AttentionTile(least if wide else max(32, least), 16 if wide else 32, 4, 1)
     if kind == "decode":
-        return AttentionTile(least, 32 if wide or single else 64, 4, 2 if wide or single else 3)
-    if kind == "invariant" or wide or single:
-        return AttentionTile(max(64, least), 32 if wide or single else 64, 4, 2)
+        return AttentionTile(least, 32 if wide else 64, 4, 2 if wide else 3)
+    if kind == "invariant" or wide:
+        return AttentionTile(max(64, least), 32 if wide else 64, 4, 2)
     return AttentionTile(max(128, least), 64, 4 if width <= 64 else 8, 3)
 
 
 def precision(query: Tensor) -> str:
-    """Products of float32 are exact; the other dtypes ignore it."""
-    return "ieee" if query.dtype == torch.float32 else "tf32"
+    """Products of float32 are three of TF32, for float32's precision; the other dtypes ignore it."""
+    return "tf32x3" if query.dtype == torch.float32 else "tf32"
 
 
 class AttentionLaunch(NamedTuple):

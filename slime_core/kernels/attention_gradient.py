@@ -169,7 +169,10 @@ def _queries(
 def tiles(query: Tensor, width: int, group: int) -> tuple[AttentionTile, AttentionTile]:
     """Tiles of the kernel over keys and of the kernel over queries."""
     least = max(int(triton.next_power_of_2(group)), 16)
-    if query.dtype == torch.float32 or width > 128:
+    if query.dtype == torch.float32:
+        both = AttentionTile(max(16, least), 16, 4, 1) if width > 128 else AttentionTile(max(32, least), 32, 4, 1)
+        return both, both
+    if width > 128:
         return AttentionTile(max(32, least), 32, 4, 1), AttentionTile(max(32, least), 32, 4, 1)
     if width > 64:
         return AttentionTile(max(64, least), 64, 4, 2), AttentionTile(max(64, least), 64, 4, 2)
