@@ -8,7 +8,7 @@
     python3 tools/gpu/all.py run PART ... -- together PART ... -- ...     one group after another
     python3 tools/gpu/all.py wait SECONDS         until all have ended, or so long; then what has ended so far
 
-A part is a step of sglang.sh, megatron.sh or kernels.sh, and begins when its number of GPUs is
+A part is a step of a script beside this one, and begins when its number of GPUs is
 free; one that needs more than there are is named as not run. Of four GPUs, two are kept for parts of two while there
 are any. Logs go to $GPU_LOGS (default /tmp/gpu-logs); ``wait`` puts them into $OUT as logs.tgz, beside figures.txt
 with rows for docs/benchmarks.md. Before ``run``, once a load: ``. .gpu/install.sh``.
@@ -50,6 +50,9 @@ PARTS = [
     Part("sglang", "ahead-four", 4, 600),
     Part("megatron", "ray-four", 4, 560),
     Part("sglang", "rollout", 1, 480),
+    Part("real_model", "compare", 1, 600),
+    Part("real_model", "learn", 1, 600),
+    Part("engine_vs_sglang", "all", 1, 1200),
     Part("megatron", "step", 1, 290),
     Part("megatron", "learn-two", 2, 470),
     Part("sglang", "sync", 1, 300),

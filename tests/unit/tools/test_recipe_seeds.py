@@ -11,7 +11,7 @@ pytestmark = pytest.mark.unit
 SLIME = """#!{python}
 import json, sys
 from pathlib import Path
-words = sys.argv[1:]
+words = sys.argv[3:]  # after -m slime_cli.main
 folder = Path(words[words.index("--run-dir") + 1])
 if "--fail" in words: sys.exit("no room is left")
 folder.mkdir()
@@ -38,10 +38,10 @@ class Reached:
 
 @pytest.fixture
 def seeds(tool, tmp_path, monkeypatch):
-    """The module, and a `slime` beside the interpreter that writes down its words."""
+    """The module, and an interpreter whose `slime` writes down its words."""
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "slime").write_text(SLIME.format(python=sys.executable))
-    (tmp_path / "bin" / "slime").chmod(0o755)
+    (tmp_path / "bin" / "python").write_text(SLIME.format(python=sys.executable))
+    (tmp_path / "bin" / "python").chmod(0o755)
     found = tool("recipe_seeds")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
     return found
