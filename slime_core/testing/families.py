@@ -77,7 +77,7 @@ def family_model(path: Path, name: str, *, seed: int = 0, vocab: str = VOCAB, **
 
     tokenizer = char_tokenizer(vocab)
     tokenizer.save_pretrained(str(path))
-    model: Any = AutoModelForCausalLM.from_config(family_config(name, len(tokenizer), **changes))
+    model: Any = AutoModelForCausalLM.from_config(family_config(name, **({"vocab_size": len(tokenizer)} | changes)))
     draw(model, seed)
     model.save_pretrained(str(path))
     return path
