@@ -67,7 +67,9 @@ def render(
             "the prompt is a list of messages and no chat template is applied",
             code="DAT24",
             where=where,
-            fix="set data.apply_chat_template=true, or make the prompt a string",
+            fix="set data.apply_chat_template=true, or make the prompt a string"
+            if getattr(tokenizer, "chat_template", None)
+            else "make the prompt a string: the tokenizer has no chat template (data.apply_chat_template=true needs one)",
         )
     require_template(tokenizer)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

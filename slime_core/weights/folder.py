@@ -4,8 +4,8 @@ Everything that can be wrong with a folder is found when it is opened, before an
 
     path | remote code TOK45 | config | tokenizer TOK39 TOK42 | headers TOK47 TOK48 | names and shapes TOK46 TOK49
 
-End and padding: a response ends at any id of ``eos_token_ids``, which is generation_config.json's list (else
-config.json's) and the tokenizer's own. Nothing in slime masks by token id, lengths do; so a pad token that equals the
+End and padding: a response ends at any id of ``eos_token_ids``, which are those of generation_config.json, of
+config.json and of the tokenizer together, as SGLang has it. Nothing in slime masks by token id, lengths do; so a pad token that equals the
 end token, or no pad token, never hides the end token from training.
 """
 
@@ -140,16 +140,18 @@ class ModelFolder:
         tokenizer = self.tokenizer()
         top = max(tokenizer.get_vocab().values(), default=-1) + 1
         if top > self.vocab_size:
+            beyond = [token for token, number in tokenizer.get_vocab().items() if number >= self.vocab_size]
             raise DataError(
                 f"the tokenizer has {top} ids and the model's embedding {self.vocab_size} rows",
                 code="TOK39",
                 where=str(self.path),
-                why=f"id {top - 1} would lie outside the embedding",
+                why=f"outside the embedding lie {', '.join(map(repr, beyond[:3]))}",
                 fix=f"model.resize_token_embeddings({top}) and save again, or use the model's own tokenizer",
             )
         if top < self.vocab_size:
             self._note(f"the embedding has {self.vocab_size} rows, the tokenizer {top} ids: the rest is padding")
-        self.eos_token_ids = _eos_token_ids(self.path, self.config, tokenizer)
+        ends = _end_ids(self.path, tokenizer)
+        self.eos_token_ids = tuple(sorted(ends))
         if outside := [i for i in (*self.eos_token_ids, *stop_token_ids) if not 0 <= i < self.vocab_size]:
             raise DataError(
                 f"end token id {outside[0]} lies outside the vocabulary of {self.vocab_size}",
@@ -165,6 +167,9 @@ class ModelFolder:
                 why="every response would run to its length limit",
                 fix="set eos_token in tokenizer_config.json, or rollout.rollout_stop_token_ids=[ID]",
             )
+        if len(ends) > 1:
+            named = (f"{i} {tokenizer.decode([i])} ({', '.join(ends[i])})" for i in self.eos_token_ids)
+            self._note(f"a response ends at any of {'; '.join(named)}")
         if tokenizer.pad_token_id is None or tokenizer.pad_token_id in self.eos_token_ids:
             kind = "there is no pad token" if tokenizer.pad_token_id is None else "the pad token is an end token"
             self._note(f"{kind}: padding is found by length, so the end token still trains")
@@ -351,7 +356,7 @@ def _load_config(folder: Path, trust_remote_code: bool) -> Any:
             "config.json is not one that transformers can use",
             code="TOK00",
             where=str(folder / "config.json"),
-            why=f"{type(error).__name__}: {error}",
+            why=f"{type(error).__name__}: {' '.join(str(error).splitlines()[:2])}",
             fix="save the model again, or upgrade transformers",
         ) from error
     if not trust_remote_code and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -390,14 +395,19 @@ def _no_tokenizer(folder: Path, why: str) -> DataError:
     )
 
 
-def _eos_token_ids(folder: Path, config: Any, tokenizer: Any) -> tuple[int, ...]:
-    stated = _read_json(folder / "generation_config.json").get("eos_token_id")
-    if stated is None:
-        stated = getattr(config.get_text_config(), "eos_token_id", None)
-    ids = list(stated) if isinstance(stated, (list, tuple)) else [] if stated is None else [stated]
-    if tokenizer.eos_token_id is not None:
-        ids.append(tokenizer.eos_token_id)
-    return tuple(sorted({int(i) for i in ids}))
+def _end_ids(folder: Path, tokenizer: Any) -> dict[int, list[str]]:
+    """Where each id that ends a response is named. Defaults of a config's class do not count."""
+    raw = {name: _read_json(folder / name) for name in ("generation_config.json", "config.json")}
+    stated = {name: values.get("eos_token_id") for name, values in raw.items()}
+    if stated["config.json"] is None:
+        text = raw["config.json"].get("text_config")
+        stated["config.json"] = text.get("eos_token_id") if isinstance(text, dict) else None
+    stated["the tokenizer"] = tokenizer.eos_token_id
+    ends: dict[int, list[str]] = {}
+    for name, value in stated.items():
+        for number in value if isinstance(value, list) else [] if value is None else [value]:
+            ends.setdefault(int(number), []).append(name)
+    return ends
 
 
 def _context_len(text_config: Any) -> int:

@@ -76,15 +76,7 @@ class Shards(Mapping[str, "torch.Tensor"]):
             return cls(_indexed(folder))
         if (folder / SINGLE).is_file():
             return cls(read_header(folder / SINGLE))
-        others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
-        hint = f"found {', '.join(others[:3])}, which are pickles and are not read" if others else "found no weights"
-        raise DataError(
-            f"the model folder has no {SINGLE} and no {INDEX}",
-            code="TOK46",
-            where=str(folder),
-            why=hint,
-            fix="save it again with model.save_pretrained(FOLDER); a run may begin with rollout.init_weights=random",
-        )
+        raise _no_weights(folder)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         import torch
@@ -112,6 +104,34 @@ class Shards(Mapping[str, "torch.Tensor"]):
 
     def __len__(self) -> int:
         return len(self.infos)
+
+
+PICKLES = ("*.bin", "*.pt", "*.pth")
+RESAVE = """python -c "from transformers import AutoModelForCausalLM as M; M.from_pretrained('{0}').save_pretrained('{0}')\""""
+
+
+def _no_weights(folder: Path) -> DataError:
+    """TOK46, with the command that makes what is missing of what is there."""
+
+    def found(*patterns: str) -> list[str]:
+        return sorted(path.name for pattern in patterns for path in folder.glob(pattern))
+
+    fix = "save it again with model.save_pretrained(FOLDER); a run may begin with rollout.init_weights=random"
+    why = "found no weights"
+    if pickles := found(*PICKLES):
+        why, fix = "{} cannot be trusted: pickles can run any code", f"if you trust it: {RESAVE.format(folder)}"
+    elif others := found("*.gguf"):
+        why, fix = "{} is quantised", f"slime convert gguf-to-hf {folder / others[0]} FOLDER"
+    elif others := found("*.safetensors"):
+        why, fix = "{} has its maker's own names of tensors", "fetch the files that transformers loads"
+    names = pickles or others
+    return DataError(
+        f"the model folder has no {SINGLE} and no {INDEX}",
+        code="TOK46",
+        where=str(folder),
+        why=why.format(", ".join(names[:3])),
+        fix=fix,
+    )
 
 
 def header(

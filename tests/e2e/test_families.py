@@ -1,8 +1,10 @@
 """Every family of models trains by flags alone, and trainer and engine agree about its log-probs."""
 
 import json
+import shutil
 
 import pytest
+import transformers
 
 from slime_core.testing.families import FAMILIES, family_model
 
@@ -52,3 +54,37 @@ def test_a_family_trains_by_flags_alone(train, work, name):
     assert metrics["train_rollout_logprob_abs_diff"] < 1e-4
     assert metrics["prompt_len/max"] + metrics["response_len/max"] > 24
     assert "slow" not in said
+
+
+def test_a_folder_as_older_tools_wrote_it(train, work):
+    """Shards, old names of the config, a padded vocabulary, several end tokens, no padding, no generation config."""
+    folder = family_model(work / "new", "llama", vocab_size=128)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model.save_pretrained(work / "model", max_shard_size="100KB")
+    assert (work / "model" / "model.safetensors.index.json").exists()
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / file, work / "model")
+    (work / "model" / "generation_config.json").unlink()
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    (work / "model" / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"pad_token": None}))
+    config = json.loads((folder / "config.json").read_text())
+    del config["dtype"], config["rope_parameters"]
+    old = {"torch_dtype": "bfloat16", "rope_theta": 5000.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    (work / "model" / "config.json").write_text(json.dumps(config | old | {"eos_token_id": [1, 5]}))
+    line, said = train("--dtype", "float32")
+    assert line["metrics"]["train_rollout_logprob_abs_diff"] < 1e-4
+    assert "a response ends at any of 1 <eos> (config.json, the tokenizer); 5 2 (config.json)" in said
+    assert "the embedding has 128 rows, the tokenizer 82 ids" in said
+    assert "there is no pad token" in said
+
+
+def test_longrope_within_its_first_length_is_as_fast_as_any(train, work):
+    """Phi-3.5's and Phi-4-mini's frequencies, which change beyond the length of the pretraining."""
+    scaling = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 6, "long_factor": [3.0] * 6}
+    scaling["original_max_position_embeddings"] = 64
+    family_model(work / "model", "phi3", rope_parameters=scaling, original_max_position_embeddings=64)
+    line, said = train("--dtype", "float32", "--rollout-max-context-len", "64")
+    assert line["metrics"]["train_rollout_logprob_abs_diff"] < 1e-4
+    assert "slow" not in said
+    line, said = train("--dtype", "float32", "--run-dir", "longer")
+    assert "rollout_max_context_len=64 avoids it" in said

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from slime_core.engines.local.attention import GRAIN, Form, PackedTokens, Product, look, write
-from slime_core.engines.local.packed import Unfit, moving_rope
+from slime_core.engines.local.packed import Unfit
 from slime_core.engines.local.slots import KVCache, LayerShape
 
 if TYPE_CHECKING:
@@ -280,5 +280,3 @@ def check_family(kind: str, config: Any) -> None:
         raise Unfit(f"there is no lean plan for {kind}")
     if config.hidden_act != "silu":
         raise Unfit(f"the activation is {config.hidden_act}")
-    if moving_rope(config):
-        raise Unfit("rotary frequencies depend on the longest sequence of a pass")

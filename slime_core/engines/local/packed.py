@@ -113,8 +113,6 @@ class PackedPlan(OwnPlan):
     def __init__(self, model: Any, device: str) -> None:
         from transformers import AttentionInterface
 
-        if moving_rope(getattr(model, "config", None)):
-            raise Unfit("rotary frequencies depend on the longest sequence of a pass")
         if getattr(model.config.get_text_config(), "attention_chunk_size", None):
             raise Unfit("attention is chunked, which the packed plan does not support")
         AttentionInterface.register(ATTENTION, slot_attention)
@@ -171,12 +169,20 @@ class PackedPlan(OwnPlan):
         return out if options or not isinstance(keep, torch.Tensor) else out[keep]  # type: ignore[no-any-return]
 
 
-def moving_rope(config: Any) -> bool:
-    """Whether `dynamic` or `longrope` frequencies are in use, at any depth of the config."""
+def moving_rope(config: Any, context_len: int) -> str:
+    """Why rotary frequencies depend on the longest sequence of a pass of at most ``context_len`` tokens, or nothing.
+
+    `longrope` has two sets, of which sequences within the length of its pretraining use the first.
+    """
     text = getattr(config, "get_text_config", lambda: config)()
     parameters = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    nested = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
-    return any((p.get("rope_type") or p.get("type")) in ("dynamic", "longrope") for p in nested)
+    for p in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+        kind, within = p.get("rope_type") or p.get("type"), p.get("original_max_position_embeddings") or 0
+        if kind == "longrope" and within < context_len:
+            return f"its longrope frequencies change beyond {within} tokens; rollout_max_context_len={within} avoids it"
+        if kind == "dynamic":
+            return "its rotary frequencies depend on the longest sequence of a pass"
+    return ""
 
 
 class RescanPlan(OwnPlan):

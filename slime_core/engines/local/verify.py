@@ -19,7 +19,7 @@ import torch
 from slime_core.engines.local.attention import RowCounts, Segment, decode_rows, measure, pack
 from slime_core.engines.local.joined import JoinedPlan
 from slime_core.engines.local.lean import LeanPlan
-from slime_core.engines.local.packed import PackedPlan, RescanPlan, Unfit
+from slime_core.engines.local.packed import PackedPlan, RescanPlan, Unfit, moving_rope
 from slime_core.engines.local.pages import PAGE, PagedCache, PagedTokens, lay_out, paged_rows, pages_of
 from slime_core.engines.local.slots import KVCache
 from slime_core.errors import ConfigError
@@ -65,8 +65,8 @@ def choose(model: nn.Module, context_len: int, device: str, *, paged: bool = Fal
     before = getattr(model.config, "_attn_implementation", None)
     lean: Callable[[], Any] = (lambda: JoinedPlan(model, exact=exact)) if paged else (lambda: LeanPlan(model))
     makers: tuple[Callable[[], Any], ...] = (lean,) if exact else (lean, lambda: PackedPlan(model, device))
-    reasons: list[str] = []
-    for make in makers:
+    reasons = [reason] if (reason := moving_rope(model.config, context_len)) else []
+    for make in () if reasons else makers:
         try:
             choice = (_tried_over_pages if paged else _tried)(make(), sequences, expected)
         except Exception as reason:  # whatever a strange architecture raises; the last plan runs it as it is
@@ -81,7 +81,7 @@ def choose(model: nn.Module, context_len: int, device: str, *, paged: bool = Fal
         if exact:
             raise _not_exact(kind, reasons)
         choice = PlanChoice(RescanPlan(model), RowCounts(), batch_invariant=device == "cpu")
-        log.warning("%s: every token recomputes its whole sequence, which is slow", kind)
+        log.warning("%s: every token recomputes its whole sequence, which is slow: %s", kind, reasons[-1])
     for text in reasons:
         log.info("%s: %s; running it as %s", kind, text, choice.plan.name)
     return choice

@@ -102,7 +102,7 @@ def test_an_added_token_beyond_the_rows_is_found(folder):
     tokenizer = char_tokenizer()
     tokenizer.add_tokens(["<tool>"])
     tokenizer.save_pretrained(str(folder))
-    refused(folder, "TOK39")
+    assert "'<tool>'" in refused(folder, "TOK39").why
 
 
 def test_padding_rows_of_the_embedding_are_fine_and_noted(tmp_path):
@@ -113,12 +113,21 @@ def test_padding_rows_of_the_embedding_are_fine_and_noted(tmp_path):
     assert f"{len(VOCAB) + 3} rows, the tokenizer {len(VOCAB)} ids" in opened.notices[0]
 
 
-def test_end_tokens_are_the_generation_configs_and_the_tokenizers_own(folder, edit_json):
+def test_end_tokens_are_those_of_all_three_files_and_a_notice_says_whose(folder, edit_json):
     edit_json(folder / "config.json", eos_token_id=7)
-    edit_json(folder / "generation_config.json", eos_token_id=[9, 5])
-    assert ModelFolder.open(folder).eos_token_ids == (1, 5, 9)
+    edit_json(folder / "generation_config.json", eos_token_id=[9, 1])
+    opened = ModelFolder.open(folder)
+    assert opened.eos_token_ids == (1, 7, 9)
+    said = "1 <eos> (generation_config.json, the tokenizer); 7 4 (config.json); 9 6 (generation_config.json)"
+    assert opened.notices == (f"a response ends at any of {said}",)
     (folder / "generation_config.json").unlink()
     assert ModelFolder.open(folder).eos_token_ids == (1, 7)
+
+
+def test_an_end_token_that_only_the_configs_class_names_does_not_count(folder, edit_json):
+    """LlamaConfig says 2 where config.json says nothing."""
+    edit_json(folder / "config.json", model_type="llama", architectures=["LlamaForCausalLM"], eos_token_id=...)
+    assert ModelFolder.open(folder, init_weights="random").eos_token_ids == (1,)
 
 
 def test_no_end_token_is_refused_unless_one_is_named(folder, edit_json):

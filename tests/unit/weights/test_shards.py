@@ -186,11 +186,19 @@ def test_a_broken_index_is_refused(tmp_path, text):
     assert caught.value.code == "TOK47"
 
 
-def test_pickled_weights_are_named_and_not_read(tmp_path):
-    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-    with pytest.raises(DataError) as caught:
+@pytest.mark.parametrize(
+    ("file", "why", "fix"),
+    [
+        ("pytorch_model.bin", "pickles", "save_pretrained"),
+        ("model-Q4.gguf", "quantised", "slime convert gguf-to-hf"),
+        ("consolidated.safetensors", "own names", "that transformers loads"),
+        ("notes.txt", "no weights", "rollout.init_weights=random"),
+    ],
+)
+def test_weights_in_another_form_are_named_with_the_way_out(tmp_path, file, why, fix):
+    (tmp_path / file).write_bytes(b"\x80\x04.")
+    with pytest.raises(DataError, match="model.safetensors") as caught:
         Shards.open(tmp_path)
     assert caught.value.code == "TOK46"
-    assert "pytorch_model.bin" in caught.value.why
-    assert "pickle" in caught.value.why
-    assert "rollout.init_weights=random" in caught.value.fix
+    assert why in caught.value.why
+    assert fix in caught.value.fix
