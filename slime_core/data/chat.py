@@ -69,7 +69,7 @@ def render(
             where=where,
             fix="set data.apply_chat_template=true, or make the prompt a string"
             if getattr(tokenizer, "chat_template", None)
-            else "make the prompt a string: the tokenizer has no chat template (data.apply_chat_template=true needs one)",
+            else "make the prompt a string, or put chat_template.jinja into the model folder: it has none",
         )
     require_template(tokenizer)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

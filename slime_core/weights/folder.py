@@ -5,8 +5,8 @@ Everything that can be wrong with a folder is found when it is opened, before an
     path | remote code TOK45 | config | tokenizer TOK39 TOK42 | headers TOK47 TOK48 | names and shapes TOK46 TOK49
 
 End and padding: a response ends at any id of ``eos_token_ids``, which are those of generation_config.json, of
-config.json and of the tokenizer together, as SGLang has it. Nothing in slime masks by token id, lengths do; so a pad token that equals the
-end token, or no pad token, never hides the end token from training.
+config.json and of the tokenizer together, as SGLang has it. Nothing in slime masks by token id, lengths do; so a pad
+token that equals the end token, or no pad token, never hides the end token from training.
 """
 
 from __future__ import annotations

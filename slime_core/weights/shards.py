@@ -107,7 +107,7 @@ class Shards(Mapping[str, "torch.Tensor"]):
 
 
 PICKLES = ("*.bin", "*.pt", "*.pth")
-RESAVE = """python -c "from transformers import AutoModelForCausalLM as M; M.from_pretrained('{0}').save_pretrained('{0}')\""""
+RESAVE = "from transformers import AutoModelForCausalLM as M; M.from_pretrained('{0}').save_pretrained('{0}')"
 
 
 def _no_weights(folder: Path) -> DataError:
@@ -119,7 +119,10 @@ def _no_weights(folder: Path) -> DataError:
     fix = "save it again with model.save_pretrained(FOLDER); a run may begin with rollout.init_weights=random"
     why = "found no weights"
     if pickles := found(*PICKLES):
-        why, fix = "{} cannot be trusted: pickles can run any code", f"if you trust it: {RESAVE.format(folder)}"
+        why, fix = (
+            "{} cannot be trusted: pickles can run any code",
+            f'if you trust it: python -c "{RESAVE.format(folder)}"',
+        )
     elif others := found("*.gguf"):
         why, fix = "{} is quantised", f"slime convert gguf-to-hf {folder / others[0]} FOLDER"
     elif others := found("*.safetensors"):

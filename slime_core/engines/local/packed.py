@@ -179,7 +179,9 @@ def moving_rope(config: Any, context_len: int) -> str:
     for p in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
         kind, within = p.get("rope_type") or p.get("type"), p.get("original_max_position_embeddings") or 0
         if kind == "longrope" and within < context_len:
-            return f"its longrope frequencies change beyond {within} tokens; rollout_max_context_len={within} avoids it"
+            return (
+                f"its longrope frequencies change beyond {within} tokens; rollout_max_context_len={within} avoids it"
+            )
         if kind == "dynamic":
             return "its rotary frequencies depend on the longest sequence of a pass"
     return ""

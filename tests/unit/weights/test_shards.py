@@ -197,8 +197,7 @@ def test_a_broken_index_is_refused(tmp_path, text):
 )
 def test_weights_in_another_form_are_named_with_the_way_out(tmp_path, file, why, fix):
     (tmp_path / file).write_bytes(b"\x80\x04.")
-    with pytest.raises(DataError, match="model.safetensors") as caught:
+    with pytest.raises(DataError, match="TOK46") as caught:
         Shards.open(tmp_path)
-    assert caught.value.code == "TOK46"
     assert why in caught.value.why
     assert fix in caught.value.fix
