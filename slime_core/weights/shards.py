@@ -113,26 +113,26 @@ RESAVE = "from transformers import AutoModelForCausalLM as M; M.from_pretrained(
 def _no_weights(folder: Path) -> DataError:
     """TOK46, with the command that makes what is missing of what is there."""
 
-    def found(*patterns: str) -> list[str]:
+    def files(*patterns: str) -> list[str]:
         return sorted(path.name for pattern in patterns for path in folder.glob(pattern))
 
     fix = "save it again with model.save_pretrained(FOLDER); a run may begin with rollout.init_weights=random"
-    why = "found no weights"
-    if pickles := found(*PICKLES):
-        why, fix = (
+    reason = "found no weights"
+    if pickles := files(*PICKLES):
+        reason, fix = (
             "{} cannot be trusted: pickles can run any code",
             f'if you trust it: python -c "{RESAVE.format(folder)}"',
         )
-    elif others := found("*.gguf"):
-        why, fix = "{} is quantised", f"slime convert gguf-to-hf {folder / others[0]} FOLDER"
-    elif others := found("*.safetensors"):
-        why, fix = "{} has its maker's own names of tensors", "fetch the files that transformers loads"
+    elif others := files("*.gguf"):
+        reason, fix = "{} is quantised", f"slime convert gguf-to-hf {folder / others[0]} FOLDER"
+    elif others := files("*.safetensors"):
+        reason, fix = "{} has its maker's own names of tensors", "fetch the files that transformers loads"
     names = pickles or others
     return DataError(
         f"the model folder has no {SINGLE} and no {INDEX}",
         code="TOK46",
         where=str(folder),
-        why=why.format(", ".join(names[:3])),
+        why=reason.format(", ".join(names[:3])),
         fix=fix,
     )
 
