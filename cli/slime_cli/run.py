@@ -195,10 +195,11 @@ class Run:
         limit: float | None = None,
         verify_step: int = 0,
     ) -> None:
-        from slime_core.clusters.machine import resolve_machine
+        from slime_core.clusters.machine import preload, resolve_machine
 
         self.settings, self.session, self.signals, self.verify_step = settings, session, signals, verify_step
         self.config = resolve_machine(settings.config)
+        preload(self.config)
         self._began, self._limit = time.monotonic(), limit
 
     def fresh(self, at: Path | None) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import threading
+from contextlib import suppress
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -47,6 +49,27 @@ def resolve_machine(config: Config) -> Config:
             "train": config.train.model_copy(update={"dtype": dtype}),
         }
     )
+
+
+def preload(config: Config) -> None:
+    """Begin to load what a GPU needs for its first products and attention, beside the imports that follow.
+
+    Nothing where no trainer lives in this process; ``config`` is a resolved one.
+    """
+    cluster = config.cluster
+    here = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node == 1 and not cluster_of(config).remote
+    if here and cluster.device == "cuda":
+        threading.Thread(target=_first_kernels, name="slime-preload").start()
+
+
+def _first_kernels() -> None:
+    import torch
+
+    with suppress(RuntimeError):  # whoever needs the GPU says what is wrong with it
+        ones = torch.ones(1, 1, 64, 64, device="cuda")
+        for square in (ones, ones.bfloat16()):
+            torch.nn.functional.scaled_dot_product_attention(square, square, square @ square)
+        torch.cuda.synchronize()
 
 
 def threads_allowed() -> float:
