@@ -57,8 +57,8 @@ def preload(config: Config) -> None:
     Nothing where no trainer lives in this process; ``config`` is a resolved one.
     """
     cluster = config.cluster
-    here = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node == 1 and not cluster_of(config).remote
-    if here and cluster.device == "cuda":
+    ranks = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
+    if cluster.device == "cuda" and ranks == 1 and not cluster_of(config).remote:
         threading.Thread(target=_first_kernels, name="slime-preload").start()
 
 
