@@ -1,5 +1,7 @@
 """Every family's packs on a GPU, in both precisions, against each sequence alone with transformers' own attention."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -33,7 +35,7 @@ def test_packs_have_the_log_probs_and_gradients_of_single_sequences(tmp_path, na
     model = ModelFolder.open(family_model(tmp_path / "model", name)).build_model("float32").cuda().requires_grad_(True)
     parameters = list(model.parameters())
     model.set_attn_implementation("eager")
-    alone = log_probs(model, [slice(a, b) for a, b in zip(bounds, bounds[1:])])
+    alone = log_probs(model, [slice(a, b) for a, b in pairwise(bounds)])
     weight = torch.randn_like(alone)
     wanted = torch.autograd.grad((alone * weight).sum(), parameters, allow_unused=True)
     policy = FsdpPolicy(model, chunk=64)
