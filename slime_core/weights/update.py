@@ -65,7 +65,11 @@ class Canary:
         """
         if not route.checks:
             off = self.config.rollout.check_weights == "off"
-            reason = "check_weights is off" if off else "they give no checksums of their tensors"
+            reason = (
+                "check_weights is off"
+                if off
+                else "they give no checksums of their tensors, or none that are known here"
+            )
             return notice("canary", f"weights of the servers are not compared byte by byte: {reason}")
         served = await engine.fingerprints()
         count = compare(route.checks, update.fingerprints, served, update.version, self._served)

@@ -1,5 +1,7 @@
 """Names of an engine's tensors and a config in, pieces of Hugging Face tensors out: against loaders written apart."""
 
+import re
+
 import pytest
 import torch
 from small_engine import Rank, hf_tensors, small_config
@@ -7,7 +9,7 @@ from small_engine import Rank, hf_tensors, small_config
 from slime_core.errors import EngineError
 from slime_core.types import Piece, RankTensor
 from slime_sglang.hashing import checksum, expected
-from slime_sglang.layout import ServerSizes, layout, uncovered
+from slime_sglang.layout import ServerSizes, layout, uncovered, unknown
 
 pytestmark = pytest.mark.unit
 
@@ -36,6 +38,7 @@ def served(config, tp, ep=1, **more):
         {"vocab_size": 33},
         {"model_type": "qwen2"},
         {"model_type": "llama"},
+        {"model_type": "mistral"},
         {"model_type": "llama", "attention_bias": True, "tie_word_embeddings": True},
         {"model_type": "qwen3", "num_key_value_heads": 1},
         {"model_type": "qwen3", "num_key_value_heads": 4},
@@ -126,11 +129,18 @@ def test_a_layer_that_the_engine_does_not_have_is_named():
         layout(names, small_config(), 1)
 
 
-def test_an_unknown_family_says_which_are_known():
-    with pytest.raises(EngineError, match=r"of type mamba is not known here .* qwen2, qwen3, llama, qwen3_moe"):
-        layout(["model.norm.weight"], small_config(model_type="mamba"), 1)
-    with pytest.raises(EngineError, match="biases in its MLPs"):
-        layout(["model.norm.weight"], small_config(model_type="llama", mlp_bias=True), 1)
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"model_type": "mistral"}, ""),
+        ({"model_type": "mamba"}, "of type mamba .* log-probs alone .* qwen2, qwen3, llama, mistral, qwen3_moe"),
+        ({"model_type": "llama", "mlp_bias": True}, "biases in its MLPs"),
+    ],
+)
+def test_a_family_whose_layout_is_not_known_says_which_are(changes, reason):
+    assert re.search(reason, unknown(small_config(**changes)))
+    assert bool(unknown(small_config(**changes))) == bool(reason)
 
 
 @pytest.mark.parametrize(

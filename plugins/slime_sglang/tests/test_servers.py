@@ -95,7 +95,7 @@ def test_a_fault_is_found_before_anything_starts(cli, stand_in, recipe, tmp_path
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_family_that_servers_hold_in_ways_unknown_is_refused_before_one_starts(cli, stand_in, recipe, tmp_path):
+def test_a_family_that_servers_hold_in_ways_unknown_is_compared_by_log_probs_alone(cli, stand_in, recipe, tmp_path):
     stand_in()
     path = recipe()
     config = tiny_model(tmp_path / "model", weights=False, chat_template="{{ messages }}") / "config.json"
@@ -104,12 +104,10 @@ def test_a_family_that_servers_hold_in_ways_unknown_is_refused_before_one_starts
     )
     (tmp_path / "judge.py").write_text("async def reward(args, sample, **kw):\n    return 1.0\n")
     flags = ("--init-weights", "random", "--custom-rm-path", tmp_path / "judge.py:reward")
-    for words in (("run", "--dry-run"), ("run",)):
-        done = cli(*words, path, *flags)
-        assert (done.code, "ENG86" in done.err) == (5, True), done.err
-        assert "of type glm4 is not known here" in done.err
-        assert "--check-weights off" in done.err
-    assert not list(tmp_path.glob("runs/*/log/engine*")), "a server was started"
+    done = cli("run", "--dry-run", path, *flags)
+    assert done.code == 0, done.err
+    assert "of type glm4 is not known here, so log-probs alone tell" in done.out
+    assert "not known here" not in cli("run", "--dry-run", path, *flags, "--check-weights", "off").out
 
 
 def test_servers_that_run_already_need_no_sglang_here(cli, recipe, monkeypatch):

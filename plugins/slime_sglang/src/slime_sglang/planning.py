@@ -14,7 +14,7 @@ from slime_core.protocols import CheckResult
 from slime_sglang import rules
 from slime_sglang.command import prepare
 from slime_sglang.installation import PYTHON_ENV, find_python, is_here, named_here, read_here
-from slime_sglang.layout import check_comparable
+from slime_sglang.layout import unknown
 from slime_sglang.options import SERVER, describe
 from slime_sglang.router_options import ROUTER, options_of
 from slime_sglang.topology import topology
@@ -30,14 +30,13 @@ def plan(planning: Planning) -> Plan | None:
 
     Raises:
         ConfigError: rules between keys, no usable SGLang, its options, the topology.
-        EngineError: ENG86 a model whose tensors cannot be compared.
     """
     if planning.config.rollout.debug_train_only:
         return None
-    if planning.folder is not None:
-        check_comparable(planning.config, planning.folder)
-    facts = _facts(planning)
-    return Plan(facts=facts, rows=rows(facts))
+    facts, reason = _facts(planning), ""
+    if planning.folder is not None and planning.config.rollout.check_weights != "off":
+        reason = unknown(planning.folder.config)
+    return Plan(facts=facts, rows=rows(facts) | ({"weight check": reason} if reason else {}))
 
 
 def _facts(planning: Planning) -> dict[str, Any]:

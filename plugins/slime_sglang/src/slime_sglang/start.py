@@ -26,7 +26,6 @@ from slime_sglang import external, start_gateway as gateways
 from slime_sglang.engine import FleetSettings, SglangEngine
 from slime_sglang.health import Watch
 from slime_sglang.host import LocalPlacements
-from slime_sglang.layout import check_comparable
 from slime_sglang.model_servers import ModelServers, attached, launched
 from slime_sglang.router import Middleware
 from slime_sglang.server import Server
@@ -47,12 +46,9 @@ async def sglang_engines(start: EngineStart) -> AsyncIterator[ServedEngines]:
 
     Raises:
         ConfigError: SGLang is not found, an option it does not know, GPUs that do not suffice.
-        EngineError: ENG86 a model whose tensors cannot be compared, ENG69-ENG73 a server that does not come up, with
-            the end of its log.
+        EngineError: ENG69-ENG73 a server that does not come up, with the end of its log.
     """
     config, folder, note = start.config, start.folder, start.note
-    if not start.fixed:
-        check_comparable(config, folder)
     agree(config, os.environ)
     async with AsyncExitStack() as stack:
         placements = start.placements or LocalPlacements(config)

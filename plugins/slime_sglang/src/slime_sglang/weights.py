@@ -20,7 +20,7 @@ from slime_core.errors import EngineError
 from slime_core.types import Transport, WeightRoute
 from slime_core.weights.canary import Choice
 from slime_sglang import loading
-from slime_sglang.layout import layout
+from slime_sglang.layout import layout, unknown
 
 if TYPE_CHECKING:
     from slime_core.types import Checksum, RankTensor, WeightCheck, WeightUpdate
@@ -166,6 +166,8 @@ class WeightRoutes:
             reason = "pipeline stages hold a part of the layers each"
         elif lane.fact("quantization"):
             reason = f"the servers quantize what they load ({lane.fact('quantization')})"
+        else:
+            reason = unknown(self._ways.model)
         if reason:
             self._silent = True
             self._note(f"tensors of servers are not compared with the trainer's: {reason}")
