@@ -24,7 +24,7 @@ COMPILING = (
     "compiling functions of the trainer's model (torch.compile): the first scoring and the first training step wait "
     "for it, some ten seconds each; without it: --compile off"
 )
-LARGE = 50_000_000  # parameters from which a step takes longer than what compiling could save in a short run
+LARGE = 1_000_000_000  # parameters from which a step takes longer than what compiling could save in a short run
 
 
 def pays(choice: Choice, device: torch.device, parameters: int) -> bool:

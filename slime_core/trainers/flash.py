@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from functools import cache
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -34,27 +35,49 @@ def varlen(
         scale: of the products; d ** -0.5 where it is None
         window: rows that a row sees, itself included; all before it where it is None
     """
-    from torch.nn.attention.varlen import varlen_attn
-
-    if k.shape[1] != q.shape[1]:  # varlen_attn knows grouped heads from torch 2.12 on only
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     width, whole = v.shape[-1], -(-max(q.shape[-1], v.shape[-1]) // EIGHTS) * EIGHTS
     q, k, v = (x if x.shape[-1] == whole else pad(x, (0, whole - x.shape[-1])) for x in (q, k, v))
-    window_size = (-1 if window is None else window - 1, 0)
-    out = varlen_attn(
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
-        cu_q,
-        cu_k,
-        most_q,
-        most_k,
-        scale=scale,
-        window_size=window_size,
-    )
-    assert isinstance(out, torch.Tensor)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    out: torch.Tensor = _Flash.apply(q, k, v, cu_q, cu_k, most_q, most_k, scale, -1 if window is None else window - 1)
     return out[..., :width]
+
+
+class _Flash(torch.autograd.Function):
+    """The kernel behind torch's `varlen_attn`, which itself knows grouped heads from torch 2.12 on only."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_q: torch.Tensor,
+        cu_k: torch.Tensor,
+        most_q: int,
+        most_k: int,
+        scale: float,
+        before: int,
+    ) -> torch.Tensor:
+        causal = before < 0  # a window is the kernel's own mask
+        ctx.shape = most_q, most_k, 0.0, causal
+        ctx.options = {"scale": scale, "window_size_left": before, "window_size_right": 0}
+        out, sums, state, unused, _ = FLASH.forward(q, k, v, cu_q, cu_k, *ctx.shape, False, **ctx.options)
+        ctx.save_for_backward(q, k, v, out, sums, cu_q, cu_k, state, unused)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        *saved, state, unused = ctx.saved_tensors
+        three = FLASH.backward(grads[0].contiguous(), *saved, *ctx.shape, state, unused, **ctx.options)
+        return (*three, None, None, None, None, None, None)
+
+
+class FLASH:
+    """Torch's flash attention over spans."""
+
+    forward = torch.ops.aten._flash_attention_forward
+    backward = torch.ops.aten._flash_attention_backward
 
 
 CUDNN = 91500  # versions above it are right for lengths that 128 does not divide, and torch prefers those alone

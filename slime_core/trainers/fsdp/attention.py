@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from torch import nn
 
 from slime_core.kernels.attention import varlen_attention
 from slime_core.trainers.flash import filled, has_cudnn, varlen
+from slime_core.trainers.optimizer_step import to_device
 
 NAME = "slime_segments"
 FILLING = 0.125  # of a batched call's rows, at most
@@ -80,40 +82,118 @@ class SequenceRun:
 
 
 @dataclass(slots=True, frozen=True)
+class SharedRows:
+    """Rows of a pack that several of its sequences have, and where they lie with all sequences end to end."""
+
+    gather: torch.Tensor  # [rows end to end], the pack's row of each
+    last: torch.Tensor  # [T], for each row of the pack the place that its output is taken from
+    used: torch.Tensor  # [rows end to end, 1] bool, whether an output is taken from there
+    rows: torch.Tensor  # [n], of the pack: those that lie in more than one place
+    places: torch.Tensor  # [n, most], where they lie, filled up
+    counts: torch.Tensor  # [n, most, 1] bool, where it is not filled up
+
+    @classmethod
+    def of(cls, flat: NDArray[np.int64], count: int, device: torch.device | str) -> SharedRows:
+        """From the pack's row of each place, of ``count`` rows."""
+        last = np.zeros(count, dtype=np.int64)
+        last[flat] = np.arange(len(flat))
+        often = np.bincount(flat, minlength=count)
+        rows = np.flatnonzero(often > 1)
+        order = np.argsort(flat, kind="stable")
+        offsets, most = np.cumsum(often) - often, int(often.max(initial=1))
+        counts = np.arange(most) < often[rows, None]
+        places = order[np.where(counts, offsets[rows, None] + np.arange(most), 0)]
+        used = (last[flat] == np.arange(len(flat)))[:, None]
+        arrays = flat, last, used, rows, places, counts[..., None]
+        return cls(*(to_device(array, torch.device(device)) for array in arrays))
+
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows of the pack [T, width] to rows end to end."""
+        return x.index_select(0, self.gather)
+
+    def spread_backward(self, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient of the pack's rows from that of rows end to end: sums in a fixed order."""
+        out = grad.index_select(0, self.last)
+        repeats = grad.index_select(0, self.places.flatten()).view(*self.places.shape, -1)
+        sums = torch.where(self.counts, repeats, 0).sum(1, dtype=torch.float32)
+        return out.index_copy_(0, self.rows, sums.to(grad.dtype))
+
+    def pick(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows end to end [rows, width] to rows of the pack."""
+        return x.index_select(0, self.last)
+
+    def pick_backward(self, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient of rows end to end from that of the pack's."""
+        return grad.index_select(0, self.gather) * self.used
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, shared: SharedRows) -> torch.Tensor:
+        ctx.shared = shared
+        return shared.spread(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.shared.spread_backward(grads[0].flatten(1)).view(-1, *grads[0].shape[1:]), None
+
+
+class _Pick(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, shared: SharedRows) -> torch.Tensor:
+        ctx.shared = shared
+        return shared.pick(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.shared.pick_backward(grads[0].flatten(1)).view(-1, *grads[0].shape[1:]), None
+
+
+@dataclass(frozen=True)
 class PackSegments:
     """Boundaries of the segments of one pack, and how its sequences attend together."""
 
     cu_seqlens: torch.Tensor  # int32, on the model's device: of the sequences, shared prompts counted in each
     longest: int
     long: bool  # enough, on average, for a call of their own on a GPU
-    gather: torch.Tensor | None  # rows of all sequences end to end, where prompts are shared
-    last: torch.Tensor | None  # with ``gather``: for each row of the pack a place where it lies
-    runs: tuple[SequenceRun, ...]
+    shared: SharedRows | None  # where prompts are shared
+    sequences: tuple[NDArray[np.int64], ...]  # rows of each
 
     @classmethod
     def of(cls, cu_seqlens: Any, prefix: Any, device: torch.device | str) -> PackSegments:
         """From the boundaries and prefixes of a `MicroBatch`."""
         bounds, before = np.asarray(cu_seqlens, dtype=np.int64), np.asarray(prefix, dtype=np.int64)
         whole = np.setdiff1d(np.arange(len(before)), before)  # a segment that others continue is no sequence itself
-        spans = [(bounds[before[i]], bounds[before[i] + 1]) if before[i] >= 0 else (0, 0) for i in whole]
-        sequences = [
-            np.concatenate([np.arange(*span), np.arange(bounds[i], bounds[i + 1])]) for span, i in zip(spans, whole)
-        ]
-        lengths = [len(rows) for rows in sequences]
-        shared = len(whole) < len(before)
-        on_cpu, long = torch.device(device).type == "cpu", sum(lengths) >= LONG * len(lengths) > 0
-        limit = ROWS if on_cpu else 0 if long else sum(lengths)
-        covered = np.zeros(int(bounds[-1]), dtype=bool)
-        fill = long and not on_cpu
-        runs = tuple(_run(sequences[a:b], covered, device, fill) for a, b in _neighbours(lengths, limit))
-        gather = last = None
-        if shared:
-            flat = np.concatenate(sequences)
-            places = np.zeros(len(covered), dtype=np.int64)
-            places[flat] = np.arange(len(flat))
-            gather, last = torch.as_tensor(flat, device=device), torch.as_tensor(places, device=device)
-        cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        return cls(torch.as_tensor(cu, device=device), max(lengths, default=0), long, gather, last, runs)
+        heads = np.where(before[whole] >= 0, np.diff(bounds)[before[whole]], 0)
+        lengths = heads + np.diff(bounds)[whole]
+        cu = np.concatenate([[0], np.cumsum(lengths)])
+        within = np.arange(cu[-1]) - np.repeat(cu[:-1], lengths)
+        own = np.repeat(bounds[whole] - heads, lengths) + within
+        flat = np.where(within < np.repeat(heads, lengths), np.repeat(bounds[before[whole]], lengths) + within, own)
+        shared = SharedRows.of(flat, int(bounds[-1]), device) if len(whole) < len(before) else None
+        long = bool(cu[-1] >= LONG * len(lengths) > 0)
+        on_device = to_device(cu.astype(np.int32), torch.device(device))
+        return cls(on_device, int(lengths.max(initial=0)), long, shared, tuple(np.split(flat, cu[1:-1])))
+
+    @property
+    def gather(self) -> torch.Tensor | None:
+        """The pack's rows of all sequences end to end, where prompts are shared."""
+        return None if self.shared is None else self.shared.gather
+
+    @property
+    def last(self) -> torch.Tensor | None:
+        """With ``gather``: for each row of the pack a place where it lies."""
+        return None if self.shared is None else self.shared.last
+
+    @cached_property
+    def runs(self) -> tuple[SequenceRun, ...]:
+        """Calls that attend, where it is not one for all sequences."""
+        device, lengths = self.cu_seqlens.device, list(map(len, self.sequences))
+        on_cpu = device.type == "cpu"
+        limit = ROWS if on_cpu else 0 if self.long else sum(lengths)
+        covered = np.zeros(max((int(rows.max()) + 1 for rows in self.sequences if len(rows)), default=0), dtype=bool)
+        ranges, fill = _neighbours(lengths, limit), self.long and not on_cpu
+        return tuple(_run(list(self.sequences[a:b]), covered, device, fill) for a, b in ranges)
 
 
 def _neighbours(lengths: list[int], limit: int) -> list[tuple[int, int]]:
@@ -185,15 +265,32 @@ def segment_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if softcap is not None or s_aux is not None:
         return _by_kernel(q, k, v, segments, scaling, sliding_window, softcap, s_aux)[None], None
-    half = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
-    if half and (sliding_window is not None or not segments.long or not _cudnn(query)):
-        return _varlen(q, k, v, segments, scaling, sliding_window)[None], None
+    return attend(q, k, v, segments, scaling, sliding_window)[None], None
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    segments: PackSegments,
+    scaling: float | None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Causal attention inside each segment, [T, heads, dv]; q [T, heads, d], k and v [T, kv heads, d or dv]."""
+    if by_varlen(q, segments, window):
+        return _varlen(q, k, v, segments, scaling, window)
     if len(segments.runs) == 1 and segments.runs[0].rows is None:  # all rows as they lie
-        return _attend(q, k, v, segments.runs[0], scaling, sliding_window).reshape(1, *q.shape[:2], -1), None
+        return _attend(q, k, v, segments.runs[0], scaling, window).reshape(*q.shape[:2], -1)
     out = q.new_empty(*q.shape[:2], v.shape[-1])
     for run in segments.runs:
-        run.put(_attend(q, k, v, run, scaling, sliding_window), out)
-    return out[None], None
+        run.put(_attend(q, k, v, run, scaling, window), out)
+    return out
+
+
+def by_varlen(x: torch.Tensor, segments: PackSegments, window: int | None = None) -> bool:
+    """Whether all sequences of a pack are one call: on a GPU in half precision, unless a call each is cuDNN's."""
+    half = x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
+    return half and (window is not None or not segments.long or not _cudnn(x))
 
 
 def _cudnn(query: torch.Tensor) -> bool:
@@ -211,13 +308,19 @@ def _varlen(
 ) -> torch.Tensor:
     cu, longest = segments.cu_seqlens, segments.longest
     q, k, v = _end_to_end(segments, q, k, v)
-    out = varlen(q, k, v, cu, cu, longest, longest, scale=scaling, window=window)
-    return out if segments.last is None else out.index_select(0, segments.last)
+    return _as_packed(segments, varlen(q, k, v, cu, cu, longest, longest, scale=scaling, window=window))
 
 
 def _end_to_end(segments: PackSegments, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """Rows of whole sequences, those of shared prompts repeated in each."""
-    return [x if segments.gather is None else take(x, segments.gather) for x in tensors]
+    if segments.shared is None:
+        return list(tensors)
+    return [_Spread.apply(x, segments.shared) for x in tensors]  # type: ignore[no-untyped-call]
+
+
+def _as_packed(segments: PackSegments, out: torch.Tensor) -> torch.Tensor:
+    """Rows of the pack again."""
+    return out if segments.shared is None else _Pick.apply(out, segments.shared)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _by_kernel(
@@ -235,7 +338,7 @@ def _by_kernel(
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     more: dict[str, Any] = {"window": window or 0, "softcap": softcap or 0.0, "sinks": sinks}
     out = varlen_attention(q, k, v, segments.cu_seqlens, segments.longest, scale=scale, **more)
-    return out if segments.last is None else out.index_select(0, segments.last)
+    return _as_packed(segments, out)
 
 
 def _attend(

@@ -1,5 +1,7 @@
 """Decoder layers of known shape with their forward and backward written out, for a CPU, which is bound by memory.
 
+A GPU's are in `fused_cuda`.
+
     x -> norm -> [q k v] -> (q, k norm) -> rotary -> attention -> o + x -> norm -> [gate up] -> silu * -> down + .
 
 Norm weights are folded into the next matrix, projections of one input are one product, residuals are the beta of a
@@ -12,12 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from slime_core.trainers.fsdp.attention import Attention, PackSegments
+
+if TYPE_CHECKING:
+    from slime_core.trainers.fsdp.masters import Masters
 
 KNOWN = ("Qwen3DecoderLayer", "Qwen2DecoderLayer", "LlamaDecoderLayer")
 Tensor = torch.Tensor
@@ -254,11 +260,20 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Maybe = None) -> Tensor:
     return out
 
 
+def _layer_on(x: Tensor, masters: Masters | None) -> Callable[..., Tensor]:
+    """The layer's pass on the device of ``x``."""
+    if not x.is_cuda:
+        return _FusedLayer.apply  # type: ignore[no-any-return]
+    from slime_core.trainers.fsdp.fused_cuda import GpuLayer
+
+    return partial(GpuLayer.apply, masters)
+
+
 def fuse(layer: nn.Module, config: Any) -> Callable[..., Tensor] | None:
     """A forward that replaces the layer's own, or None where the layer is not of a known shape.
 
     It takes what transformers' models hand to a layer (hidden states [1, T, hidden], ``position_embeddings``), and
-    ``segments`` and ``recompute``.
+    ``segments``, ``recompute`` and, on a GPU, ``masters`` that gradients are added to.
     """
     if type(layer).__name__ not in KNOWN or getattr(config, "hidden_act", "") != "silu":
         return None
@@ -278,6 +293,7 @@ def fuse(layer: nn.Module, config: Any) -> Callable[..., Tensor] | None:
         position_embeddings: tuple[Tensor, Tensor],
         segments: PackSegments,
         recompute: bool,
+        masters: Masters | None = None,
         **_: Any,
     ) -> Tensor:
         shape = Shape(
@@ -290,7 +306,7 @@ def fuse(layer: nn.Module, config: Any) -> Callable[..., Tensor] | None:
         )
         cos, sin = (table[0, :, None, :] for table in position_embeddings)
         norms = [norm.weight if norm is not None else None for norm in head_norms]
-        out: Tensor = _FusedLayer.apply(
+        out: Tensor = _layer_on(hidden_states, masters)(
             shape, segments, cos, sin, hidden_states[0],
             block.input_layernorm.weight, *(m.weight for m in biased), *(m.bias for m in biased), *norms,
             attention.o_proj.weight, block.post_attention_layernorm.weight, *(m.weight for m in plain[1:]),

@@ -14,6 +14,8 @@ from functools import partial
 import torch
 from torch import nn
 
+from slime_core.algorithms.shared.logprobs import add_product
+
 Tensors = dict[str, torch.Tensor]
 
 
@@ -29,26 +31,46 @@ class Masters:
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, exact: Sequence[nn.Module] = ()) -> None:
         exact_ids = {id(parameter) for one in exact for parameter in one.parameters()}
-        self.weights: Tensors = {}
+        named = dict(module.named_parameters())
+        self.weights: Tensors = {name: parameter.data for name, parameter in named.items()}
         self.sums: Tensors = {}  # gradients of the copies since `forget`
-        self.copies: dict[str, nn.Parameter] = {}
-        self._exact: dict[str, nn.Parameter] = {}
-        for name, parameter in module.named_parameters():
-            self.weights[name] = parameter.data
-            if id(parameter) in exact_ids:
-                self._exact[name] = parameter
-                continue
-            self.copies[name] = parameter
-            parameter.data = parameter.data.to(dtype)
+        self.copies = {name: p for name, p in named.items() if id(p) not in exact_ids}
+        self._exact = {name: p for name, p in named.items() if id(p) in exact_ids}
+        self._names = {id(parameter): name for name, parameter in self.copies.items()}
+        ordered = sorted(self.copies.items(), key=lambda item: item[1].ndim < 2)  # matrices of a layer side by side
+        whole = torch.empty(sum(p.numel() for _, p in ordered), dtype=dtype, device=next(iter(named.values())).device)
+        parts = whole.split([parameter.numel() for _, parameter in ordered])
+        for (name, parameter), part in zip(ordered, parts):
+            parameter.data = part.view(parameter.shape).copy_(parameter.data)
             parameter.register_post_accumulate_grad_hook(partial(self._add, name))
 
     def _add(self, name: str, parameter: torch.Tensor) -> None:
         grad, parameter.grad = parameter.grad, None
-        assert grad is not None
+        if grad is None:  # it is in its sum already
+            return
         if name in self.sums:
             self.sums[name].add_(grad)
         else:
             self.sums[name] = grad.float()
+
+    def add_product(self, parameters: Sequence[torch.Tensor], left: torch.Tensor, right: torch.Tensor) -> bool:
+        """Add the gradients of the weights of linear layers with one input, left^T right, in float32.
+
+        Args:
+            parameters: the layers' weights; nothing is added, and the answer is False, where one is not a copy
+            left: [T, rows of all weights], gradients of their outputs
+            right: [T, in], the input
+        """
+        if any(id(parameter) not in self._names for parameter in parameters):
+            return False
+        names = [self._names[id(parameter)] for parameter in parameters]
+        fresh = names[0] not in self.sums
+        if fresh:
+            rows = [len(parameter) for parameter in parameters]
+            total = right.new_empty(sum(rows), right.shape[1], dtype=torch.float32)
+            self.sums.update(zip(names, total.split(rows)))
+        add_product(joined([self.sums[name] for name in names]), left.T, right, fresh=fresh)
+        return True
 
     def gradients(self) -> Tensors:
         """Float32 gradients since `forget`, of the parameters that have one."""
@@ -66,3 +88,14 @@ class Masters:
         """Have the module compute with the masters as they are now, or with these ``weights``."""
         values = self.weights if weights is None else weights
         torch._foreach_copy_(list(self.copies.values()), [values[name] for name in self.copies])
+
+
+def joined(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Matrices one above the other: a view where they lie so, else a copy."""
+    first = matrices[0]
+    storage, end = first.untyped_storage().data_ptr(), first.data_ptr()
+    for matrix in matrices:
+        if (matrix.untyped_storage().data_ptr(), matrix.data_ptr()) != (storage, end) or not matrix.is_contiguous():
+            return torch.cat(list(matrices))
+        end += matrix.nbytes
+    return first.as_strided((sum(map(len, matrices)), *first.shape[1:]), first.stride())

@@ -85,7 +85,7 @@ class FsdpPolicy(nn.Module):
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self.fused and fused is not None:
-                return fused(*args, recompute=number < self.recompute, **kwargs)
+                return fused(*args, recompute=number < self.recompute, masters=self.masters, **kwargs)
             run: Callable[..., Any] = plain
             if self.compiled and function is not None:
                 run = partial(self._compiled.setdefault(function, Compiled(function)), layer)
@@ -123,16 +123,24 @@ class FsdpPolicy(nn.Module):
             log.warning("%s: %s; training runs one sequence a row, slower", type(self.hf).__name__, reason)
 
     def _fusing_changes_nothing(self, trial: _PolicyTrial) -> bool:
-        """Whether fused layers, on a CPU, give the model's own logits and gradients; False where none is known."""
-        if trial.tokens.device.type != "cpu" or not any(fuse(layer, self.hf.config) for layer in layers(self.hf)):
+        """Whether fused layers give the model's own numbers and gradients; False where none is known."""
+        if not any(fuse(layer, self.hf.config) for layer in layers(self.hf)):
             return False
-        results = []
-        for self.fused in (False, True):
-            with torch.enable_grad():
-                logits = trial.packed()
-                grads = torch.autograd.grad(logits.square().mean(), list(self.hf.parameters()))
-            results.append((logits.detach(), *grads))
-        self.fused = False
+        results, compute = [], trial.layer if trial.tokens.is_cuda else trial.packed
+        parameters = list((layers(self.hf)[0] if trial.tokens.is_cuda else self.hf).parameters())
+        try:
+            for self.fused in (False, True):
+                with torch.enable_grad():
+                    out = compute()
+                    grads = torch.autograd.grad(out.square().mean(), parameters)
+                results.append((out.detach(), *grads))
+        except Exception as error:  # of a compiler, say
+            if not trial.tokens.is_cuda:
+                raise
+            log.warning("fused layers are left out, training is slower: %s", " ".join(str(error).split())[:300])
+            return False
+        finally:
+            self.fused = False
         return all(_close(one, other) for one, other in zip(*results))
 
     def forward(
@@ -197,6 +205,16 @@ class _PolicyTrial:
     def packed(self) -> torch.Tensor:
         """Logits of all sequences as one pack."""
         return self._logits(slice(None), segments=self.segments)
+
+    def layer(self) -> torch.Tensor:
+        """What the first layer makes of numbers drawn for it: a gradient of the whole model may have no room."""
+        size = int(self.hf.config.get_text_config().hidden_size)
+        x = torch.sin(torch.arange(len(self.tokens) * size, device=self.tokens.device).float()).view(1, -1, size)
+        positions = self.positions[None]
+        tables = self.hf.base_model.rotary_emb(x, position_ids=positions)
+        out = layers(self.hf)[0](x, attention_mask=None, position_ids=positions, position_embeddings=tables,
+                                 segments=self.segments)  # fmt: skip
+        return out  # type: ignore[no-any-return]
 
     def packing(self) -> str:
         """Why sequences cannot be packed, or an empty string; the model then uses segment attention."""

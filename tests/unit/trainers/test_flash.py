@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from slime_core.trainers.flash import varlen
+from slime_core.trainers.flash import FLASH, varlen
 from slime_core.trainers.fsdp.attention import _varlen
 
 pytestmark = pytest.mark.unit
@@ -36,16 +36,19 @@ def by_span(q, k, v, ends_q, ends_k, scale, window):
 
 @pytest.fixture(autouse=True)
 def kernel(monkeypatch):
-    def stand_in(q, k, v, cu_q, cu_k, most_q, most_k, *, scale, window_size):
-        assert q.shape[1:] == k.shape[1:] == v.shape[1:]
+    def stand_in(
+        q, k, v, cu_q, cu_k, most_q, most_k, dropout, causal, _mask, *, scale, window_size_left, window_size_right
+    ):
+        assert k.shape[1:] == v.shape[1:]
+        assert (q.shape[1] % k.shape[1], q.shape[-1]) == (0, k.shape[-1])
         assert q.shape[-1] % 8 == 0
-        assert all(x.is_contiguous() for x in (q, k, v))
+        assert all(x.stride(-1) == 1 for x in (q, k, v))
         assert (most_q, most_k) == (cu_q.diff().max(), cu_k.diff().max())
-        before, after = window_size
-        assert after == 0
-        return by_span(q, k, v, cu_q, cu_k, scale, None if before == -1 else before + 1)
+        assert (dropout, window_size_right, causal) == (0.0, 0, window_size_left == -1)
+        out = by_span(q, k, v, cu_q, cu_k, scale, None if causal else window_size_left + 1)
+        return out, torch.empty(0), torch.empty(0), torch.empty(0), torch.empty(0)
 
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", stand_in)
+    monkeypatch.setattr(FLASH, "forward", stand_in)
 
 
 @pytest.mark.parametrize("window", [None, 2], ids=["all", "window"])

@@ -1,0 +1,162 @@
+"""Decoder layers of known shape on a GPU, forward and backward written out: Triton kernels between the products.
+
+    x -> norm -> [q k v] -> (q, k norm) -> rotary -> attention -> o + x -> norm -> [gate up] -> silu * -> down + .
+
+Projections of one input are one product, residuals are the beta of a product, and norms and the activation are made
+again in the backward pass instead of being kept. Where a rank holds masters, gradients of matrices are added up in
+float32 by the products that make them.
+
+A layer is replaced only where its numbers and gradients were found to be the module's own (see `policy`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from slime_core.trainers.flash import varlen
+from slime_core.trainers.fsdp.attention import PackSegments, attend, by_varlen
+from slime_core.trainers.fsdp.fused import LayerWeights, Maybe, Shape, Tensor
+from slime_core.trainers.fsdp.masters import Masters, joined
+
+
+class GpuPass:
+    """One pack through a layer, forward and then backward."""
+
+    def __init__(self, shape: Shape, segments: PackSegments, cos: Tensor, sin: Tensor) -> None:
+        self.shape, self.segments, self.cos, self.sin = shape, segments, cos, sin
+        self.shared = segments.shared if by_varlen(cos, segments) else None  # rows of attention lie end to end
+        self.saved: tuple[Any, ...] = ()
+
+    def forward(self, x: Tensor, out: Tensor, w: LayerWeights, keep: bool) -> None:
+        """Fill ``out`` [T, hidden]."""
+        from slime_core.kernels.rows_cuda import activate
+
+        qkv = _product(self._norm(x, w.norm1), (w.q, w.k, w.v), (w.q_bias, w.k_bias, w.v_bias))
+        mixed = self._attend(self.shared.spread(qkv) if self.shared else qkv, w, keep)
+        o = (self.shared.pick(mixed) if self.shared else mixed).flatten(1)
+        y = torch.addmm(x, o, w.o.T)
+        gate_up = _product(self._norm(y, w.norm2), (w.gate, w.up))
+        torch.addmm(y, activate(gate_up, "silu"), w.down.T, out=out)
+        if keep:
+            self.saved = (*self.saved, o, y, gate_up)
+
+    def _attend(self, qkv: Tensor, w: LayerWeights, keep: bool) -> Tensor:
+        """[rows, heads, d]; what the backward pass reads is kept."""
+        from slime_core.kernels.rows_cuda import norm, turn
+
+        shape, segments = self.shape, self.segments
+        q, k, v = qkv.unflatten(1, (-1, shape.dim)).split((shape.heads, shape.kv_heads, shape.kv_heads), 1)
+        norms = (w.q_norm, w.k_norm) if w.q_norm is not None and w.k_norm is not None else None
+        heads = [q, k] if norms is None else [q.contiguous(), k.contiguous()]
+        if norms is not None:
+            q, k = (norm(x, None, weight, shape.eps, 0.0)[0] for x, weight in zip(heads, norms))
+        turned = turn(q, k, *self._tables(), back=False)
+        with torch.set_grad_enabled(keep):
+            leaves = [x.detach().requires_grad_(keep) for x in (*turned, v)]
+            if self.shared:
+                cu, longest = segments.cu_seqlens, segments.longest
+                mixed = varlen(*leaves, cu, cu, longest, longest, scale=shape.scaling)
+            else:
+                mixed = attend(*leaves, segments, shape.scaling)
+        if keep:
+            self.saved = (leaves, mixed, None if norms is None else heads)
+        return mixed.detach()
+
+    def _tables(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the rows of attention."""
+        return (self.shared.spread(self.cos), self.shared.spread(self.sin)) if self.shared else (self.cos, self.sin)
+
+    def backward(self, d_out: Tensor, x: Tensor, w: LayerWeights, masters: Masters | None) -> tuple[Maybe, ...]:
+        """Gradients of x and of the weights in their order; None of those that went into ``masters``."""
+        from slime_core.kernels.rows_cuda import activate, activate_backward, norm_backward
+
+        leaves, mixed, heads, o, y, gate_up = self.saved
+        self.saved = ()
+        eps = self.shape.eps
+        d_down = _gradients(masters, (w.down,), d_out, activate(gate_up, "silu"))
+        d_gate_up = activate_backward(d_out @ w.down, gate_up, "silu")
+        d_gate, d_up = _gradients(masters, (w.gate, w.up), d_gate_up, self._norm(y, w.norm2))
+        d_h = d_gate_up @ joined((w.gate, w.up))
+        del gate_up, d_gate_up
+        d_y, d_norm2 = norm_backward(d_h, d_out, y, w.norm2, eps, 0.0)
+        d_o = _gradients(masters, (w.o,), d_y, o)
+        d_qkv, d_heads = self._attention_backward(d_y @ w.o, leaves, mixed, heads, w)
+        d_matrices = _gradients(masters, (w.q, w.k, w.v), d_qkv, self._norm(x, w.norm1))
+        d_biases: tuple[Maybe, ...] = (None, None, None)
+        if w.q_bias is not None:
+            d_biases = d_qkv.sum(0).split([len(one) for one in (w.q, w.k, w.v)])
+        d_x, d_norm1 = norm_backward(d_qkv @ joined((w.q, w.k, w.v)), d_y, x, w.norm1, eps, 0.0)
+        return d_x, d_norm1, *d_matrices, *d_biases, *d_heads, *d_o, d_norm2, d_gate, d_up, *d_down
+
+    def _attention_backward(
+        self, d_o: Tensor, leaves: list[Tensor], mixed: Tensor, heads: list[Tensor] | None, w: LayerWeights
+    ) -> tuple[Tensor, tuple[Maybe, Maybe]]:
+        """Gradients of [q k v] of the pack's rows, and of the head norms."""
+        from slime_core.kernels.rows_cuda import norm_backward, turn
+
+        d_mixed = (self.shared.pick_backward(d_o) if self.shared else d_o).view(mixed.shape)
+        d_q, d_k, d_v = torch.autograd.grad(mixed, leaves, d_mixed)
+        d_q, d_k = turn(d_q, d_k, *self._tables(), back=True)
+        d_norms: tuple[Maybe, Maybe] = (None, None)
+        if heads is not None:
+            assert w.q_norm is not None
+            assert w.k_norm is not None
+            d_q, d_q_norm = norm_backward(d_q, None, heads[0], w.q_norm, self.shape.eps, 0.0)
+            d_k, d_k_norm = norm_backward(d_k, None, heads[1], w.k_norm, self.shape.eps, 0.0)
+            d_norms = d_q_norm, d_k_norm
+        d_qkv = torch.cat((d_q, d_k, d_v), 1).flatten(1)
+        return (self.shared.spread_backward(d_qkv) if self.shared else d_qkv), d_norms
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        from slime_core.kernels.rows_cuda import norm
+
+        return norm(x, None, weight, self.shape.eps, 0.0)[0]
+
+
+def _product(x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Maybe, ...] = ()) -> Tensor:
+    """Several linear layers of one input, side by side."""
+    if biases and biases[0] is not None:
+        return torch.addmm(torch.cat([bias for bias in biases if bias is not None]), x, joined(weights).T)
+    return x @ joined(weights).T
+
+
+def _gradients(masters: Masters | None, weights: tuple[Tensor, ...], d_out: Tensor, x: Tensor) -> tuple[Maybe, ...]:
+    """Gradients of several layers' weights, or None of each where they went into ``masters``."""
+    if masters is not None and masters.add_product(weights, d_out, x):
+        return (None,) * len(weights)
+    return (d_out.T @ x).split([len(weight) for weight in weights])
+
+
+class GpuLayer(torch.autograd.Function):
+    """One layer on x [T, hidden]; the other arguments as `fused.fuse` collects them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        masters: Masters | None,
+        shape: Shape,
+        segments: PackSegments,
+        cos: Tensor,
+        sin: Tensor,
+        x: Tensor,
+        *rest: Maybe,
+    ) -> Tensor:
+        w = LayerWeights(*rest)  # type: ignore[arg-type]
+        keep = any(ctx.needs_input_grad)
+        out = x.new_empty(1, *x.shape)  # with the batch axis from the start: FSDP's hooks want no view
+        one = GpuPass(shape, segments, cos[:, 0], sin[:, 0])
+        one.forward(x, out[0], w, keep and not shape.recompute)
+        if keep:
+            ctx.one, ctx.masters, ctx.weights = one, masters, w
+            ctx.save_for_backward(x)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Maybe, ...]:
+        (x,) = ctx.saved_tensors
+        one, ctx.one = ctx.one, None
+        if one.shape.recompute:
+            one.forward(x, torch.empty_like(x), ctx.weights, True)
+        return None, None, None, None, None, *one.backward(grads[0][0], x, ctx.weights, ctx.masters)
