@@ -1,6 +1,5 @@
 """Attention over segments against each sequence alone, forward and backward; how sequences are put together."""
 
-import dataclasses
 import itertools
 import math
 
@@ -119,7 +118,8 @@ def test_sequences_that_are_filled_up_to_a_planned_length_attend_as_they_are(nam
     rows, seen = list(map(np.asarray, sequences(lengths, prefix))), np.zeros(int(cu[-1]), dtype=bool)
     runs = tuple(attention._run([one], seen, "cpu", fill=True) for one in rows)
     assert all(run.length % 64 == 0 and run.length >= len(one) for run, one in zip(runs, rows))
-    segments = dataclasses.replace(PackSegments.of(cu, np.array(prefix), "cpu"), runs=runs)
+    segments = PackSegments.of(cu, np.array(prefix), "cpu")
+    segments.__dict__["runs"] = runs
     q, k, v = tensors(int(cu[-1]))
     out = segment_attention(
         torch.nn.Identity(), *(x.transpose(0, 1)[None] for x in (q, k, v)), None, segments=segments

@@ -5,11 +5,12 @@ The kernel is a GPU's. In its place stands plain softmax attention that refuses 
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from slime_core.trainers.flash import FLASH, varlen
-from slime_core.trainers.fsdp.attention import _varlen
+from slime_core.trainers.fsdp.attention import SharedRows, _varlen
 
 pytestmark = pytest.mark.unit
 
@@ -70,7 +71,7 @@ class Shared:
     """Two sequences of 4 and 3 rows whose first two rows are one prompt, that the pack has once."""
 
     cu_seqlens, longest = torch.tensor([0, 4, 7]), 4
-    gather, last = torch.tensor([0, 1, 2, 3, 0, 1, 4]), torch.tensor([0, 1, 2, 3, 6])
+    shared = SharedRows.of(np.array([0, 1, 2, 3, 0, 1, 4]), 5, "cpu")
 
 
 def test_a_shared_prompt_is_read_by_each_of_its_sequences():
@@ -81,3 +82,22 @@ def test_a_shared_prompt_is_read_by_each_of_its_sequences():
     rows = torch.tensor([0, 1, 4])
     second = plain(q[rows], k[rows], v[rows], 0.5, None)
     torch.testing.assert_close(out, torch.cat([first, second[2:]]))
+
+
+@pytest.mark.parametrize(
+    "flat",
+    [[0, 1, 2, 0, 1, 3], [0, 0, 0, 1], [2, 1, 0, 1, 2, 3, 1]],
+    ids=["prefix", "thrice", "mixed"],
+)
+def test_rows_in_several_places_are_read_from_each_and_get_all_gradients(flat):
+    count, rows = max(flat) + 1, torch.tensor(flat)
+    shared = SharedRows.of(np.array(flat), count, "cpu")
+    x, grad = torch.randn(count, 3, dtype=torch.float64), torch.randn(len(flat), 3, dtype=torch.float64)
+    assert torch.equal(shared.spread(x), x[rows])
+    wanted = torch.zeros_like(x).index_add_(0, rows, grad)
+    torch.testing.assert_close(shared.spread_backward(grad), wanted, rtol=1e-6, atol=1e-6)
+    y, back = torch.randn(len(flat), 3, requires_grad=True), torch.randn(count, 3)
+    picked = y[shared.last]
+    assert torch.equal(shared.pick(y), picked)
+    assert torch.equal(rows[shared.last], torch.arange(count))
+    torch.testing.assert_close(shared.pick_backward(back), torch.autograd.grad(picked, y, back)[0])
