@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     ColumnsByRole = dict[str, Columns]
 
+FEW_TOKENS = 4096  # of a micro-batch, which every machine holds
 EVEN = 1.01  # heaviest rank over the mean, or the heaviest sample, at which no prompt's samples are split any further
 CRITIC_COLUMNS = ("values", "returns")
 Ints = Any  # NDArray[np.int64]
@@ -48,6 +49,11 @@ class DataParallelRank:
     size: int  # data-parallel ranks
     flops: Flops
     context_parallel: int = 1  # ranks that share each sequence
+    tokens: int = FEW_TOKENS  # of a rank's micro-batch, where the [train] section does not say
+
+    def most_tokens(self, train: Any) -> int:
+        """Tokens of a micro-batch at most, over the ranks that share its sequences."""
+        return int(train.max_tokens_per_gpu or self.tokens) * self.context_parallel
 
 
 @dataclass(slots=True, kw_only=True)
@@ -267,7 +273,7 @@ class Partitioner:
         return BatchSplit(
             flops=self.dp_rank.flops,
             ranks=self.dp_rank.size,
-            max_tokens=train.max_tokens_per_gpu * self.dp_rank.context_parallel,
+            max_tokens=self.dp_rank.most_tokens(train),
             num_steps=train.num_steps_per_rollout,
             global_batch_size=train.global_batch_size,
             aggregation=train.loss_aggregation,

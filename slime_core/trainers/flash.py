@@ -62,14 +62,15 @@ class _Flash(torch.autograd.Function):
         causal = before < 0  # a window is the kernel's own mask
         ctx.shape = most_q, most_k, 0.0, causal
         ctx.options = {"scale": scale, "window_size_left": before, "window_size_right": 0}
-        out, sums, state, unused, _ = FLASH.forward(q, k, v, cu_q, cu_k, *ctx.shape, False, **ctx.options)
-        ctx.save_for_backward(q, k, v, out, sums, cu_q, cu_k, state, unused)
-        return out
+        out, sums, *_ = FLASH.forward(q, k, v, cu_q, cu_k, *ctx.shape, False, **ctx.options)
+        ctx.save_for_backward(q, k, v, out, sums, cu_q, cu_k)
+        return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        *saved, state, unused = ctx.saved_tensors
-        three = FLASH.backward(grads[0].contiguous(), *saved, *ctx.shape, state, unused, **ctx.options)
+        saved = ctx.saved_tensors
+        state = saved[0].new_empty(2, dtype=torch.uint64), saved[0].new_empty(0)  # of dropout, which there is none of
+        three = FLASH.backward(grads[0].contiguous(), *saved, *ctx.shape, *state, **ctx.options)
         return (*three, None, None, None, None, None, None)
 
 

@@ -277,7 +277,7 @@ class Worker(ABC):
 
     def packs(self, rank_batch: RankBatch, model: Any = None) -> list[list[MicroBatch]]:
         """The rank batch's micro-batches by optimizer step, for the policy or another model."""
-        most = self.train.max_tokens_per_gpu * self.dp_rank.context_parallel
+        most = self.dp_rank.most_tokens(self.train)
         return pack(rank_batch, max_tokens=most, alone=not (model or self.policy).packs)
 
     @contextmanager
@@ -311,12 +311,13 @@ class Worker(ABC):
         try:
             sizes = [len(micro.tokens) for step in self.packs(rank_batch) for micro in step]
         except MemoryError:  # not even for this
-            sizes = [min(max(longest, train.max_tokens_per_gpu * self.dp_rank.context_parallel), len(batch.tokens))]
+            sizes = [min(max(longest, self.dp_rank.most_tokens(train)), len(batch.tokens))]
         tokens = max(sizes)
         fixes = []
         if tokens > longest:
             lower = -(-max(longest, tokens // 2) // self.dp_rank.context_parallel)
-            fixes.append(f"train.max_tokens_per_gpu={lower}   (it is {train.max_tokens_per_gpu})")
+            most = self.dp_rank.most_tokens(train) // self.dp_rank.context_parallel
+            fixes.append(f"train.max_tokens_per_gpu={lower}   (it is {most})")
         else:
             fixes.append(
                 "the longest sample alone is that large: lower rollout.rollout_max_response_len for a new run"

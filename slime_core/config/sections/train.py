@@ -122,13 +122,15 @@ class TrainSection(Section):
     clip_grad: float = key(1.0, "Global gradient norm; 0 is off.", SCHEDULE, ge=0)
     num_steps_per_rollout: int = key(1, "Optimizer steps a rollout.", SCHEDULE, ge=1)
     global_batch_size: int = key(0, "Rollouts an optimizer step; 0 follows num_steps_per_rollout.", SCHEDULE, ge=0)
-    max_tokens_per_gpu: int = key(4096, "Tokens of a packed micro-batch.", MACHINE, ge=1)
+    max_tokens_per_gpu: int = key(
+        0, "Tokens of a packed micro-batch; 0 is 4096, with FSDP on a GPU up to 32768, by its memory.", MACHINE, ge=0
+    )
     gradient_checkpointing: bool = key(False, "Recompute layers in the backward pass.", MACHINE)
     gradient_checkpointing_layers: int = key(
         0, "With it: so many layers alone, of each pipeline stage the first; 0 is all of them.", MACHINE, ge=0
     )
     compile: Literal["auto", "on", "off"] = key(
-        "auto", "Compile what layers do between products: auto does on GPUs, from 50M parameters on.", MACHINE
+        "auto", "Compile what layers do between products: auto does on GPUs, from 1B parameters on.", MACHINE
     )
     logprob_chunk_tokens: int = key(
         0, "Rows of [tokens, vocab] logits alive at once; 0: what 512 MiB hold, 64 MiB on a CPU.", MACHINE, ge=0

@@ -127,7 +127,7 @@ class SharedRows:
         return grad.index_select(0, self.gather) * self.used
 
 
-class _Spread(torch.autograd.Function):
+class _EndToEnd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, shared: SharedRows) -> torch.Tensor:
         ctx.shared = shared
@@ -138,7 +138,7 @@ class _Spread(torch.autograd.Function):
         return ctx.shared.spread_backward(grads[0].flatten(1)).view(-1, *grads[0].shape[1:]), None
 
 
-class _Pick(torch.autograd.Function):
+class _Packed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, shared: SharedRows) -> torch.Tensor:
         ctx.shared = shared
@@ -168,8 +168,8 @@ class PackSegments:
         lengths = heads + np.diff(bounds)[whole]
         cu = np.concatenate([[0], np.cumsum(lengths)])
         within = np.arange(cu[-1]) - np.repeat(cu[:-1], lengths)
-        own = np.repeat(bounds[whole] - heads, lengths) + within
-        flat = np.where(within < np.repeat(heads, lengths), np.repeat(bounds[before[whole]], lengths) + within, own)
+        tails = np.repeat(bounds[whole] - heads, lengths) + within
+        flat = np.where(within < np.repeat(heads, lengths), np.repeat(bounds[before[whole]], lengths) + within, tails)
         shared = SharedRows.of(flat, int(bounds[-1]), device) if len(whole) < len(before) else None
         long = bool(cu[-1] >= LONG * len(lengths) > 0)
         on_device = to_device(cu.astype(np.int32), torch.device(device))
@@ -315,12 +315,12 @@ def _end_to_end(segments: PackSegments, *tensors: torch.Tensor) -> list[torch.Te
     """Rows of whole sequences, those of shared prompts repeated in each."""
     if segments.shared is None:
         return list(tensors)
-    return [_Spread.apply(x, segments.shared) for x in tensors]  # type: ignore[no-untyped-call]
+    return [_EndToEnd.apply(x, segments.shared) for x in tensors]  # type: ignore[no-untyped-call]
 
 
 def _as_packed(segments: PackSegments, out: torch.Tensor) -> torch.Tensor:
     """Rows of the pack again."""
-    return out if segments.shared is None else _Pick.apply(out, segments.shared)  # type: ignore[no-untyped-call,no-any-return]
+    return out if segments.shared is None else _Packed.apply(out, segments.shared)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _by_kernel(

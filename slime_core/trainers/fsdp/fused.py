@@ -260,20 +260,12 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Maybe = None) -> Tensor:
     return out
 
 
-def _layer_on(x: Tensor, masters: Masters | None) -> Callable[..., Tensor]:
-    """The layer's pass on the device of ``x``."""
-    if not x.is_cuda:
-        return _FusedLayer.apply  # type: ignore[no-any-return]
-    from slime_core.trainers.fsdp.fused_cuda import GpuLayer
-
-    return partial(GpuLayer.apply, masters)
-
-
-def fuse(layer: nn.Module, config: Any) -> Callable[..., Tensor] | None:
+def fuse(layer: nn.Module, config: Any, on_gpu: Callable[..., Tensor] | None = None) -> Callable[..., Tensor] | None:
     """A forward that replaces the layer's own, or None where the layer is not of a known shape.
 
     It takes what transformers' models hand to a layer (hidden states [1, T, hidden], ``position_embeddings``), and
-    ``segments``, ``recompute`` and, on a GPU, ``masters`` that gradients are added to.
+    ``segments``, ``recompute`` and, on a GPU, ``masters`` that gradients are added to. ``on_gpu`` is the pass there,
+    `fused_cuda.GpuLayer.apply`.
     """
     if type(layer).__name__ not in KNOWN or getattr(config, "hidden_act", "") != "silu":
         return None
@@ -306,7 +298,8 @@ def fuse(layer: nn.Module, config: Any) -> Callable[..., Tensor] | None:
         )
         cos, sin = (table[0, :, None, :] for table in position_embeddings)
         norms = [norm.weight if norm is not None else None for norm in head_norms]
-        out: Tensor = _layer_on(hidden_states, masters)(
+        on_device = partial(on_gpu, masters) if on_gpu is not None and hidden_states.is_cuda else _FusedLayer.apply
+        out: Tensor = on_device(
             shape, segments, cos, sin, hidden_states[0],
             block.input_layernorm.weight, *(m.weight for m in biased), *(m.bias for m in biased), *norms,
             attention.o_proj.weight, block.post_attention_layernorm.weight, *(m.weight for m in plain[1:]),

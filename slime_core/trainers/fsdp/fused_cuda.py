@@ -55,11 +55,12 @@ class GpuPass:
         turned = turn(q, k, *self._tables(), back=False)
         with torch.set_grad_enabled(keep):
             leaves = [x.detach().requires_grad_(keep) for x in (*turned, v)]
+            q, k, v = leaves
             if self.shared:
                 cu, longest = segments.cu_seqlens, segments.longest
-                mixed = varlen(*leaves, cu, cu, longest, longest, scale=shape.scaling)
+                mixed = varlen(q, k, v, cu, cu, longest, longest, scale=shape.scaling)
             else:
-                mixed = attend(*leaves, segments, shape.scaling)
+                mixed = attend(q, k, v, segments, shape.scaling)
         if keep:
             self.saved = (leaves, mixed, None if norms is None else heads)
         return mixed.detach()
@@ -126,7 +127,8 @@ def _gradients(masters: Masters | None, weights: tuple[Tensor, ...], d_out: Tens
     """Gradients of several layers' weights, or None of each where they went into ``masters``."""
     if masters is not None and masters.add_product(weights, d_out, x):
         return (None,) * len(weights)
-    return (d_out.T @ x).split([len(weight) for weight in weights])
+    gradients: tuple[Tensor, ...] = (d_out.T @ x).split([len(weight) for weight in weights])
+    return gradients
 
 
 class GpuLayer(torch.autograd.Function):

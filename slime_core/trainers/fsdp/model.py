@@ -30,6 +30,7 @@ from slime_core.trainers.fingerprint import all_sums, digest
 from slime_core.trainers.fsdp.attention import NAME, PackSegments, register, take
 from slime_core.trainers.fsdp.exact import ExactPass
 from slime_core.trainers.fsdp.fused import fuse
+from slime_core.trainers.fsdp.fused_cuda import GpuLayer
 from slime_core.trainers.fsdp.masters import Masters
 from slime_core.trainers.optimizer_step import LossSums, MicroBatchLoss, Schedule, to_device
 
@@ -80,7 +81,7 @@ class FsdpPolicy(nn.Module):
 
     def _choose_forward(self, layer: nn.Module, number: int) -> None:
         """Let the layer's forward follow ``fused``, ``compiled`` and ``recompute``."""
-        plain, fused = layer.forward, fuse(layer, self.hf.config)
+        plain, fused = layer.forward, fuse(layer, self.hf.config, GpuLayer.apply)
         function = getattr(plain, "__func__", None)  # of all layers of a class: it is compiled once for them
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -124,7 +125,7 @@ class FsdpPolicy(nn.Module):
 
     def _fusing_changes_nothing(self, trial: _PolicyTrial) -> bool:
         """Whether fused layers give the model's own numbers and gradients; False where none is known."""
-        if not any(fuse(layer, self.hf.config) for layer in layers(self.hf)):
+        if not any(fuse(layer, self.hf.config, GpuLayer.apply) for layer in layers(self.hf)):
             return False
         results, compute = [], trial.layer if trial.tokens.is_cuda else trial.packed
         parameters = list((layers(self.hf)[0] if trial.tokens.is_cuda else self.hf).parameters())

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from slime_core.trainers.data_parallel import DataParallelRank, RankBatch
+from slime_core.trainers.data_parallel import FEW_TOKENS, DataParallelRank, RankBatch
 from slime_core.trainers.fsdp import checkpoint, publishing
 from slime_core.trainers.fsdp.critic import FsdpCritic
 from slime_core.trainers.fsdp.exact import ExactPass
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from slime_core.types import Columns, MicroBatch, WeightRoute
     from slime_core.weights.transports.buckets import TensorSource
 
+MOST_TOKENS = 32768  # of a micro-batch: more do not make a GPU faster
+
 
 class FsdpWorker(Worker):
     """See `FsdpTrainer`, whose calls these are."""
@@ -62,7 +64,16 @@ class FsdpWorker(Worker):
         shard(self.policy, self.mesh, self.dtype)
         self.actor: FsdpLearner = FsdpLearner(self.policy, self.rank, self.world)
         self.frozen: FsdpFrozen = FsdpFrozen(self.folder, self.mesh, self.dtype, self.device)
-        self.dp_rank = DataParallelRank(number=self.rank, size=self.world, flops=Flops.of(self.folder.config))
+        self.dp_rank = DataParallelRank(
+            number=self.rank, size=self.world, flops=Flops.of(self.folder.config), tokens=self._tokens()
+        )
+
+    def _tokens(self) -> int:
+        """Tokens of a micro-batch, by the memory of a device of this kind and not by what is free: a resume's too."""
+        if self.device.type != "cuda":
+            return FEW_TOKENS
+        whole = torch.cuda.get_device_properties(self.device).total_memory
+        return micro_batch_tokens(self.folder.config, whole, fused=self.policy.fused)
 
     def prepare_stage(self) -> None:
         self.policy.chunk = self.train.logprob_chunk_tokens
@@ -201,3 +212,20 @@ class FsdpWorker(Worker):
             copies = [p.detach() for model in models if model.masters for p in model.masters.copies.values()]
             return [*shards, *copies, *self.frozen.tensors()]
         return [tensor for learner in self.learners() for tensor in learner.states()] if what == "optimizer" else []
+
+
+def micro_batch_tokens(config: Any, memory: int, *, fused: bool) -> int:
+    """Tokens whose activations take about an eighth of ``memory`` bytes, in half precision, from 4,096 to 32,768.
+
+    A layer keeps some four rows of its width and three of its MLP's a token; one that is not ``fused`` twice that.
+
+    Args:
+        config: of the model, in transformers' form
+    """
+    text = config.get_text_config()
+    hidden, count = (int(getattr(text, name, 0) or 0) for name in ("hidden_size", "num_hidden_layers"))
+    inner = int(getattr(text, "intermediate_size", 0) or 4 * hidden)
+    if experts := getattr(text, "num_experts_per_tok", 0):
+        inner = int(getattr(text, "moe_intermediate_size", 0) or inner) * int(experts)
+    a_token = 2 * count * (4 * hidden + 3 * inner) * (1 if fused else 2)
+    return max(FEW_TOKENS, min(MOST_TOKENS, memory // 8 // a_token // 1024 * 1024)) if a_token else FEW_TOKENS

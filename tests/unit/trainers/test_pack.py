@@ -1,11 +1,15 @@
 """Packs and optimizer steps worked by hand; nothing lost, nothing doubled, whatever the ranks."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from transformers import LlamaConfig
 
 from slime_core.trainers import data_parallel
-from slime_core.trainers.data_parallel import BatchSplit, rows_of
+from slime_core.trainers.data_parallel import BatchSplit, DataParallelRank, rows_of
+from slime_core.trainers.fsdp.worker import micro_batch_tokens
 from slime_core.trainers.packing import split_rollouts
 from slime_core.types import Batch
 from slime_core.weights.flops import Flops
@@ -183,3 +187,23 @@ def check(micro, batch, max_tokens):
         place = batch.lengths[sample] - batch.response_lengths[sample] + token - batch.response_offsets[sample]
         assert row == sequences[sample][place - 1]
         assert target == batch.tokens[batch.offsets[sample] + place]
+
+
+@pytest.mark.parametrize(
+    ("shape", "memory", "fused", "wanted"),
+    [
+        ((576, 1536, 30), 79, True, 24576),
+        ((2560, 9728, 36), 140, True, 6144),
+        ((2560, 9728, 36), 79, True, 4096),
+        ((576, 1536, 30), 140, False, 22528),
+        ((64, 128, 2), 79, True, 32768),
+    ],
+)
+def test_a_gpus_micro_batches_are_as_large_as_an_eighth_of_its_memory(shape, memory, fused, wanted):
+    hidden, inner, layers = shape
+    config = LlamaConfig(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers)
+    tokens = micro_batch_tokens(config, memory << 30, fused=fused)
+    assert tokens == wanted
+    dp_rank = DataParallelRank(number=0, size=1, flops=Flops(1, 1), tokens=tokens, context_parallel=2)
+    assert dp_rank.most_tokens(SimpleNamespace(max_tokens_per_gpu=0)) == 2 * tokens
+    assert dp_rank.most_tokens(SimpleNamespace(max_tokens_per_gpu=100)) == 200

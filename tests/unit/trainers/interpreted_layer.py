@@ -1,0 +1,86 @@
+"""Run as a script: a GPU's layers in Triton's interpreter, against transformers' own and autograd."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "1"
+sys.path.append(str(Path(__file__).parents[1] / "kernels"))
+
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import transformers
+from interpreter import allow_loops
+from torch.nn.functional import scaled_dot_product_attention
+
+from slime_core.trainers.fsdp import attention, fused, fused_cuda
+from slime_core.trainers.fsdp.attention import PackSegments
+from slime_core.trainers.fsdp.masters import Masters
+
+SIZES = {"vocab_size": 50, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
+         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 4, 5, 0, 1, 2, 3, 4]])
+SEGMENTS = PackSegments.of(np.array([0, 4, 7, 9, 14]), np.array([-1, 0, 0, -1]), "cpu")
+
+
+def spans(q, k, v, cu, _cu, _most, _more, *, scale):
+    """What the flash kernel of a GPU computes."""
+    parts = []
+    for start, stop in zip(cu.tolist(), cu[1:].tolist()):
+        rows = (x[start:stop].transpose(0, 1)[None] for x in (q, k, v))
+        parts.append(scaled_dot_product_attention(*rows, is_causal=True, scale=scale, enable_gqa=True)[0])
+    return torch.cat(parts, 1).transpose(0, 1)
+
+
+def run_as_on_a_gpu(masters):
+    """Have layers on a CPU take a GPU's pass."""
+    fused._FusedLayer = SimpleNamespace(apply=partial(fused_cuda.GpuLayer.apply, masters))
+
+
+def layer_of(family):
+    head = {"head_dim": 16} if family == "Qwen3" else {}
+    config = getattr(transformers, f"{family}Config")(**SIZES, **head)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.set_attn_implementation(attention.NAME)
+    return model, model.model.layers[0], config
+
+
+def compare(family):
+    """Output and gradients, in the ways that a pass may go; the sums of masters over two passes."""
+    model, layer, config = layer_of(family)
+    x, grad = torch.randn(1, 14, 64), torch.randn(1, 14, 64)
+    known = {"position_embeddings": model.model.rotary_emb(x, position_ids=POSITIONS), "segments": SEGMENTS}
+    parameters = dict(layer.named_parameters())
+    rows = x.clone().requires_grad_()
+    out = layer(rows, attention_mask=None, **known)
+    wanted = [out.detach(), *torch.autograd.grad(out, [rows, *parameters.values()], grad)]
+    forward = fused.fuse(layer, config)
+    run_as_on_a_gpu(None)
+    for recompute, end_to_end in ((False, False), (True, False), (False, True)):
+        fused_cuda.by_varlen = lambda *_, answer=end_to_end: answer
+        rows = x.clone().requires_grad_()
+        out = forward(rows, recompute=recompute, **known)
+        results = [out.detach(), *torch.autograd.grad(out, [rows, *parameters.values()], grad)]
+        torch.testing.assert_close(results, wanted, rtol=1e-4, atol=1e-5)
+    masters = Masters(layer, torch.float32)
+    run_as_on_a_gpu(masters)
+    for _ in range(2):
+        forward(x, recompute=False, **known).backward(grad)
+    sums = masters.gradients()
+    assert list(sums) == list(parameters)
+    torch.testing.assert_close([g / 2 for g in sums.values()], wanted[2:], rtol=1e-4, atol=1e-5)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    attention.register()
+    allow_loops()
+    fused_cuda.varlen = spans
+    for name in ("Llama", "Qwen2", "Qwen3"):
+        compare(name)
