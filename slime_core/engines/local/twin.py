@@ -164,10 +164,11 @@ class Twin:
 
 
 def adjacent(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the tensors lie one behind another, each without gaps."""
-    end = tensors[0].data_ptr()
+    """Whether the tensors lie one behind another in one storage, each without gaps."""
+    storage, end = tensors[0].untyped_storage().data_ptr(), tensors[0].data_ptr()
     for tensor in tensors:
-        if tensor.data_ptr() != end or not tensor.is_contiguous():
+        inside = tensor.untyped_storage().data_ptr() == storage
+        if not inside or tensor.data_ptr() != end or not tensor.is_contiguous():
             return False
         end += tensor.numel() * tensor.element_size()
     return True
