@@ -75,6 +75,7 @@ LATENT = {
 }
 FAMILIES = {
     "llama": {"model_type": "llama", "rope_parameters": LLAMA3},
+    "mistral": {"model_type": "mistral", "sliding_window": None},
     "qwen2-tied": {"model_type": "qwen2", "head_dim": 4, "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3"},
     "qwen3_moe": {"model_type": "qwen3_moe", **EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [0]},

@@ -33,6 +33,7 @@ LATENT = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rope_parameters": SCALED},
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
+    "mistral": {"model_type": "mistral", "sliding_window": None},
     "qwen2": {"model_type": "qwen2", "head_dim": 4, "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3"},
     "qwen3_moe": {"model_type": "qwen3_moe", **EXPERTS, "decoder_sparse_step": 2},

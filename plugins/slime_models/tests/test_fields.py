@@ -119,6 +119,7 @@ def test_rotary_settings_are_read_in_both_ways_they_are_written():
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'"),
         ("llama", {"rope_parameters": {"rope_type": "llama3", "low_freq_factor": 2.0}}, "low_freq_factor = 2.0"),
         ("qwen2", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}, "sliding_window = 8"),
+        ("mistral", {"sliding_window": 4096}, "sliding_window = 4096"),
         ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window = 8"),
         ("qwen3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = 'yarn'"),
         ("qwen3", {"attention_bias": True}, "attention_bias = True"),

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from slime_convert.bridges import find_bridge
 from slime_core import ConfigError, DataError
 from slime_core.plugins import load_plugin
+from slime_core.testing.families import FAMILIES, family_config
 from slime_core.testing.plugins import check_plugin
 from slime_models.command import models as command
 from slime_models.families import BRIDGES
@@ -42,12 +43,15 @@ def test_a_family_is_claimed_by_its_model_type_and_others_are_declined_by_name(m
     loaded = [load_plugin("models")]
     for small in models.values():
         assert find_bridge(loaded, small.config) is BRIDGES[small.config.model_type]
-    from transformers import AutoConfig
-
-    with pytest.raises(ConfigError, match=r"no plugin has a bridge for GPT2Config \(model_type 'gpt2'\)") as error:
-        find_bridge(loaded, AutoConfig.for_model("gpt2"))
-    assert error.value.code == "CFG200"
-    assert ", ".join(sorted(BRIDGES)) in error.value.why
+    for name in FAMILIES:
+        config = family_config(name, 84)
+        if config.model_type in BRIDGES:
+            continue
+        with pytest.raises(ConfigError, match=rf"has a bridge for \w+ \(model_type '{config.model_type}'\)") as error:
+            find_bridge(loaded, config)
+        assert error.value.code == "CFG200"
+        assert ", ".join(sorted(BRIDGES)) in error.value.why
+        assert "fsdp" in error.value.fix
 
 
 def test_list_shows_families_and_presets():

@@ -89,7 +89,8 @@ def no_window(config: Any) -> None:
     if kinds is not None:
         active = any(kind != "full_attention" for kind in kinds)
     else:
-        active = window is not None and bool(getattr(config, "use_sliding_window", False))
+        used = getattr(config, "use_sliding_window", config.model_type == "mistral")
+        active = window is not None and window < config.max_position_embeddings and bool(used)
     if active:
         raise refused(config.model_type, "sliding_window", window, "attention reaches back to the first token here")
 
