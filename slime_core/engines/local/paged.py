@@ -89,9 +89,9 @@ class PagedScheduler(Scheduler):
 
     def drop(self) -> None:
         """Release the cache, in which nothing runs."""
-        self.served.drop()
         self._launches.clear()
         self._empty()
+        self.served.drop()
 
     @torch.inference_mode()
     def score(self, tokens: Ints, start: int) -> NDArray[np.float32]:
