@@ -128,7 +128,11 @@ async def profiled(engine: LocalEngine, folder: Folder, count: int, args: argpar
     few = argparse.Namespace(**{**vars(args), "new": 40})
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=kinds, acc_events=True) as profile:
+        began = time.perf_counter()
         await asyncio.gather(*(engine.generate(one) for one in requests(folder, count, few, 99)))
+        seconds = time.perf_counter() - began
+    busy = sum(event.self_device_time_total for event in profile.key_averages()) / 1e6
+    print(json.dumps({"profiled_tokens": few.new, "seconds": round(seconds, 4), "device_busy": round(busy, 4)}))
     table = profile.key_averages().table(
         sort_by="self_device_time_total", row_limit=args.profile, max_name_column_width=60
     )
