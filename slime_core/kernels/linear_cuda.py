@@ -1,5 +1,5 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""`linear.invariant_linear` as a Triton kernel; imported on a GPU alone.
+"""`linear.invariant_linear` as a Triton kernel, fed by tensor descriptors; imported on a GPU alone.
 
 One program sums one tile over all inputs, from the first to the last, so nothing depends on how many rows there are.
 Tiles of other sizes are used for other counts of rows where they were found to give the bits of ``TILES[0]``, which is
@@ -12,11 +12,18 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 Tensor = torch.Tensor
 TRIED_ROWS, TRIED_OUTPUTS = 320, 512
+GROUP = 8
+"""Tiles of rows whose programs run beside each other, so that they share weights in the cache."""
+
+EDGE = 80
+"""What a row or an output of a tile costs beside its products, in products: it is loaded."""
 
 
 class Tile(NamedTuple):
@@ -30,47 +37,37 @@ class Tile(NamedTuple):
 
 
 TILES = (
-    Tile(64, 64, 64, 4, 4),
-    Tile(64, 16, 128, 4, 5),
+    Tile(64, 64, 128, 4, 4),
     Tile(64, 32, 128, 4, 4),
     Tile(64, 128, 64, 4, 4),
-    Tile(128, 64, 64, 4, 4),
     Tile(128, 128, 64, 8, 4),
     Tile(128, 256, 64, 8, 3),
+    Tile(256, 128, 64, 8, 3),
 )
-GROUP = 8
-"""Tiles of rows whose programs run beside each other, so that they share weights in the cache."""
+SINGLE = Tile(64, 64, 32, 4, 2)
+"""For float32, whose products are exact."""
 
 
 @triton.jit(do_not_specialize=["rows", "outputs"])
 def _product(
     x, weight, bias, out, rows, outputs, inputs,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    EVEN: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[rows, inputs] by [outputs, inputs]^T, both dense; ``EVEN`` says that BLOCK_K divides the inputs."""
+    """[rows, inputs] by [outputs, inputs]^T; descriptors read zeros beyond their ends."""
     program = tl.program_id(0)
     row_tiles = tl.cdiv(rows, BLOCK_M)
     column_tiles = tl.cdiv(outputs, BLOCK_N)
     first = program // (GROUP_M * column_tiles) * GROUP_M
     height = tl.minimum(row_tiles - first, GROUP_M)
     within = program % (GROUP_M * column_tiles)
-    row = (first + within % height) * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = within // height * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    left = x + tl.where(row < rows, row, 0).to(tl.int64)[:, None] * inputs + k[None, :]
-    right = weight + tl.where(column < outputs, column, 0).to(tl.int64)[None, :] * inputs + k[:, None]
+    top = (first + within % height) * BLOCK_M
+    left = within // height * BLOCK_N
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for begin in range(0, inputs, BLOCK_K):
-        if EVEN:
-            a = tl.load(left)
-            b = tl.load(right)
-        else:
-            a = tl.load(left, mask=k[None, :] < inputs - begin, other=0.0)
-            b = tl.load(right, mask=k[:, None] < inputs - begin, other=0.0)
-        total = tl.dot(a, b, total, input_precision=PRECISION)
-        left += BLOCK_K
-        right += BLOCK_K
+        total = tl.dot(x.load([top, begin]), weight.load([left, begin]).T, total, input_precision=PRECISION)
+    row = top + tl.arange(0, BLOCK_M)
+    column = left + tl.arange(0, BLOCK_N)
     if BIAS:
         total += tl.load(bias + column, mask=column < outputs, other=0.0).to(tl.float32)[None, :]
     place = out + row.to(tl.int64)[:, None] * outputs + column[None, :]
@@ -79,18 +76,26 @@ def _product(
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """See `linear.invariant_linear`."""
-    x, weight = x.contiguous(), weight.contiguous()
+    missing = -x.shape[1] % (16 // x.element_size())  # descriptors take rows of whole 16 bytes; zeros change no sum
+    if missing:
+        x, weight = F.pad(x, (0, missing)), F.pad(weight, (0, missing))
+    x, weight = _aligned(x), _aligned(weight)
     return _run(_tile(x, weight), x, weight, bias)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _run(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     (rows, inputs), outputs = x.shape, len(weight)
     out = x.new_empty(rows, outputs)
     if rows:
+        left, right = (TensorDescriptor.from_tensor(one, [n, tile.inputs]) for one, n in zip((x, weight), tile[:2]))
         _product[(triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs),)](
-            x, weight, x if bias is None else bias, out, rows, outputs, inputs,
-            BLOCK_M=tile.rows, BLOCK_N=tile.outputs, BLOCK_K=tile.inputs, GROUP_M=GROUP,
-            EVEN=inputs % tile.inputs == 0, BIAS=bias is not None,
+            left, right, x if bias is None else bias, out, rows, outputs, inputs,
+            BLOCK_M=tile.rows, BLOCK_N=tile.outputs, BLOCK_K=tile.inputs, GROUP_M=GROUP, BIAS=bias is not None,
             PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return out
@@ -98,8 +103,8 @@ def _run(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _tile(x: Tensor, weight: Tensor) -> Tile:
     """The quickest tile for the size, of those that give the reference's bits."""
-    if x.dtype == torch.float32 or not x.is_cuda:
-        return TILES[0]
+    if x.dtype == torch.float32:
+        return SINGLE
     for tile in _by_cost(triton.cdiv(len(x), 64), len(weight), x.device):
         if tile is TILES[0] or _agrees(tile, x.dtype, x.shape[1], x.device):
             return tile
@@ -111,10 +116,9 @@ def _by_cost(row_tiles: int, outputs: int, device: torch.device) -> list[Tile]:
     """Tiles by the time that they should take: rounds over the processors, times what a tile multiplies and loads."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
 
-    def cost(tile: Tile) -> float:
+    def cost(tile: Tile) -> int:
         tiles = triton.cdiv(64 * row_tiles, tile.rows) * triton.cdiv(outputs, tile.outputs)
-        work = tile.rows * tile.outputs + 64 * (tile.rows + tile.outputs)
-        return triton.cdiv(tiles, processors) * work  # type: ignore[no-any-return]
+        return int(triton.cdiv(tiles, processors)) * (tile.rows * tile.outputs + EDGE * (tile.rows + tile.outputs))
 
     return sorted(TILES, key=cost)
 

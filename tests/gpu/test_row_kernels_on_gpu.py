@@ -26,7 +26,7 @@ def _compare(function, inputs, bound):
     gradients = torch.autograd.grad(outs, inputs, grads)
     reference_gradients = torch.autograd.grad(references, wide, [x.double().cpu() for x in grads])
     for one, other in zip((*outs, *gradients), (*references, *reference_gradients), strict=True):
-        one, other = one.detach().double().cpu(), other.detach()
+        one, other = one.detach().double().cpu(), other.detach().double()
         bound_here = bound * max(float(other.abs().max()), 1.0)
         torch.testing.assert_close(one, other, rtol=bound, atol=bound_here)
 
