@@ -3,7 +3,7 @@
 
 `_chunks` reads the logits once, many programs a row, and leaves a maximum and two sums a chunk. `_draw` finds a row's
 chunk by the running sum of those and reads that chunk again. Rows with top-k or top-p are drawn by `_filtered`, which
-others leave at once: it searches the threshold bit by bit, in the order of the floats' bits.
+others leave at once: it searches the threshold by halving, in the end in the order of the floats' bits.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import triton.language as tl
 Tensor = torch.Tensor
 BLOCK = 4096
 WARPS = 8
+SPAN = tl.constexpr(24.0)
+"""How far below the maximum, in units of the temperature, thresholds are looked for first."""
 SHIFTS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 """Low bits of a float32 that are the same for all numbers of a sign, by the dtype it was made from."""
 
@@ -118,7 +120,7 @@ def _draw(
     token = tl.minimum(token, vocab - 1)
     logit = tl.load(logits + row * stride + token).to(tl.float32) - peak
     tl.store(tokens + row, token.to(tl.int64))
-    tl.store(log_probs + row, tl.where(greedy, 0.0, logit * inverse - tl.log(tempered)))
+    tl.store(log_probs + row, tl.where(greedy, 0.0, tl.fma(logit, inverse, -tl.log(tempered))))
     tl.store(plain_log_probs + row, logit - tl.log(plain))
 
 
@@ -129,30 +131,68 @@ def _pick(logits, statistics, ids, temperature, log_probs, stride, count, CHUNKS
     inverse = _inverse_temperature(temperature, row)
     _peaks, _shares, peak, _plain, tempered = _totals(statistics, row, count, inverse, CHUNKS)
     logit = tl.load(logits + row * stride + tl.load(ids + row)).to(tl.float32) - peak
-    tl.store(log_probs + row, logit * inverse - tl.log(tempered))
+    tl.store(log_probs + row, tl.fma(logit, inverse, -tl.log(tempered)))
 
 
 @triton.jit
-def _ranks(logits, at, vocab, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of logits, as float32 and as integers in the same order; past the end the least."""
-    column = at + tl.arange(0, BLOCK)
-    x = tl.load(logits + column, mask=column < vocab, other=-float("inf")).to(tl.float32)
+def _rank(x, SHIFT: tl.constexpr):
+    """Integers in the order of float32 numbers, without the bits that are the same for all of a sign."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    rank = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
-    return column, x, tl.where(column < vocab, rank, -0x80000000 >> SHIFT)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
+
+
+@triton.jit
+def _value(rank, SHIFT: tl.constexpr):
+    """The float32 of a rank."""
+    bits = rank.to(tl.int32) << SHIFT
+    if SHIFT > 0:
+        bits = tl.where(bits < 0, bits | ((1 << SHIFT) - 1), bits)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _from(logits, least, vocab, peak, inverse, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
     """How many logits rank at ``least`` or above, and their sum of exponentials."""
-    number = tl.zeros((), tl.int32)
-    mass = tl.zeros((), tl.float64)
-    for start in range(0, vocab, BLOCK):
-        column, x, rank = _ranks(logits, start, vocab, SHIFT, BLOCK)
-        inside = (rank >= least) & (column < vocab)
-        number += tl.sum(inside.to(tl.int32), 0)
-        mass += tl.sum(tl.where(inside, _exp(x, peak, inverse), 0.0), 0).to(tl.float64)
-    return number, mass
+    numbers = tl.zeros([BLOCK], tl.int32)
+    masses = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, vocab, BLOCK, num_stages=3):
+        column = start + tl.arange(0, BLOCK)
+        x = tl.load(logits + column, mask=column < vocab, other=-float("inf")).to(tl.float32)
+        inside = (_rank(x, SHIFT) >= least) & (column < vocab)
+        numbers += inside.to(tl.int32)
+        masses += tl.where(inside, _exp(x, peak, inverse), 0.0)
+    return tl.sum(numbers, 0), tl.sum(masses, 0).to(tl.float64)
+
+
+@triton.jit
+def _threshold(
+    logits, low, high, limit, goal, vocab, peak, inverse, COUNT: tl.constexpr, SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The highest rank from which on ``limit`` logits (``COUNT``), or the mass ``goal``, lie.
+
+    Halves the interval of values six times and that of ranks then. ``low`` is such a rank and ``high``, above all
+    logits, is none. Returns the rank, and number and mass from it on and above it.
+    """
+    number, mass = _from(logits, low, vocab, peak, inverse, SHIFT, BLOCK)
+    above = tl.zeros((), tl.int32)
+    mass_above = tl.zeros((), tl.float64)
+    step = tl.zeros((), tl.int32)
+    while high - low > 1:
+        middle = (low + high) >> 1
+        if step < 6:
+            guess = _rank((_value(low, SHIFT) + _value(high - 1, SHIFT)) * 0.5, SHIFT).to(tl.int64)
+            middle = tl.minimum(tl.maximum(guess, low + 1), high - 1)
+        middle_number, middle_mass = _from(logits, middle, vocab, peak, inverse, SHIFT, BLOCK)
+        enough = middle_number >= limit if COUNT else middle_mass >= goal
+        low = tl.where(enough, middle, low)
+        number = tl.where(enough, middle_number, number)
+        mass = tl.where(enough, middle_mass, mass)
+        high = tl.where(enough, high, middle)
+        above = tl.where(enough, above, middle_number)
+        mass_above = tl.where(enough, mass_above, middle_mass)
+        step += 1
+    return low, number, above, mass_above
 
 
 @triton.jit
@@ -167,74 +207,60 @@ def _filtered(
     if ((k <= 0) & (p >= 1.0)) | (tl.load(temperature + row) == 0.0):
         return
     inverse = _inverse_temperature(temperature, row)
-    _peaks, _shares, peak, plain, _tempered = _totals(statistics, row, count, inverse, CHUNKS)
+    _peaks, _shares, peak, plain, tempered = _totals(statistics, row, count, inverse, CHUNKS)
     logits += row * stride
-    least = tl.full((), -0x80000000 >> SHIFT, tl.int32)
+    bottom = tl.full((), -0x80000000 >> SHIFT, tl.int64)
+    low = tl.maximum(_rank(peak - SPAN / inverse, SHIFT).to(tl.int64), bottom)
+    high = _rank(peak, SHIFT).to(tl.int64) + 1
+    number, mass = _from(logits, low, vocab, peak, inverse, SHIFT, BLOCK)
     limit = tl.where(k > 0, tl.minimum(k, vocab), vocab)
-    if limit < vocab:
-        for bit in range(0, 32 - SHIFT):
-            candidate = least + (tl.full((), 1, tl.int32) << (31 - SHIFT - bit))
-            number, mass = _from(logits, candidate, vocab, peak, inverse, SHIFT, BLOCK)
-            least = tl.where(number >= limit, candidate, least)
-    above, mass = _from(logits, least + 1, vocab, peak, inverse, SHIFT, BLOCK)
-    one = _share(least, peak, inverse, SHIFT)
-    ties = limit - above
-    total_mass = mass + tl.where(ties > 0, ties.to(tl.float64) * one, 0.0)
+    goal = tempered.to(tl.float64)
+    least = bottom
+    ties = tl.zeros((), tl.int32)
+    total_mass = goal
+    if k > 0:
+        least = tl.where(number >= limit, low, bottom)
+        least, number, above, mass = _threshold(
+            logits, least, high, limit, goal, vocab, peak, inverse, True, SHIFT, BLOCK
+        )
+        ties = limit - above
+        total_mass = mass + ties.to(tl.float64) * _exp(_value(least, SHIFT), peak, inverse).to(tl.float64)
+        low = least
     if p < 1.0:
         goal = p.to(tl.float64) * total_mass
-        floor = least
-        least = tl.full((), -0x80000000 >> SHIFT, tl.int32)
-        for bit in range(0, 32 - SHIFT):
-            candidate = least + (tl.full((), 1, tl.int32) << (31 - SHIFT - bit))
-            number, mass = _from(logits, candidate, vocab, peak, inverse, SHIFT, BLOCK)
-            enough = tl.where(candidate <= floor, total_mass, mass) >= goal
-            least = tl.where(enough, candidate, least)
-        least = tl.minimum(tl.maximum(least, floor), _rank(peak, SHIFT))
-        above, mass = _from(logits, least + 1, vocab, peak, inverse, SHIFT, BLOCK)
-        number, _mass_with = _from(logits, least, vocab, peak, inverse, SHIFT, BLOCK)
-        one = _share(least, peak, inverse, SHIFT)
+        if k <= 0:
+            low = tl.where(mass >= goal, low, bottom)
+        least, number, above, mass = _threshold(
+            logits, low, high, limit, goal, vocab, peak, inverse, False, SHIFT, BLOCK
+        )
+        one = _exp(_value(least, SHIFT), peak, inverse).to(tl.float64)
         needed = tl.ceil(tl.minimum((goal - mass) / one, 1.0 * vocab)).to(tl.int32)
         ties = tl.maximum(tl.minimum(tl.minimum(needed, limit - above), number - above), 1)
-        total_mass = mass + tl.where(ties > 0, ties.to(tl.float64) * one, 0.0)
+        total_mass = mass + ties.to(tl.float64) * one
     goal = uniform(seeds, positions, row) * total_mass
     running = tl.zeros((), tl.float64)
     tied_before = tl.zeros((), tl.int32)
     token = tl.full((), -1, tl.int32)
     last = tl.zeros((), tl.int32)
-    for start in range(0, vocab, BLOCK):
-        column, x, rank = _ranks(logits, start, vocab, SHIFT, BLOCK)
-        tied = ((rank == least) & (column < vocab)).to(tl.int32)
-        place = tied_before + tl.cumsum(tied, 0)
-        inside = (rank > least) | ((tied > 0) & (place <= ties))
-        e = tl.where(inside & (column < vocab), _exp(x, peak, inverse), 0.0)
-        total = tl.sum(e, 0).to(tl.float64)
-        if (token < 0) & (running + total > goal):
-            token = _first(e, column, goal - running, vocab)
-        last = tl.maximum(last, tl.max(tl.where(e > 0.0, column, 0), 0))
-        running += total
-        tied_before += tl.sum(tied, 0)
+    for chunk in range(0, count):
+        if _rank(tl.load(statistics + (row * count + chunk) * 3), SHIFT) >= least:
+            column = chunk * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(logits + column, mask=column < vocab, other=-float("inf")).to(tl.float32)
+            rank = _rank(x, SHIFT)
+            tied = ((rank == least) & (column < vocab)).to(tl.int32)
+            inside = (rank > least) | ((tied > 0) & (tied_before + tl.cumsum(tied, 0) <= ties))
+            e = tl.where(inside & (column < vocab), _exp(x, peak, inverse), 0.0)
+            total = tl.sum(e, 0).to(tl.float64)
+            if (token < 0) & (running + total > goal):
+                token = _first(e, column, goal - running, vocab)
+            last = tl.maximum(last, tl.max(tl.where(e > 0.0, column, 0), 0))
+            running += total
+            tied_before += tl.sum(tied, 0)
     token = tl.where(token < 0, last, token)
     logit = tl.load(logits + token).to(tl.float32) - peak
     tl.store(tokens + row, token.to(tl.int64))
-    tl.store(log_probs + row, logit * inverse - tl.log(total_mass.to(tl.float32)))
+    tl.store(log_probs + row, tl.fma(logit, inverse, -tl.log(total_mass.to(tl.float32))))
     tl.store(plain_log_probs + row, logit - tl.log(plain))
-
-
-@triton.jit
-def _rank(x, SHIFT: tl.constexpr):
-    """The integer of a float32, as in `_ranks`."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
-
-
-@triton.jit
-def _share(rank, peak, inverse, SHIFT: tl.constexpr):
-    """exp((x - peak) * inverse) of the float32 with this rank, as float64."""
-    bits = rank << SHIFT
-    if SHIFT > 0:
-        bits = tl.where(rank < 0, bits | ((1 << SHIFT) - 1), bits)
-    x = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    return _exp(x, peak, inverse).to(tl.float64)
 
 
 def _statistics(logits: Tensor, temperature: Tensor | None) -> tuple[Tensor, dict[str, int]]:

@@ -90,8 +90,8 @@ def test_samples_among_equal_logits_are_those_of_the_reference():
 def test_a_captured_step_reads_what_the_buffers_hold_later():
     first = attention_case(GPU, torch.bfloat16, 9, 3, 64, 64, 16, [300, 20, 7], [1, 1, 1])
     later = attention_case(GPU, torch.bfloat16, 9, 3, 64, 64, 16, [33, 900, 64], [1, 1, 1], seed=1)
-    pages, columns = (max(one[at].shape[0] for one in (first, later)) for at in (1, 2)), 64
-    pools = [torch.zeros(max(pages), 16, 3, 64, dtype=torch.bfloat16, device=GPU) for _ in range(2)]
+    pages, columns = max(len(one[1]) for one in (first, later)), 64
+    pools = [torch.zeros(pages, 16, 3, 64, dtype=torch.bfloat16, device=GPU) for _ in range(2)]
     query, logits = first[0].clone(), torch.randn(3, 5000, device=GPU)
     cu_rows, lengths, tables = (
         first[3].cu_rows.clone(), first[3].lengths.clone(), torch.zeros(3, columns, dtype=torch.int32, device=GPU),
