@@ -127,6 +127,23 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         print(f"fingerprint and publish: {(time.perf_counter() - start) / 3:.4f} s")
     if args.profile:
         profile(args, step)
+    if args.check:
+        check(worker, batch)
+
+
+def check(worker: Any, batch: Any) -> None:
+    """How far gradients by written-out layers are from those by the model's own."""
+    from slime_core.trainers.optimizer_step import LossSums
+
+    rank_batch, results = worker.partitioner().partition(batch)[0], []
+    for worker.policy.fused in (True, False):
+        sums = LossSums(rank_batch, worker.device)
+        worker.run_backward(worker.packs(rank_batch)[0], sums)
+        results.append({name: grad.clone() for name, grad in worker.actor.gradients().items()})
+        print(f"fused {worker.policy.fused}: loss {sums.totals['loss']:.6f}, norm {worker.actor.norm():.6f}")
+        worker.zero_grad()
+    apart = {n: float((grad - results[1][n]).norm() / results[1][n].norm()) for n, grad in results[0].items()}
+    print("gradients apart, the worst:", sorted(((round(d, 4), n) for n, d in apart.items()), reverse=True)[:4])
 
 
 def profile(args: argparse.Namespace, step: Any) -> None:
@@ -184,6 +201,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="of [train]")
     parser.add_argument("--profile", type=int, default=0, metavar="ROWS", help="profile a last round")
+    parser.add_argument("--check", action="store_true", help="compare gradients with those by the model's own layers")
     parser.add_argument("--plain", action="store_true", help="the plain loop instead")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on a CPU: it proves nothing")
     args = parser.parse_args()

@@ -175,6 +175,16 @@ class PackSegments:
         on_device = to_device(cu.astype(np.int32), torch.device(device))
         return cls(on_device, int(lengths.max(initial=0)), long, shared, tuple(np.split(flat, cu[1:-1])))
 
+    def tables(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those of the pack's rows [T, r] for rows end to end; made once for all layers."""
+        if self.shared is None:
+            return cos, sin
+        memo = self.__dict__.setdefault("_tables", {})
+        if (key := (cos.data_ptr(), cos.dtype)) not in memo:
+            memo[key] = self.shared.spread(cos), self.shared.spread(sin)
+        cosines, sines = memo[key]
+        return cosines, sines
+
     @property
     def gather(self) -> torch.Tensor | None:
         """The pack's rows of all sequences end to end, where prompts are shared."""

@@ -67,7 +67,7 @@ class GpuPass:
 
     def _tables(self) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the rows of attention."""
-        return (self.shared.spread(self.cos), self.shared.spread(self.sin)) if self.shared else (self.cos, self.sin)
+        return self.segments.tables(self.cos, self.sin) if self.shared else (self.cos, self.sin)
 
     def backward(self, d_out: Tensor, x: Tensor, w: LayerWeights, masters: Masters | None) -> tuple[Maybe, ...]:
         """Gradients of x and of the weights in their order; None of those that went into ``masters``."""

@@ -17,6 +17,7 @@ from torch import nn
 from slime_core.algorithms.shared.logprobs import add_product
 
 Tensors = dict[str, torch.Tensor]
+ALIGNED = 64  # numbers from the start of one copy to that of the next, or a multiple: products want whole lines
 
 
 class Masters:
@@ -38,10 +39,10 @@ class Masters:
         self._exact = {name: p for name, p in named.items() if id(p) in exact_ids}
         self._names = {id(parameter): name for name, parameter in self.copies.items()}
         ordered = sorted(self.copies.items(), key=lambda item: item[1].ndim < 2)  # matrices of a layer side by side
-        whole = torch.empty(sum(p.numel() for _, p in ordered), dtype=dtype, device=next(iter(named.values())).device)
-        parts = whole.split([parameter.numel() for _, parameter in ordered])
-        for (name, parameter), part in zip(ordered, parts):
-            parameter.data = part.view(parameter.shape).copy_(parameter.data)
+        sizes = [-(-parameter.numel() // ALIGNED) * ALIGNED for _, parameter in ordered]
+        whole = torch.empty(sum(sizes), dtype=dtype, device=next(iter(named.values())).device)
+        for (name, parameter), part in zip(ordered, whole.split(sizes)):
+            parameter.data = part[: parameter.numel()].view(parameter.shape).copy_(parameter.data)
             parameter.register_post_accumulate_grad_hook(partial(self._add, name))
 
     def _add(self, name: str, parameter: torch.Tensor) -> None:

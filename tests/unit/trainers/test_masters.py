@@ -57,19 +57,19 @@ def test_the_copy_follows_the_masters_when_it_is_told_to():
 
 
 def test_matrices_that_lie_side_by_side_are_joined_without_a_copy():
-    model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(6, 2))
+    model = torch.nn.Sequential(torch.nn.Linear(16, 4), torch.nn.Linear(16, 2))
     first, second = model[0].weight.detach(), model[1].weight.detach()
     assert torch.equal(joined([first, second]), torch.cat([first, second]))
     masters = Masters(model, torch.bfloat16)
     one = joined([model[0].weight, model[1].weight])
     assert one.data_ptr() == model[0].weight.data_ptr()
     assert torch.equal(one, torch.cat([first, second]).bfloat16())
-    left, right = torch.randn(5, 6).bfloat16(), torch.randn(5, 6).bfloat16()
+    left, right = torch.randn(5, 6).bfloat16(), torch.randn(5, 16).bfloat16()
     for _ in range(2):
         assert masters.add_product([model[0].weight, model[1].weight], left, right)
     total = torch.cat([masters.sums["0.weight"], masters.sums["1.weight"]])
     torch.testing.assert_close(total, 2 * (left.T @ right).float())
-    assert not masters.add_product([torch.zeros(2, 6)], left[:, :2], right)
+    assert not masters.add_product([torch.zeros(2, 16)], left[:, :2], right)
 
 
 def test_layers_of_a_gpu_in_the_interpreter_are_transformers_own():
