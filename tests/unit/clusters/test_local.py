@@ -84,3 +84,53 @@ def test_engine_and_updates_carry_the_epoch_of_the_run_whichever_process_they_li
 
     with RunDir.reopen(tmp_path / "run") as run_dir:
         assert asyncio.run(look(run_dir)) == (2, 2)
+
+
+SERVED = """
+import asyncio, threading
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+import slime_core
+from slime_core.backends import EngineBackend, ServedEngines, TrainerBackend
+
+trainer_is_made, seen = threading.Event(), []
+
+@asynccontextmanager
+async def start(start):
+    seen.append(await asyncio.to_thread(trainer_is_made.wait, 0.0 if GIVES else 30.0))
+    yield ServedEngines(engine=SimpleNamespace(abilities=frozenset(), seen=seen))
+
+class Trainer:
+    def __init__(self, *args, **more):
+        trainer_is_made.set()
+        if FAILS:
+            raise RuntimeError("no trainer")
+
+@slime_core.hookimpl
+def slime_engine():
+    return [EngineBackend(name="served", start=start, gives_memory=lambda config: GIVES)]
+
+@slime_core.hookimpl
+def slime_trainer():
+    return [TrainerBackend(name="made", trainer=lambda: Trainer)]
+"""
+
+
+async def with_servers(install_plugin, tmp_path, *, gives, fails=False):
+    """Whether servers of a plugin saw the trainer made before they were up."""
+    install_plugin("served", SERVED.replace("GIVES", str(gives)).replace("FAILS", str(fails)))
+    words = ["--hf-checkpoint", str(tiny_model(tmp_path / "model", hidden=32)), "--device", "cpu", "--plugin", "served"]
+    config = resolve_machine(load_config(None, [*words, "--rollout-engine", "served", "--train-backend", "made"]))
+    with RunDir.create("run", at=tmp_path / "run") as run_dir:
+        async with local_cluster(config, load_plugins(config), Report(run_dir, config)) as components:
+            return components.engines.seen
+
+
+@pytest.mark.parametrize("gives", [True, False])
+def test_servers_that_give_no_memory_start_beside_the_trainer(gives, install_plugin, tmp_path):
+    assert asyncio.run(with_servers(install_plugin, tmp_path, gives=gives)) == [not gives]
+
+
+def test_a_trainer_that_fails_ends_the_start_of_the_servers_beside_it(install_plugin, tmp_path):
+    with pytest.raises(RuntimeError, match="no trainer"):
+        asyncio.run(with_servers(install_plugin, tmp_path, gives=False, fails=True))
