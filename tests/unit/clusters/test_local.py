@@ -119,7 +119,14 @@ def slime_trainer():
 async def with_servers(install_plugin, tmp_path, *, gives, fails=False):
     """Whether servers of a plugin saw the trainer made before they were up."""
     install_plugin("served", SERVED.replace("GIVES", str(gives)).replace("FAILS", str(fails)))
-    words = ["--hf-checkpoint", str(tiny_model(tmp_path / "model", hidden=32)), "--device", "cpu", "--plugin", "served"]
+    words = [
+        "--hf-checkpoint",
+        str(tiny_model(tmp_path / "model", hidden=32)),
+        "--device",
+        "cpu",
+        "--plugin",
+        "served",
+    ]
     config = resolve_machine(load_config(None, [*words, "--rollout-engine", "served", "--train-backend", "made"]))
     with RunDir.create("run", at=tmp_path / "run") as run_dir:
         async with local_cluster(config, load_plugins(config), Report(run_dir, config)) as components:
