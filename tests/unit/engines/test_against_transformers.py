@@ -180,3 +180,20 @@ def test_rounding_that_sends_a_token_to_another_expert_rejects_no_plan(bench):
             return engine._scheduler.served.plan.name
 
     assert b.run(go) == "packed"
+
+
+def test_a_long_context_costs_what_its_sequences_need(bench, ask):
+    """A model of 32,768 positions, 64 slots: one prompt of 4,000 tokens among short ones."""
+    b = bench("qwen3", max_position_embeddings=32768)
+    tokens = [(11 * i) % 80 + 3 for i in range(4000)]
+
+    async def go(b):
+        async with b.engine(slots=64, context_len=32768) as engine:
+            asked = [ask("long", tokens, new=2), *(ask(str(i), [5, 6, 7], new=2) for i in range(8))]
+            done = await asyncio.gather(*(engine.generate(r) for r in asked))
+            return done[0], engine._scheduler.tokens
+
+    done, slot = b.run(go)
+    assert 4002 <= slot < 8192
+    own = own_log_probs(b.model, [*tokens, *done.tokens], 4000)[np.arange(2), done.tokens]
+    np.testing.assert_allclose(done.plain_log_probs, own, atol=2e-4, rtol=0)
