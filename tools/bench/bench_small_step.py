@@ -43,17 +43,17 @@ def make_folder(path: Path, smoke: bool) -> None:
     char_tokenizer().save_pretrained(str(path))
 
 
-def make_batch(args: argparse.Namespace, vocab: int) -> Any:
+def make_batch(args: argparse.Namespace, group: int, vocab: int) -> Any:
     """Groups of sequences with a prompt of their own, responses of odd lengths."""
     from slime_core.types import Batch
 
     draw = np.random.default_rng(0)
-    prompts = np.repeat(draw.integers(args.length // 4, args.length // 2, args.sequences // args.group), args.group)
+    prompts = np.repeat(draw.integers(args.length // 4, args.length // 2, args.sequences // group), group)
     responses = draw.integers(args.length // 3, args.length, len(prompts))
     offsets = np.concatenate([[0], np.cumsum(prompts + responses)]).astype(np.int64)
     tokens = draw.integers(3, vocab, offsets[-1]).astype(np.int32)
     for i, (start, prompt) in enumerate(zip(offsets[:-1], prompts)):
-        first = offsets[i // args.group * args.group]
+        first = offsets[i // group * group]
         tokens[start : start + prompt] = tokens[first : first + prompt]
     total, count = int(responses.sum()), len(prompts)
     return Batch(
@@ -61,7 +61,7 @@ def make_batch(args: argparse.Namespace, vocab: int) -> Any:
         stage="main",
         sample_ids=[str(i) for i in range(count)],
         tasks=["default"] * count,
-        group=np.arange(count) // args.group,
+        group=np.arange(count) // group,
         rollout=np.arange(count),
         reward=np.zeros(count),
         tokens=tokens,
@@ -94,29 +94,34 @@ def make_trainer(folder: Path, args: argparse.Namespace) -> tuple[Any, Any, Any]
 
 
 def measure(args: argparse.Namespace, folder: Path) -> None:
-    """Print each round's seconds, and a last round's launches and kernels."""
+    """Print each round's seconds, and a last round's launches and kernels, for batches of each --group."""
     begun = time.perf_counter()
     worker, plugins, train = make_trainer(folder, args)
-    batch = make_batch(args, worker.folder.vocab_size)
     needs = plugins.needs(train)
-    print(f"{len(batch.tokens)} tokens, {len(batch)} sequences; roles {sorted(needs)}; ", end="")
-    packs = [len(m.tokens) for step in worker.packs(worker.partitioner().partition(batch)[0]) for m in step]
-    print(f"micro-batches {packs}; built in {time.perf_counter() - begun:.1f} s", flush=True)
+    print(f"built in {time.perf_counter() - begun:.1f} s, roles to score: {sorted(needs)}", flush=True)
     wait = (lambda: None) if args.smoke else torch.cuda.synchronize
+    for group in args.group:
+        batch = make_batch(args, group, worker.folder.vocab_size)
+        packs = [len(m.tokens) for step in worker.packs(worker.partitioner().partition(batch)[0]) for m in step]
+        print(f"\n{len(batch.tokens)} tokens of {len(batch)} sequences, {group} a prompt; micro-batches {packs}")
 
-    def step() -> dict[str, float]:
-        if needs:
-            worker.score(batch, needs)
-        found: dict[str, float] = worker.step(batch)
-        return found
+        def step(batch: Any = batch) -> dict[str, float]:
+            if needs:
+                worker.score(batch, needs)
+            found: dict[str, float] = worker.step(batch)
+            return found
 
-    for number in range(args.rounds):
-        wait()
-        start = time.perf_counter()
-        figures = step()
-        wait()
-        print(f"round {number}: {time.perf_counter() - start:.4f} s", flush=True)
-    print({name: round(value, 6) for name, value in figures.items()})
+        for number in range(args.rounds):
+            wait()
+            start = time.perf_counter()
+            figures = step()
+            wait()
+            print(f"round {number}: {time.perf_counter() - start:.4f} s", flush=True)
+        print({name: round(value, 6) for name, value in figures.items()})
+        if args.profile:
+            profile(args, step)
+        if args.check:
+            check(worker, batch)
     if not args.smoke:
         print(f"peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
         start = time.perf_counter()
@@ -125,10 +130,6 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
             worker.publish(1)
         wait()
         print(f"fingerprint and publish: {(time.perf_counter() - start) / 3:.4f} s")
-    if args.profile:
-        profile(args, step)
-    if args.check:
-        check(worker, batch)
 
 
 def check(worker: Any, batch: Any) -> None:
@@ -171,7 +172,7 @@ def plain(args: argparse.Namespace, folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
-    batch = make_batch(args, model.config.vocab_size)
+    batch = make_batch(args, args.group[0], model.config.vocab_size)
     rows = [torch.from_numpy(batch.tokens[a:b].astype(np.int64)) for a, b in zip(batch.offsets, batch.offsets[1:])]
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).cuda()
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).cuda()
@@ -195,7 +196,7 @@ def main() -> None:
     """Print it all."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--sequences", type=int, default=256)
-    parser.add_argument("--group", type=int, default=8, help="sequences of a prompt")
+    parser.add_argument("--group", type=int, nargs="+", default=[8, 1], help="sequences of a prompt")
     parser.add_argument("--length", type=int, default=96, help="tokens of the longest response")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16")
