@@ -18,7 +18,7 @@ from slime_core.kernels.attention_batch import AttentionBatch, ScoreForm
 
 Tensor = torch.Tensor
 LOG2E = 1.4426950408889634
-PARTS = 2
+PARTS = 4
 """Programs a multiprocessor should have before decode rows are split no further."""
 
 
@@ -337,10 +337,8 @@ def paged(
 def _splits(launch: AttentionLaunch, shape: AttentionTile, longest: int, device: torch.device) -> int:
     """Parts of a decode row's keys: a power of two that fills the device, of two steps at least."""
     count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    programs = launch.segments * launch.kv_heads
-    if programs >= count:
-        return 1
-    return min(int(triton.next_power_of_2(PARTS * count // programs)), max(longest // (2 * shape.keys), 1), 64)
+    parts = max(PARTS * count // (launch.segments * launch.kv_heads), 1)
+    return min(1 << (parts.bit_length() - 1), max(longest // (2 * shape.keys), 1), 64)
 
 
 def inner(tensor: Tensor) -> Tensor:

@@ -29,16 +29,6 @@ Tensor = torch.Tensor
 
 
 @triton.jit
-def _dots(out, d_out, delta, DV: tl.constexpr, DVP: tl.constexpr):
-    """Sum of out * d_out over a head."""
-    at = tl.program_id(0).to(tl.int64)
-    dv = tl.arange(0, DVP)
-    one = tl.load(out + at * DV + dv, mask=dv < DV, other=0.0).to(tl.float32)
-    other = tl.load(d_out + at * DV + dv, mask=dv < DV, other=0.0).to(tl.float32)
-    tl.store(delta + at, tl.sum(one * other, 0))
-
-
-@triton.jit
 def _weights(s, scale, cap, lse, visible, SOFTCAP: tl.constexpr):
     """Weights of raw products ``s``, and d score / d (scale * product)."""
     slope = tl.full(s.shape, 1.0, tl.float32)
@@ -111,12 +101,12 @@ def _keys(
 
 @triton.jit(do_not_specialize=["segments"])
 def _queries(
-    query, key, value, d_out, lse, delta, d_query, cu_rows, segments, q_row, q_head, k_row, k_head, v_row, v_head,
-    scale, cap, factor, heads,
+    query, key, value, out, d_out, lse, delta, d_query, cu_rows, segments, q_row, q_head, k_row, k_head, v_row,
+    v_head, scale, cap, factor, heads,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a tile of queries of one head of keys."""
+    """Gradients of a tile of queries of one head of keys, and the sums of out * d_out, ``delta``."""
     head = tl.program_id(1)
     per_tile: tl.constexpr = ROWS // GROUP
     segment, begin = locate(cu_rows, segments, tl.program_id(0), per_tile)
@@ -134,9 +124,12 @@ def _queries(
     at = row * heads + query_head
     q_mask = valid[:, None] & (d < D)[None, :]
     q = tl.load(query + (row * q_row + query_head * q_head)[:, None] + d[None, :], mask=q_mask, other=0.0)
-    do = tl.load(d_out + at[:, None] * DV + dv[None, :], mask=valid[:, None] & (dv < DV)[None, :], other=0.0)
+    o_mask = valid[:, None] & (dv < DV)[None, :]
+    do = tl.load(d_out + at[:, None] * DV + dv[None, :], mask=o_mask, other=0.0)
+    o = tl.load(out + at[:, None] * DV + dv[None, :], mask=o_mask, other=0.0)
+    row_delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    tl.store(delta + at, row_delta, mask=valid)
     row_lse = tl.load(lse + at, mask=valid, other=float("inf"))
-    row_delta = tl.load(delta + at, mask=valid, other=0.0)
     low = 0
     end = tl.minimum(rows, begin + per_tile)
     if WINDOW > 0:
@@ -212,19 +205,18 @@ class Varlen(torch.autograd.Function):
             "DVP": padded(value_width), "WINDOW": ctx.form.window, "SOFTCAP": bool(ctx.form.softcap),
             "PRECISION": precision(query),
         }  # fmt: skip
-        _dots[(count * heads,)](out, d_out, delta, DV=value_width, DVP=padded(value_width), num_warps=1)
         d_query, d_key, d_value = (torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in
                                    (query, key, value))  # fmt: skip
         segments = len(cu_seqlens) - 1
         strides = (stride for one in (query, key, value) for stride in one.stride()[:2])
         rest = (cu_seqlens, segments, *strides, *scales(ctx.form), ctx.form.scale, heads)
         over_keys, over_queries = tiles(query, max(width, value_width), heads // kv_heads)
-        _keys[(count // over_keys.keys + segments, kv_heads)](
-            query, key, value, d_out, lse, delta, d_key, d_value, *rest, **constants, **compiled(over_keys)
-        )
         per_tile = over_queries.rows // (heads // kv_heads)
         _queries[(count // per_tile + segments, kv_heads)](
-            query, key, value, d_out, lse, delta, d_query, *rest, **constants, **compiled(over_queries)
+            query, key, value, out, d_out, lse, delta, d_query, *rest, **constants, **compiled(over_queries)
+        )
+        _keys[(count // over_keys.keys + segments, kv_heads)](
+            query, key, value, d_out, lse, delta, d_key, d_value, *rest, **constants, **compiled(over_keys)
         )
         d_sinks = None
         if sinks is not None:
