@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from slime_core.engines.local.pages import PagedTokens, lay_out, paged_rows
+from slime_core.engines.local.pages import PAGE, PagedTokens, lay_out
+from slime_core.engines.local.slots import up
 from slime_core.kernels.attention import AttentionBatch
 from slime_core.kernels.sampling import log_softmax_at, sample
+from slime_core.kernels.steps import TOKEN, SequenceRows, move_on, read_rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -31,9 +33,6 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
 
 log = logging.getLogger(__name__)
-
-TOKEN, POSITION, SEED, TOP_K, TEMPERATURE, TOP_P, ADVANCE = range(7)
-"""Rows of a sequence's state; the two numbers are kept as the bits of float64."""
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 SCORE_ROWS = 512
@@ -78,6 +77,7 @@ class Runner:
         self._tables = torch.zeros(sequences + 1, 0, dtype=torch.int32, device=device)
         self._columns = np.zeros((sequences, 0), dtype=np.int64)  # the tables on the host
         self._index = torch.full((bucket(sequences),), sequences, dtype=torch.int64, device=device)
+        self._bounds = torch.arange(len(self._index) + 1, dtype=torch.int32, device=device)
         self._rows = np.empty(0, dtype=np.int64)  # what the index holds
         self._fresh: list[tuple[int, ...]] = []  # slot and state of sequences that the device does not know
         self._marks: list[tuple[int, int]] = []  # place in the tables, and page
@@ -89,7 +89,7 @@ class Runner:
     def enter(self, slot: int, token: int, position: int, job: EngineJob) -> None:
         """A sequence takes a slot: ``token`` at ``position`` is its last."""
         params = job.request.params
-        numbers = np.array([params.temperature, params.top_p], dtype=np.float32).astype(np.float64).view(np.int64)
+        numbers = np.array([params.temperature, params.top_p], dtype=np.float32).view(np.int32)
         seed = int(np.uint64(job.seed).astype(np.int64))
         self._fresh.append((slot, token, position, seed, params.top_k, *numbers.tolist(), 1))
 
@@ -153,7 +153,7 @@ class Runner:
         logits = self._served.plan.forward(rows, self._served.cache, logits=len(draws) > 0)
         if not len(draws):
             return None
-        return Draws(self._draw(logits, drawing, self._state.index_select(1, drawing)))
+        return Draws(self._draw(logits, drawing, read_rows(self._state, self._tables, drawing, PAGE)))
 
     def score(self, tokens: Ints, start: int, pages: Sequence[int]) -> NDArray[np.float32]:
         """Plain log-prob of each of ``tokens[start:]``; ``pages`` hold the keys of all but the last."""
@@ -180,18 +180,15 @@ class Runner:
 
     def _decode(self, count: int) -> torch.Tensor:
         index = self._index[:count]
-        state = self._state.index_select(1, index)
-        rows = paged_rows(state[TOKEN], state[POSITION], self._tables.index_select(0, index))
-        rows.invariant = self._invariant
+        state = read_rows(self._state, self._tables, index, PAGE)
+        batch = AttentionBatch(self._bounds[: count + 1], state.lengths, state.tables, 1)
+        rows = PagedTokens(state.tokens, state.positions, state.places, batch, None, self._invariant)
         return self._draw(self._served.plan.forward(rows, self._served.cache), index, state)
 
-    def _draw(self, logits: torch.Tensor, index: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """Draw from [R, V] for the slots ``index`` [R], whose state is [7, R]; as int32 bits [3, R]."""
-        numbers = state[TEMPERATURE:ADVANCE].view(torch.float64).float()
-        position = state[POSITION] + state[ADVANCE]
-        tokens, log_probs, plain = sample(logits, state[SEED], position, numbers[0], state[TOP_K], numbers[1])
-        self._state[: POSITION + 1].index_copy_(1, index, torch.stack([tokens, position]))
-        return torch.stack([tokens.int(), log_probs.view(torch.int32), plain.view(torch.int32)])
+    def _draw(self, logits: torch.Tensor, index: torch.Tensor, state: SequenceRows) -> torch.Tensor:
+        """Draw from [R, V] for the slots ``index`` [R]; as int32 bits [3, R]."""
+        draws = sample(logits, state.seeds, state.following, state.temperature, state.top_k, state.top_p)
+        return move_on(self._state, index, state, *draws)
 
     def _captured(self, count: int) -> tuple[Any, torch.Tensor] | None:
         if self._pool is None:
@@ -212,13 +209,15 @@ class Runner:
         fresh = np.array(self._fresh, dtype=np.int64).reshape(-1, 8)
         marks = np.array(self._marks, dtype=np.int64).reshape(-1, 2)
         parts = [*arrays, fresh.T.ravel(), marks.T.ravel()]
-        sizes = [part.size for part in parts]
-        if not sum(sizes):
+        ends = np.cumsum([up(part.size, 2) for part in parts])  # aligned to 16 bytes: kernels are compiled once
+        if not ends[-1]:
             return ()
-        flat = torch.from_numpy(np.concatenate(parts, dtype=np.int64))
-        if self._served.device != "cpu":
-            flat = flat.pin_memory().to(self._served.device, non_blocking=True)
-        tensors = flat.split(sizes)
+        flat = torch.empty(int(ends[-1]), dtype=torch.int64, pin_memory=self._served.device != "cpu")
+        spans = [slice(end - up(part.size, 2), end - part.size % 2) for end, part in zip(ends, parts, strict=True)]
+        for span, part in zip(spans, parts, strict=True):
+            flat.numpy()[span] = part
+        device = flat.to(self._served.device, non_blocking=True)
+        tensors = [device[span] for span in spans]
         if len(fresh):
             rows = tensors[-2].view(8, -1)
             self._state[:, rows[0]] = rows[1:]
@@ -227,7 +226,7 @@ class Runner:
             self._tables.view(-1)[rows[0]] = rows[1].int()
         self._fresh.clear()
         self._marks.clear()
-        return list(tensors[: len(arrays)])
+        return tensors[: len(arrays)]
 
 
 def bucket(rows: int) -> int:

@@ -11,13 +11,10 @@ from slime_core.engines.local import paged
 from slime_core.engines.local.pages import PAGE, PagePool
 from slime_core.errors import EngineError
 from slime_core.testing.contracts import ENGINE_CHECKS, EngineCase
+from slime_core.testing.families import FAMILIES
 
 pytestmark = pytest.mark.unit
 
-FAMILIES = [
-    *("qwen3", "qwen3-wide", "qwen2", "llama", "mistral"),
-    *("neox", "gemma2", "gpt2", "qwen3-moe", "gpt-oss"),
-]
 BLOCKS = [np.full(PAGE, i) for i in range(9)]
 
 

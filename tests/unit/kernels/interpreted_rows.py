@@ -7,10 +7,11 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from interpreter import allow_loops
 
-from slime_core.kernels import rows_cuda
+from slime_core.kernels import rows_cuda, steps as kernel_steps
 from slime_core.kernels.gated import gated
 from slime_core.kernels.norm import add_rms_norm, rms_norm
 from slime_core.kernels.rotary import rotate
+from slime_core.kernels.steps import ADVANCE, POSITION, TEMPERATURE, TOP_P
 
 
 def compare(function, *shapes):
@@ -48,8 +49,30 @@ def gates():
         compare(lambda both, activation=activation: gated(both, activation), (3, 18))
 
 
+def steps():
+    """Tables wider than a program copies at once; the second sequence stands for none."""
+    state, tables = torch.randint(0, 1 << 40, (7, 5)), torch.randint(0, 9999, (5, 300), dtype=torch.int32)
+    state[POSITION] = torch.tensor([0, 17, 31, 299 * 16, 4])
+    state[ADVANCE] = torch.tensor([1, 0, 1, 1, 1])
+    state[TEMPERATURE : TOP_P + 1] = torch.rand(2, 5).view(torch.int32)
+    index, draws = torch.tensor([3, 1, 0]), torch.tensor([8, 7, 1 << 17])
+    numbers = torch.tensor([[-0.5, float("nan"), -2.0], [-1.0, -3.0, float("nan")]])
+    outs = []
+    for by_triton in (True, False):
+        kernel_steps.by_triton = lambda tensor, by_triton=by_triton: by_triton
+        own = state.clone()
+        rows = kernel_steps.read_rows(own, tables, index, 16)
+        outs.append([*rows, kernel_steps.move_on(own, index, rows, draws, *numbers), own])
+    assert all(torch.equal(one, other) for one, other in zip(*map(_bits, outs), strict=True))
+    assert outs[0][-1][POSITION].tolist() == [1, 17, 31, 299 * 16 + 1, 4]
+
+
+def _bits(tensors):
+    return [tensor.view(torch.int32) if tensor.is_floating_point() else tensor for tensor in tensors]
+
+
 if __name__ == "__main__":
     allow_loops()
     torch.manual_seed(0)
-    for check in (norms, rotary, gates, many_rows):
+    for check in (norms, rotary, gates, many_rows, steps):
         check()
