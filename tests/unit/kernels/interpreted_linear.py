@@ -5,7 +5,7 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from interpreter import allow_loops
+from triton_loops import allow_loops
 
 from slime_core.kernels.linear import invariant_linear
 from slime_core.kernels.linear_cuda import SINGLE, TILES, _run

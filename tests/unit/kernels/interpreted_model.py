@@ -7,7 +7,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np
 import torch
 import transformers
-from interpreter import allow_loops
+from triton_loops import allow_loops
 
 from slime_core.engines.local.joined import JoinedPlan
 from slime_core.engines.local.pages import PagedCache, PagedTokens, lay_out, paged_rows

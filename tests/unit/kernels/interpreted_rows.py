@@ -5,7 +5,7 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from interpreter import allow_loops
+from triton_loops import allow_loops
 
 from slime_core.kernels import rows_cuda, steps as kernel_steps
 from slime_core.kernels.gated import gated
