@@ -368,6 +368,7 @@ class RunComponents(Serving):
     ledger: Ledger
     devices: DeviceSharing
     reserve_engine: Callable[[], AbstractAsyncContextManager[Engine]] | None = None  # one whose weights stay
+    context_len: int = 0  # tokens that fit the model's context; 0 is not known
 
 
 class PromptSource(Protocol):

@@ -74,7 +74,8 @@ class Stage:
             )
         )
         text = self.source.text if self.source is not None else lambda count: ()
-        self.canary = Canary(config=config, vocab_size=components.vocab_size, text=text)
+        context, vocab = components.context_len, components.vocab_size
+        self.canary = Canary(config=config, vocab_size=vocab, context_len=context, text=text)
         progress.collector, progress.evaluations = self.collector, self.evaluations
 
     async def load_trainer(self) -> None:

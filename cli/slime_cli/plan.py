@@ -24,7 +24,7 @@ async def make_plan(settings: Settings, run_dir: Path | None) -> dict[str, Any]:
     """
     from slime_cli.preflight import check_cores, check_inputs
     from slime_cli.settings import plans
-    from slime_core.clusters.embedded import context_len, open_folder
+    from slime_core.clusters.embedded import context_len, notices, open_folder
     from slime_core.clusters.machine import resolve_machine
     from slime_core.config.load import stages
     from slime_core.report.rundir import check_free, next_path
@@ -52,7 +52,7 @@ async def make_plan(settings: Settings, run_dir: Path | None) -> dict[str, Any]:
             "weights": config.rollout.init_weights,
             "vocab_size": folder.vocab_size,
             "context_len": limit,
-            "notices": list(folder.notices),
+            "notices": notices(config, folder),
         },
         "machine": {
             "device": config.cluster.device,
@@ -132,6 +132,7 @@ def print_plan(plan: dict[str, Any]) -> None:
             f"vocabulary {model['vocab_size']}, context {model['context_len']})",
             "machine": f"{machine['device']}, {machine['dtype']}, {machine['cpu_threads']} threads, cluster "
             f"{machine['cluster_backend']}, engine {machine['rollout_engine']}, trainer {machine['train_backend']}",
+            **{f"notice {number}": text for number, text in enumerate(model["notices"], 1)},
             **plan["rows"],
         }
     )

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from slime_core.config.stages import rollout_slots
+from slime_core.data.chat import raw_prompt_notices
 from slime_core.engines.local import LocalEngine
 from slime_core.engines.local.slots import SHARE, SHARE_ALONE
 from slime_core.weights.folder import ModelFolder
@@ -25,6 +26,12 @@ def open_folder(config: Config) -> ModelFolder:
         init_weights=rollout.init_weights,
         stop_token_ids=rollout.rollout_stop_token_ids,
     )
+
+
+def notices(config: Config, folder: ModelFolder) -> list[str]:
+    """What is unusual about a run's model and how its prompts are read: sentences for people."""
+    raw = [] if config.data.apply_chat_template else raw_prompt_notices(folder.tokenizer())
+    return [*folder.notices, *raw]
 
 
 def context_len(config: Config, folder: ModelFolder) -> int:

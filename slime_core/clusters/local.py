@@ -22,7 +22,7 @@ from slime_core.backends import EngineStart, ServedEngines
 from slime_core.clusters.channel import Start, start_here
 from slime_core.clusters.colocation import DedicatedDevices, Resync, TimeSharing, device_sharing, offloads_engine
 from slime_core.clusters.debug import AbsentEngine, IdleTrainer
-from slime_core.clusters.embedded import context_len, embedded_engine, open_folder
+from slime_core.clusters.embedded import context_len, embedded_engine, notices, open_folder
 from slime_core.clusters.engine_process import EngineProcess, FrameSender
 from slime_core.clusters.engine_set import as_one, engine_reservation
 from slime_core.clusters.hangs import Servers, Watched, watching
@@ -76,7 +76,7 @@ async def assembled(
     run_dir, epoch, cluster = report.run_dir.path, report.run_dir.epoch, config.cluster
     absent, start = config.rollout.debug_train_only, engine_of(config).start
     folder = open_folder(config)
-    for text in folder.notices:
+    for text in notices(config, folder):
         report.note(text)
     async with watching(config, report) as watch, AsyncExitStack() as stack:
         places = await place(stack)
@@ -159,6 +159,7 @@ async def assembled(
             engines=engine,
             tokenizer=folder.tokenizer(),
             vocab_size=folder.vocab_size,
+            context_len=context_len(config, folder),
             roles=roles,
             trainer=trainer,
             ledger=ledger,

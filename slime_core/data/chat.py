@@ -29,6 +29,21 @@ def decode(tokenizer: Any, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
+def raw_prompt_notices(tokenizer: Any) -> list[str]:
+    """What prompts lack that are read as they are, without the chat template: sentences for people."""
+    notices = []
+    if getattr(tokenizer, "chat_template", None):
+        notices.append(
+            "prompts are read without the tokenizer's chat template; data.apply_chat_template=true applies it"
+        )
+    begin = getattr(tokenizer, "bos_token", None)
+    if begin and [tokenizer.bos_token_id] == list(tokenizer.encode("a"))[:1]:
+        notices.append(
+            f"prompts are read without {begin}, with which the tokenizer begins a text; rows may contain it"
+        )
+    return notices
+
+
 def require_template(tokenizer: Any) -> None:
     """Check, before any row is read, that a chat template can be applied.
 

@@ -39,6 +39,7 @@ class Canary:
 
     config: Config
     vocab_size: int  # rows of the embedding
+    context_len: int = 0  # tokens that fit; 0 is not known
     text: Callable[[int], Sequence[int]] = lambda count: ()  # up to so many tokens of the run's prompts
     metrics: dict[str, float] = field(default_factory=dict)
     _served: dict[str, str] = field(default_factory=dict)  # checksums at the last call
@@ -85,7 +86,7 @@ class Canary:
         if self._logprob_check is None:
             low = "bfloat16" in (route.dtype, self.config.train.dtype)
             text = self.text(PROMPTS * LENGTH) or random_tokens(self.config.seed, self.vocab_size).tolist()
-            prompts = probe(text, self.config.rollout.rollout_max_context_len or LENGTH)
+            prompts = probe(text, self.config.rollout.rollout_max_context_len or self.context_len or LENGTH)
             dtype, fixed = "bfloat16" if low else "float32", self.config.rollout.canary_band
             band = Band(dtype, fixed, mixture=any(EXPERTS in check.name for check in route.checks))
             self._logprob_check = LogprobCheck(prompts, band)

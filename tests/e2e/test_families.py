@@ -7,6 +7,7 @@ import pytest
 import transformers
 
 from slime_core.testing.families import FAMILIES, family_model
+from slime_core.testing.models import CHAT_TEMPLATE
 
 pytestmark = pytest.mark.system
 
@@ -66,7 +67,8 @@ def test_a_folder_as_older_tools_wrote_it(train, work):
         shutil.copy(folder / file, work / "model")
     (work / "model" / "generation_config.json").unlink()
     tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
-    (work / "model" / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"pad_token": None}))
+    template = {"pad_token": None, "chat_template": CHAT_TEMPLATE}
+    (work / "model" / "tokenizer_config.json").write_text(json.dumps(tokenizer | template))
     config = json.loads((folder / "config.json").read_text())
     del config["dtype"], config["rope_parameters"]
     old = {"torch_dtype": "bfloat16", "rope_theta": 5000.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
@@ -76,6 +78,7 @@ def test_a_folder_as_older_tools_wrote_it(train, work):
     assert "a response ends at any of 1 <eos> (config.json, the tokenizer); 5 2 (config.json)" in said
     assert "the embedding has 128 rows, the tokenizer 82 ids" in said
     assert "there is no pad token" in said
+    assert "prompts are read without the tokenizer's chat template" in said
 
 
 def test_longrope_within_its_first_length_is_as_fast_as_any(train, work):

@@ -1,8 +1,9 @@
 """Messages to text to tokens: the template's own words, and its sandbox."""
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
-from slime_core.data.chat import decode, encode, render
+from slime_core.data.chat import decode, encode, raw_prompt_notices, render
 from slime_core.errors import DataError
 from slime_core.testing.models import char_tokenizer
 
@@ -20,6 +21,20 @@ def test_a_string_becomes_one_user_message(chat_tokenizer):
 
 def test_without_a_template_the_text_is_what_the_row_says(tokenizer):
     assert render(" 1+1= ", tokenizer, template=False, where="here") == " 1+1= "
+
+
+def test_notices_say_what_raw_prompts_lack():
+    """A chat template that is not applied; a first token that the tokenizer puts before a text, as Gemma's does."""
+    plain = char_tokenizer()
+    assert raw_prompt_notices(plain) == []
+    (said,) = raw_prompt_notices(char_tokenizer(chat_template="{{ messages }}"))
+    assert "without the tokenizer's chat template; data.apply_chat_template=true" in said
+    plain.add_special_tokens({"bos_token": "<unk>"})
+    assert raw_prompt_notices(plain) == []  # named, but not put before a text
+    plain.backend_tokenizer.post_processor = TemplateProcessing("<unk> $A", special_tokens=[("<unk>", 2)])
+    assert plain.encode("1")[0] == 2
+    (said,) = raw_prompt_notices(plain)
+    assert "prompts are read without <unk>" in said
 
 
 def test_encoding_adds_nothing_and_decoding_hides_nothing(chat_tokenizer):

@@ -114,10 +114,10 @@ class SmallTrainer:
         return {role: {"log_probs": values + self.rounding.get(role, 0) * turns} for role in roles}
 
 
-def canary_of(**changes):
+def canary_of(context_len=0, **changes):
     keys = {"train.dtype": "float32", **changes}
     config = load_config(None, [f"{name}={value}" for name, value in keys.items()])
-    return Canary(config=config, vocab_size=VOCAB)
+    return Canary(config=config, vocab_size=VOCAB, context_len=context_len)
 
 
 class Run:
@@ -192,6 +192,17 @@ def test_a_notice_says_when_no_tensor_is_compared(how, said):
     assert [note for note in notes if said in note] == [
         f"weights of the servers are not compared byte by byte: {said}"
     ]
+
+
+SHORT = {"rollout.rollout_max_context_len": 9, "rollout.rollout_max_response_len": 4}
+
+
+@pytest.mark.parametrize(("keys", "tokens"), [({}, 24), (SHORT, 9)])
+def test_prompts_of_the_check_fit_a_context_of_few_tokens(keys, tokens):
+    run = Run()
+    run.canary = canary_of(24, **keys)
+    run.sync()
+    assert set(np.diff(run.canary._logprob_check.batch.offsets)) == {tokens}
 
 
 def test_good_updates_pass_and_are_measured():
