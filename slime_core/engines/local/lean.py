@@ -8,7 +8,6 @@ FUSE_BYTES over the module's own tensors. Nothing here is trusted: the engine co
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +24,6 @@ if TYPE_CHECKING:
 FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 FUSE_BYTES = 1 << 30
 """Parameters that take more are not copied."""
-
-SMALL_BYTES = 1 << 26
-"""Of more parameters a pass is bound by reading them, which passes beside each other do twice."""
 
 ROTATIONS = 1024
 """Positions whose angles are computed at once."""
@@ -165,7 +161,6 @@ class LeanPlan:
         check_family(type(model).__name__, config)
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         fused = size <= FUSE_BYTES
-        self.small = size <= SMALL_BYTES
         self._layers = [_Layer(layer, fused=fused) for layer in self._model.model.layers]
         self._head = Matrix([self._model.lm_head], self._model.model.norm, fused=fused)
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -173,8 +168,8 @@ class LeanPlan:
         self._scale = float(self._model.model.layers[0].self_attn.scaling)
         norm = self._model.model.norm
         self._eps = torch.tensor(norm.variance_epsilon, device=norm.weight.device)
-        self._turns = self._rotations(0)
-        self._scratch: dict[int, _Scratch] = {}  # of the last pass, by thread
+        self._cos, self._sin = self._rotations(0)
+        self._scratch: _Scratch | None = None  # of the last pass
         self.shapes = [LayerShape(self._kv_heads, self._dim, self._dim)] * len(self._layers)
         self._forms = [
             Form(scale=1.0 if layer.head_norms else self._scale, window=layer.window) for layer in self._layers
@@ -195,7 +190,7 @@ class LeanPlan:
 
     def release(self) -> None:
         """Drop every copy."""
-        self._scratch.clear()
+        self._scratch = None
         for layer in self._layers:
             layer.heads = torch.empty(0)
             for matrix in layer.matrices:
@@ -205,8 +200,15 @@ class LeanPlan:
     def forward(self, rows: PackedTokens, cache: KVCache, *, logits: bool) -> torch.Tensor | None:
         """One pass; the logits [N, V] of every row, or None where they are not wanted."""
         x = F.embedding(rows.tokens, self._model.model.embed_tokens.weight)
-        turn = [table.index_select(0, rows.positions) for table in self._tables(cache.length)]
-        scratch = self._space(len(rows))
+        while len(self._cos) < cache.length:
+            more = self._rotations(len(self._cos))
+            self._cos, self._sin = (torch.cat(pair) for pair in zip((self._cos, self._sin), more, strict=True))
+        turn = self._cos.index_select(0, rows.positions), self._sin.index_select(0, rows.positions)
+        scratch = self._scratch
+        if scratch is None or scratch.count != len(rows):
+            self._scratch = None  # its memory first
+            scratch = _Scratch(self._layers[0], len(rows), self._heads, self._kv_heads, self._dim)
+            self._scratch = scratch
         for index, layer in enumerate(self._layers):
             self._project(layer, x, scratch, *turn)
             write(cache, index, rows, scratch.keys_values)
@@ -217,26 +219,6 @@ class LeanPlan:
             layer.gate_up.after_norm(x, layer.eps[1], scratch.gate_up)
             layer.down.add_to(x, _gated(scratch.gate, scratch.up))
         return self._head.after_norm(x, self._eps)
-
-    def _tables(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of at least ``length`` positions."""
-        cos, sin = self._turns
-        while len(cos) < length:
-            more = self._rotations(len(cos))
-            cos, sin = torch.cat([cos, more[0]]), torch.cat([sin, more[1]])
-            self._turns = cos, sin
-        return cos, sin
-
-    def _space(self, count: int) -> _Scratch:
-        """What this thread's pass of ``count`` rows writes into."""
-        thread = threading.get_ident()
-        scratch = self._scratch.get(thread)
-        if scratch is None or scratch.count != count:
-            self._scratch.pop(thread, None)  # its memory first
-            del scratch
-            scratch = _Scratch(self._layers[0], count, self._heads, self._kv_heads, self._dim)
-            self._scratch[thread] = scratch
-        return scratch
 
     def _project(self, layer: _Layer, x: torch.Tensor, into: _Scratch, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Queries, keys and values of a layer, queries and keys turned."""

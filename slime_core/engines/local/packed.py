@@ -109,7 +109,6 @@ class PackedPlan(OwnPlan):
 
     name = "packed"
     hidden_widths = False  # elementwise kernels run over sizes of no linear layer (fused experts)
-    small = False  # passes beside each other are not worth it, or not possible: the module is one
 
     def __init__(self, model: Any, device: str) -> None:
         from transformers import AttentionInterface

@@ -8,7 +8,6 @@ row-wise kernel: an elementwise exp or log over the whole matrix would round the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,14 +46,6 @@ class SampledTokens:
     tokens: NDArray[np.int64]
     log_probs: NDArray[np.float32]
     plain_log_probs: NDArray[np.float32]
-
-    @classmethod
-    def joined(cls, parts: Sequence[SampledTokens]) -> SampledTokens:
-        """Those of several passes."""
-        if len(parts) == 1:
-            return parts[0]
-        columns = zip(*((part.tokens, part.log_probs, part.plain_log_probs) for part in parts), strict=True)
-        return cls(*map(np.concatenate, columns))
 
 
 def draw(logits: torch.Tensor, knobs: Knobs, u: NDArray[np.float64]) -> SampledTokens:

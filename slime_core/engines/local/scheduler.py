@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from slime_core.engines.local.attention import Segment
+from slime_core.engines.local.sampling import Knobs, draw, uniforms
 from slime_core.engines.local.slots import Slots, check_size, fitting, free_memory, slot_length
 from slime_core.errors import EngineError
 from slime_core.memory import is_out_of_memory
@@ -74,14 +75,13 @@ class Scheduler:
             self._queue.append(job)
             self._most = max(self._most, len(job.prompt) + job.limit)
         until = time.perf_counter() + seconds
-        with self.served.lanes.alone():
-            while True:
-                self._done += self._admit()
-                if not self._slots.active.any():
-                    break
-                self._done += self._step()
-                if time.perf_counter() > until:
-                    break
+        while True:
+            self._done += self._admit()
+            if not self._slots.active.any():
+                break
+            self._done += self._step()
+            if time.perf_counter() > until:
+                break
         return self.hand_over()
 
     def hand_over(self) -> list[EngineJob]:
@@ -124,15 +124,14 @@ class Scheduler:
         """Plain log-prob of each of ``tokens[start:]``, through the spare slot."""
         self._make_room(len(tokens))
         out = np.empty(len(tokens) - start, dtype=np.float32)
-        with self.served.lanes.alone():
-            for begin, logits in self.served.sequence_logits(tokens[:-1]):
-                first = max(begin, start - 1)
-                if first >= begin + len(logits):
-                    continue
-                logp = torch.log_softmax(logits[first - begin :].float(), -1)
-                at = slice(first + 1, begin + len(logits) + 1)
-                ids = torch.from_numpy(tokens[at]).to(logp.device)
-                out[first + 1 - start : at.stop - start] = logp.gather(-1, ids[:, None])[:, 0].cpu().numpy()
+        for begin, logits in self.served.sequence_logits(tokens[:-1]):
+            first = max(begin, start - 1)
+            if first >= begin + len(logits):
+                continue
+            logp = torch.log_softmax(logits[first - begin :].float(), -1)
+            at = slice(first + 1, begin + len(logits) + 1)
+            ids = torch.from_numpy(tokens[at]).to(logp.device)
+            out[first + 1 - start : at.stop - start] = logp.gather(-1, ids[:, None])[:, 0].cpu().numpy()
         if not np.isfinite(out).all():
             self.served.cache.clear(self.served.cache.spare)
             raise self._not_finite("score")
@@ -241,7 +240,7 @@ class Scheduler:
             log.info("memory holds %d of %d slots of %d tokens", sequences, self._configured, tokens)
 
     def _resize(self, sequences: int, tokens: int) -> None:
-        count, length = max(map(self.served.width, range(1, sequences + 1))), slot_length(tokens)
+        count, length = self.served.counts.pad(sequences), slot_length(tokens)
         if self.tokens and count == self._slots.count:
             self.served.cache.grow(tokens, self._slots.lengths().tolist())
             self._slots.grow(length)
@@ -257,8 +256,12 @@ class Scheduler:
             return []
         self._compact()
         slots = self._slots
+        count = self.served.counts.pad(slots.rows)
         rows = np.flatnonzero(slots.active)
-        draws = self.served.decode(slots, self.served.passes(slots.rows))
+        logits = self.served.decode(slots, count)
+        u = uniforms(slots.seed[:count], slots.position[:count] + 1)
+        knobs = Knobs(slots.temperature[:count], slots.top_p[:count], slots.top_k[:count])
+        draws = draw(logits, knobs, u)
         return self._settle(
             rows, draws.tokens[rows], draws.log_probs[rows], draws.plain_log_probs[rows], self.served.version
         )
@@ -321,7 +324,7 @@ class Scheduler:
 
     def _compact(self) -> None:
         """Move the highest sequences down where that makes the pass smaller."""
-        slots, pad = self._slots, self.served.width
+        slots, pad = self._slots, self.served.counts.pad
         active = int(slots.active.sum())
         if pad(slots.rows) == pad(active):
             return

@@ -14,10 +14,8 @@ import torch
 
 from slime_core.engines.local import verify
 from slime_core.engines.local.attention import RowCounts, Segment, decode_rows, pack
-from slime_core.engines.local.lanes import Lanes, passes, shares
 from slime_core.engines.local.packed import RescanPlan
 from slime_core.engines.local.pages import PagedCache
-from slime_core.engines.local.sampling import Knobs, SampledTokens, draw, uniforms
 from slime_core.engines.local.slots import KVCache, position_bytes
 from slime_core.engines.local.twin import Twin
 
@@ -52,7 +50,6 @@ class ServedModel:
         self._exact = exact  # the same bits as the trainer's
         self.batch_invariant = exact or not self._paged
         self.counts = RowCounts()
-        self.lanes = Lanes()
         self._twin = Twin(folder.config, self._dtype, device, folder.trust_remote_code, joined=self._paged)
         self.plan: Any = None  # `lean.LeanPlan`, `joined.JoinedPlan`, `packed.PackedPlan` or `packed.RescanPlan`
         self.cache: Any = KVCache((), 0, 0)  # of no layers, until `allocate`
@@ -93,7 +90,7 @@ class ServedModel:
             choice = verify.choose(
                 self._twin.model, self.context_len, self.device, paged=self._paged, exact=self._exact
             )
-        self.plan, self.counts, self.lanes = choice.plan, choice.counts, Lanes(choice.lanes)
+        self.plan, self.counts = choice.plan, choice.counts
         self.batch_invariant = self.batch_invariant and choice.batch_invariant
         self.moved()
 
@@ -144,34 +141,19 @@ class ServedModel:
 
     def prefill(self, segments: Sequence[Segment], content: NDArray[np.int64]) -> None:
         """Fill the cache for packed pieces of prompts."""
+        tokens = np.concatenate([content[s.slot, s.position : s.position + s.end - s.begin] for s in segments])
+        self._pack(list(segments), tokens, logits=False)
 
-        def fill(part: list[Segment]) -> None:
-            tokens = np.concatenate([content[s.slot, s.position : s.position + s.end - s.begin] for s in part])
-            self._pack(part, tokens, logits=False)
-
-        self.lanes.map(fill, shares(segments, self.lanes.count))
-
-    def passes(self, rows: int) -> list[slice]:
-        """The passes of a decode step of the first ``rows`` slots, as slots of each."""
-        return passes(rows, self.lanes.count, self.counts)
-
-    def width(self, rows: int) -> int:
-        """Slots that a decode step of the first ``rows`` slots computes."""
-        return self.passes(rows)[-1].stop if rows else 0
-
-    def decode(self, slots: Slots, passes: Sequence[slice]) -> SampledTokens:
-        """Feed every active slot's token and draw its next; rows of idle slots mean nothing."""
-        return SampledTokens.joined(self.lanes.map(lambda at: self._decode(slots, at), passes))
-
-    def _decode(self, slots: Slots, at: slice) -> SampledTokens:
+    def decode(self, slots: Slots, count: int) -> torch.Tensor:
+        """Feed every active slot's token; logits [count, V], where rows of idle slots mean nothing."""
         if self.rescans:
-            logits = self._rescan(slots, at)
-        else:
-            columns = slots.token[at], slots.position[at], slots.active[at]
-            rows = decode_rows(*columns, self.cache, self.device, at.start)
-            logits = self.plan.forward(rows, self.cache, logits=True)
-        knobs = Knobs(slots.temperature[at], slots.top_p[at], slots.top_k[at])
-        return draw(logits, knobs, uniforms(slots.seed[at], slots.position[at] + 1))
+            return self._rescan(slots, count)
+        parts = []
+        for first in range(0, count, self.counts.most):
+            at = slice(first, min(first + self.counts.most, count))
+            rows = decode_rows(slots.token[at], slots.position[at], slots.active[at], self.cache, self.device, first)
+            parts.append(self.plan.forward(rows, self.cache, logits=True))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def sequence_logits(self, tokens: NDArray[np.int64]) -> Iterator[tuple[int, torch.Tensor]]:
         """Logits of one sequence, in runs of rows: (first position, [n, V])."""
@@ -190,12 +172,12 @@ class ServedModel:
         rows = pack(segments, tokens, self.counts, self.cache, self.device)
         return self.plan.forward(rows, self.cache, logits=logits)  # type: ignore[no-any-return]
 
-    def _rescan(self, slots: Slots, at: slice) -> torch.Tensor:
+    def _rescan(self, slots: Slots, count: int) -> torch.Tensor:
         out: torch.Tensor | None = None
-        for slot in at.start + np.flatnonzero(slots.active[at]):
+        for slot in np.flatnonzero(slots.active[:count]):
             last: torch.Tensor = self.plan.logits(self._to(slots.content[slot, : slots.position[slot] + 1]))[-1]
-            out = last.new_zeros(at.stop - at.start, len(last)) if out is None else out
-            out[slot - at.start] = last
+            out = last.new_zeros(count, len(last)) if out is None else out
+            out[slot] = last
         assert out is not None
         return out
 

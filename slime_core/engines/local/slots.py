@@ -314,14 +314,6 @@ def check_size(tokens: int, position_bytes: int, memory: int) -> None:
         )
 
 
-@dataclass(slots=True)
-class Front:
-    """Views of the first positions of adjacent slots: a view costs as much as what a small pass does with it."""
-
-    size: tuple[int, int]  # slots, positions
-    views: dict[int, tuple[torch.Tensor, torch.Tensor]]  # by layer
-
-
 class KVCache:
     """Keys and values of ``slots`` sequences and one spare slot."""
 
@@ -331,7 +323,8 @@ class KVCache:
         self.spare = slots
         self.length = slot_length(context_len)
         self.by_position: dict[int, torch.Tensor] = {}  # of layers whose keys and values are of one width
-        self._fronts: dict[int, Front] = {}  # by first slot
+        self._front: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer, of one size
+        self._front_size = (0, 0, 0)
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         for layer, shape in enumerate(shapes):
@@ -347,7 +340,7 @@ class KVCache:
     def grow(self, context_len: int, used: Sequence[int]) -> None:
         """Make slots longer, layer by layer; slot i holds ``used[i]`` positions, the rest is not copied."""
         self.length = slot_length(context_len)
-        self._fronts = {}
+        self._front_size = (0, 0, 0)
         for layer, shape in enumerate(self.shapes):
             before = self.keys[layer], self.values[layer]
             self._place(layer, shape)
@@ -368,13 +361,12 @@ class KVCache:
 
     def front(self, layer: int, first: int, count: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The first ``length`` positions of ``count`` slots: keys [count * kv heads, d, length], values [..., dv]."""
-        front = self._fronts.get(first)
-        if front is None or front.size != (count, length):
-            front = self._fronts[first] = Front((count, length), {})
-        if layer not in front.views:
+        if self._front_size != (first, count, length):
+            self._front, self._front_size = {}, (first, count, length)
+        if layer not in self._front:
             k, v = (t[first : first + count, :, :length].flatten(0, 1) for t in (self.keys[layer], self.values[layer]))
-            front.views[layer] = k.transpose(1, 2), v
-        return front.views[layer]
+            self._front[layer] = k.transpose(1, 2), v
+        return self._front[layer]
 
     def _place(self, layer: int, shape: LayerShape) -> None:
         if shape.key_dim == shape.value_dim:

@@ -18,7 +18,6 @@ import torch
 
 from slime_core.engines.local.attention import RowCounts, Segment, decode_rows, measure, pack
 from slime_core.engines.local.joined import JoinedPlan
-from slime_core.engines.local.lanes import MOST, Lanes
 from slime_core.engines.local.lean import LeanPlan
 from slime_core.engines.local.packed import PackedPlan, RescanPlan, Unfit, moving_rope
 from slime_core.engines.local.pages import PAGE, PagedCache, PagedTokens, lay_out, paged_rows, pages_of
@@ -47,12 +46,11 @@ TRIAL_CHUNK = 24
 
 @dataclass(slots=True)
 class PlanChoice:
-    """The plan, the counts of rows that it may have, whether they are independent, and passes at once."""
+    """The plan, the counts of rows that it may have, and whether they are independent."""
 
     plan: Any
     counts: RowCounts
     batch_invariant: bool
-    lanes: int = 1  # passes beside each other, of one thread each
 
 
 def choose(model: nn.Module, context_len: int, device: str, *, paged: bool = False, exact: bool = False) -> PlanChoice:
@@ -100,14 +98,12 @@ def _not_exact(kind: str, reasons: list[str]) -> ConfigError:
 
 
 def _tried(plan: Any, sequences: list[torch.Tensor], expected: list[torch.Tensor]) -> PlanChoice:
-    lanes = min(torch.get_num_threads(), MOST) if plan.small else 1
-    with Lanes(lanes).alone():
-        threads = torch.get_num_threads()
-        trial = _Trial(plan, measure(plan.products(), threads), max(map(len, sequences)))
-        logits = trial.together(sequences)
-        _compare(logits, expected)
-        independent = (threads <= 2 or not plan.hidden_widths) and trial.independent(sequences, logits)
-    return PlanChoice(plan, trial.counts, independent, lanes)
+    threads = torch.get_num_threads()
+    trial = _Trial(plan, measure(plan.products(), threads), max(map(len, sequences)))
+    logits = trial.together(sequences)
+    _compare(logits, expected)
+    independent = (threads <= 2 or not plan.hidden_widths) and trial.independent(sequences, logits)
+    return PlanChoice(plan, trial.counts, batch_invariant=independent)
 
 
 def _tried_over_pages(plan: Any, sequences: list[torch.Tensor], expected: list[torch.Tensor]) -> PlanChoice:

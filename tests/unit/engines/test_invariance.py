@@ -210,7 +210,7 @@ def test_the_tail_of_a_batch_runs_in_smaller_passes(bench, ask, name):
         async with b.engine(slots=40) as engine:
             counts = []
             decode = engine._scheduler.served.decode
-            engine._scheduler.served.decode = lambda slots, at: (counts.append(at[-1].stop), decode(slots, at))[1]
+            engine._scheduler.served.decode = lambda slots, count: (counts.append(count), decode(slots, count))[1]
             together = await asyncio.gather(*(engine.generate(r) for r in asked))
             assert counts[:4] == [48] * 4
             assert set(counts[4:]) == {16}
