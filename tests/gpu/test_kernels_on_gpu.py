@@ -33,7 +33,7 @@ SHAPES = {
 }
 CASES = [
     *((shape, torch.bfloat16, form) for shape in ("smollm2", "qwen3") for form in FORMS),
-    *((shape, torch.bfloat16, "softcap") for shape in SHAPES if shape not in ("smollm2", "qwen3")),
+    *((shape, torch.bfloat16, "together") for shape in SHAPES if shape not in ("smollm2", "qwen3")),
     *((shape, dtype, "sinks") for shape in ("smollm2", "gemma") for dtype in (torch.float16, torch.float32)),
 ]
 """Shape, dtype and form; every combination is a kernel to compile."""

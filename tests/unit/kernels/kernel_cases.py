@@ -11,7 +11,13 @@ from slime_core.kernels.cache import norm_rotate_store, store
 from slime_core.kernels.sampling import log_softmax_at, sample, uniforms
 
 BOUNDS = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-FORMS = {"plain": {}, "window": {"window": 5}, "softcap": {"softcap": 2.0}, "sinks": {"sinks": True}}
+FORMS = {
+    "plain": {},
+    "window": {"window": 5},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": True},
+    "together": {"window": 5, "softcap": 2.0, "sinks": True},
+}
 
 
 @contextmanager
@@ -224,7 +230,7 @@ def check_not_finite(device):
 
 def check_uniforms(device):
     """Draws over equal logits show the hash: token = floor(u * vocab)."""
-    rows, vocab = 64, 4096
+    rows, vocab = 24, 4096
     seeds, positions, *_ = knobs(rows, 9, filters=False)
     ones = torch.ones(rows)
     arguments = seeds, positions, ones, ones.long() * 0, ones
