@@ -9,6 +9,7 @@ import torch
 
 from slime_core.plugins import load_plugins
 from slime_core.testing import tiny_model
+from slime_core.testing.families import family_model
 from slime_core.threads import TorchThread
 from slime_core.trainers.fsdp import FsdpTrainer
 from slime_core.trainers.optimizer_step import LossSums
@@ -31,7 +32,11 @@ def gpu_trainer(tmp_path):
 
     def make(family, dtype, **train):
         path = tmp_path / family
-        folder = ModelFolder.open(path if path.exists() else tiny_model(path, family, hidden=128, tied=True))
+        if family == "mistral":
+            family_model(path, family)
+        elif not path.exists():
+            tiny_model(path, family, hidden=128, tied=True)
+        folder = ModelFolder.open(path)
         config, thread = made.config_of(folder.path, dtype=dtype, **train), TorchThread(1)
         threads.append(thread)
         trainer = FsdpTrainer(config, load_plugins(config), folder, thread=thread, device=DEVICE)
@@ -58,7 +63,7 @@ def gradients_of(worker, batch, fused):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("tokens", [0, 60])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_written_out_layers_have_the_models_own_loss_and_gradients(gpu_trainer, family, dtype, tokens, recompute):
     worker, call = gpu_trainer(family, dtype, max_tokens_per_gpu=tokens, gradient_checkpointing=recompute)
     assert worker.policy.fused

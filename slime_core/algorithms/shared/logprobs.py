@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-LOGITS = {"cpu": 64 << 20, "other": 512 << 20}  # bytes of logits alive at once
+LOGITS = {"cpu": 64 << 20, "other": 512 << 20}  # bytes of logits alive at once; of a larger GPU's memory a 64th
 EXACT = {"cpu": 1 << 20, "other": 128 << 20}  # bytes of one float32 array made of them
 Tensor = torch.Tensor
 BlockLoss = Callable[[slice, Tensor, Tensor], Tensor]
@@ -55,7 +55,10 @@ class Head:
     def blocks(self, rows: int, chunk: int = 0) -> list[slice]:
         """Rows whose logits are alive at once, at most ``chunk`` of them (0: as many as the bytes allow)."""
         row = len(self.weight) * self.weight.element_size()
-        return blocks(rows, row, LOGITS.get(self.weight.device.type, LOGITS["other"]), chunk)
+        device, budget = self.weight.device, LOGITS.get(self.weight.device.type, LOGITS["other"])
+        if device.type == "cuda":  # each block adds to a float32 gradient of the whole matrix
+            budget = max(budget, torch.cuda.get_device_properties(device).total_memory // 64)
+        return blocks(rows, row, budget, chunk)
 
     def room(self, largest: int) -> Tensor:
         """Memory for the logits of a block."""

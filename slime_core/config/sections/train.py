@@ -133,7 +133,7 @@ class TrainSection(Section):
         "auto", "Compile what layers do between products: auto does on GPUs, from 1B parameters on.", MACHINE
     )
     logprob_chunk_tokens: int = key(
-        0, "Rows of [tokens, vocab] logits alive at once; 0: what 512 MiB hold, 64 MiB on a CPU.", MACHINE, ge=0
+        0, "Rows of [tokens, vocab] logits alive at once; 0: by bytes, 64 MiB on a CPU.", MACHINE, ge=0
     )
     custom_advantage_function_path: str = key("", "Function by path.", LOSS)
     custom_loss_function_path: str = key("", "Function by path.", LOSS)

@@ -114,7 +114,7 @@ class SharedRows:
     def spread_backward(self, grad: torch.Tensor) -> torch.Tensor:
         """The gradient of the pack's rows from that of rows end to end: sums in a fixed order."""
         out = grad.index_select(0, self.last)
-        repeats = grad.index_select(0, self.places.flatten()).view(*self.places.shape, -1)
+        repeats = grad.index_select(0, self.places.flatten()).view(*self.places.shape, grad.shape[1])
         sums = torch.where(self.counts, repeats, 0).sum(1, dtype=torch.float32)
         return out.index_copy_(0, self.rows, sums.to(grad.dtype))
 

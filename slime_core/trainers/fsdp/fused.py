@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from slime_core.trainers.fsdp.masters import Masters
 
 KNOWN = ("Qwen3DecoderLayer", "Qwen2DecoderLayer", "LlamaDecoderLayer")
+KNOWN_ON_GPU = (*KNOWN, "MistralDecoderLayer")
 Tensor = torch.Tensor
 Maybe = torch.Tensor | None
 
@@ -40,6 +41,7 @@ class Shape:
     scaling: float
     eps: float
     recompute: bool  # keep nothing but the input, and make the rest again in the backward pass
+    window: int | None = None  # rows that a row sees, on a GPU alone; all before it where it is None
 
 
 class LayerWeights(NamedTuple):
@@ -267,7 +269,8 @@ def fuse(layer: nn.Module, config: Any, on_gpu: Callable[..., Tensor] | None = N
     ``segments``, ``recompute`` and, on a GPU, ``masters`` that gradients are added to. ``on_gpu`` is the pass there,
     `fused_cuda.GpuLayer.apply`.
     """
-    if type(layer).__name__ not in KNOWN or getattr(config, "hidden_act", "") != "silu":
+    on_cuda = any(parameter.is_cuda for parameter in layer.parameters())
+    if type(layer).__name__ not in (KNOWN_ON_GPU if on_cuda else KNOWN) or getattr(config, "hidden_act", "") != "silu":
         return None
     block: Any = layer
     attention, mlp = block.self_attn, block.mlp
@@ -275,7 +278,8 @@ def fuse(layer: nn.Module, config: Any, on_gpu: Callable[..., Tensor] | None = N
     plain = [attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     if any(type(m) is not nn.Linear for m in (*biased, *plain)) or any(m.bias is not None for m in plain):
         return None
-    if getattr(attention, "sliding_window", None) is not None:
+    window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))  # Mistral's is the config's
+    if window is not None and not on_cuda:
         return None
     head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
 
@@ -295,6 +299,7 @@ def fuse(layer: nn.Module, config: Any, on_gpu: Callable[..., Tensor] | None = N
             scaling=attention.scaling,
             eps=config.rms_norm_eps,
             recompute=recompute,
+            window=window,
         )
         cos, sin = (table[0, :, None, :] for table in position_embeddings)
         norms = [norm.weight if norm is not None else None for norm in head_norms]

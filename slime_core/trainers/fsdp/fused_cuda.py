@@ -26,7 +26,9 @@ class GpuPass:
 
     def __init__(self, shape: Shape, segments: PackSegments, cos: Tensor, sin: Tensor) -> None:
         self.shape, self.segments, self.cos, self.sin = shape, segments, cos, sin
-        self.shared = segments.shared if by_varlen(cos, segments) else None  # rows of attention lie end to end
+        self.shared = (
+            segments.shared if by_varlen(cos, segments, shape.window) else None
+        )  # rows of attention lie end to end
         self.saved: tuple[Any, ...] = ()
 
     def forward(self, x: Tensor, out: Tensor, w: LayerWeights, keep: bool) -> None:
@@ -47,23 +49,28 @@ class GpuPass:
         from slime_core.kernels.rows_cuda import norm, turn
 
         shape, segments = self.shape, self.segments
-        q, k, v = qkv.unflatten(1, (-1, shape.dim)).split((shape.heads, shape.kv_heads, shape.kv_heads), 1)
+        q, k, v = self._heads(qkv)
         norms = (w.q_norm, w.k_norm) if w.q_norm is not None and w.k_norm is not None else None
-        heads = [q, k] if norms is None else [q.contiguous(), k.contiguous()]
         if norms is not None:
-            q, k = (norm(x, None, weight, shape.eps, 0.0)[0] for x, weight in zip(heads, norms))
+            q, k = (norm(x.contiguous(), None, one, shape.eps, 0.0)[0] for x, one in zip((q, k), norms))
         turned = turn(q, k, *self._tables(), back=False)
         with torch.set_grad_enabled(keep):
             leaves = [x.detach().requires_grad_(keep) for x in (*turned, v)]
             q, k, v = leaves
             if self.shared:
                 cu, longest = segments.cu_seqlens, segments.longest
-                mixed = varlen(q, k, v, cu, cu, longest, longest, scale=shape.scaling)
+                mixed = varlen(q, k, v, cu, cu, longest, longest, scale=shape.scaling, window=shape.window)
             else:
-                mixed = attend(q, k, v, segments, shape.scaling)
+                mixed = attend(q, k, v, segments, shape.scaling, shape.window)
         if keep:
-            self.saved = (leaves, mixed, None if norms is None else heads)
+            self.saved = (leaves, mixed, None if norms is None else qkv)  # which v holds anyway
         return mixed.detach()
+
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [rows, heads, d] of the joined product."""
+        shape = self.shape
+        q, k, v = qkv.unflatten(1, (-1, shape.dim)).split((shape.heads, shape.kv_heads, shape.kv_heads), 1)
+        return q, k, v
 
     def _tables(self) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the rows of attention."""
@@ -73,7 +80,7 @@ class GpuPass:
         """Gradients of x and of the weights in their order; None of those that went into ``masters``."""
         from slime_core.kernels.rows_cuda import activate, activate_backward, norm_backward
 
-        leaves, mixed, heads, o, y, gate_up = self.saved
+        leaves, mixed, qkv, o, y, gate_up = self.saved
         self.saved = ()
         eps = self.shape.eps
         d_down = _gradients(masters, (w.down,), d_out, activate(gate_up, "silu"))
@@ -83,7 +90,7 @@ class GpuPass:
         del gate_up, d_gate_up
         d_y, d_norm2 = norm_backward(d_h, d_out, y, w.norm2, eps, 0.0)
         d_o = _gradients(masters, (w.o,), d_y, o)
-        d_qkv, d_heads = self._attention_backward(d_y @ w.o, leaves, mixed, heads, w)
+        d_qkv, d_heads = self._attention_backward(d_y @ w.o, leaves, mixed, qkv, w)
         d_matrices = _gradients(masters, (w.q, w.k, w.v), d_qkv, self._norm(x, w.norm1))
         d_biases: tuple[Maybe, ...] = (None, None, None)
         if w.q_bias is not None:
@@ -92,7 +99,7 @@ class GpuPass:
         return d_x, d_norm1, *d_matrices, *d_biases, *d_heads, *d_o, d_norm2, d_gate, d_up, *d_down
 
     def _attention_backward(
-        self, d_o: Tensor, leaves: list[Tensor], mixed: Tensor, heads: list[Tensor] | None, w: LayerWeights
+        self, d_o: Tensor, leaves: list[Tensor], mixed: Tensor, qkv: Maybe, w: LayerWeights
     ) -> tuple[Tensor, tuple[Maybe, Maybe]]:
         """Gradients of [q k v] of the pack's rows, and of the head norms."""
         from slime_core.kernels.rows_cuda import norm_backward, turn
@@ -101,11 +108,12 @@ class GpuPass:
         d_q, d_k, d_v = torch.autograd.grad(mixed, leaves, d_mixed)
         d_q, d_k = turn(d_q, d_k, *self._tables(), back=True)
         d_norms: tuple[Maybe, Maybe] = (None, None)
-        if heads is not None:
+        if qkv is not None:
             assert w.q_norm is not None
             assert w.k_norm is not None
-            d_q, d_q_norm = norm_backward(d_q, None, heads[0], w.q_norm, self.shape.eps, 0.0)
-            d_k, d_k_norm = norm_backward(d_k, None, heads[1], w.k_norm, self.shape.eps, 0.0)
+            q, k = (x.contiguous() for x in self._heads(qkv)[:2])
+            d_q, d_q_norm = norm_backward(d_q, None, q, w.q_norm, self.shape.eps, 0.0)
+            d_k, d_k_norm = norm_backward(d_k, None, k, w.k_norm, self.shape.eps, 0.0)
             d_norms = d_q_norm, d_k_norm
         d_qkv = torch.cat((d_q, d_k, d_v), 1).flatten(1)
         return (self.shared.spread_backward(d_qkv) if self.shared else d_qkv), d_norms

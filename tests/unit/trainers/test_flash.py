@@ -86,8 +86,8 @@ def test_a_shared_prompt_is_read_by_each_of_its_sequences():
 
 @pytest.mark.parametrize(
     "flat",
-    [[0, 1, 2, 0, 1, 3], [0, 0, 0, 1], [2, 1, 0, 1, 2, 3, 1]],
-    ids=["prefix", "thrice", "mixed"],
+    [[0, 1, 2, 0, 1, 3], [0, 0, 0, 1], [2, 1, 0, 1, 2, 3, 1], [0, 1, 2]],
+    ids=["prefix", "thrice", "mixed", "alone"],
 )
 def test_rows_in_several_places_are_read_from_each_and_get_all_gradients(flat):
     count, rows = max(flat) + 1, torch.tensor(flat)
