@@ -89,14 +89,13 @@ def test_new_weights_make_every_page_unknown():
     assert pool.available == 3
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
 @pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
-def test_the_contract_of_engines_is_kept_over_pages(bench, check, name):
+def test_the_contract_of_engines_is_kept_over_pages(bench, check):
     async def go(b):
         async with b.engine(load=False, paged=True) as engine:
             await check(EngineCase(engine=engine, update=b.update, prompt=[5, 6, 7]))
 
-    bench(name).run(go)
+    bench().run(go)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -230,7 +229,7 @@ def test_the_youngest_give_up_their_pages_where_none_is_left(bench, ask, monkeyp
 def test_a_pause_in_the_middle_changes_no_token(bench, ask, mode):
     async def go(b):
         async with b.engine(slots=2, paged=True) as engine:
-            asked = [ask(str(i), new=150) for i in range(4)]
+            asked = [ask(str(i), new=80) for i in range(4)]
             wanted = await asyncio.gather(*(engine.generate(r) for r in asked))
             tasks = [asyncio.create_task(engine.generate(r)) for r in asked]
             while not (engine._scheduler._slots.active & (engine._scheduler._slots.position > 8)).any():
@@ -244,10 +243,10 @@ def test_a_pause_in_the_middle_changes_no_token(bench, ask, mode):
                 assert one.versions == sorted(one.versions)
                 if mode == "abort":
                     rest = replace(r, tokens=[*r.tokens, *one.tokens], kept=len(one.tokens))
-                    rest = replace(rest, params=replace(r.params, max_new_tokens=150 - len(one.tokens)))
+                    rest = replace(rest, params=replace(r.params, max_new_tokens=80 - len(one.tokens)))
                     assert one.tokens + (await engine.generate(rest)).tokens == whole.tokens
                 else:
-                    assert len(one.tokens) == 150
+                    assert len(one.tokens) == 80
             assert set(done[0].versions) == ({0} if mode == "abort" else {0, 1})
 
     bench().run(go)
