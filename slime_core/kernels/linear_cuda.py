@@ -103,7 +103,7 @@ def _run(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _tile(x: Tensor, weight: Tensor) -> Tile:
     """The quickest tile for the size, of those that give the reference's bits."""
-    if x.dtype == torch.float32:
+    if x.dtype == torch.float32 or not x.is_cuda:
         return SINGLE
     for tile in _by_cost(triton.cdiv(len(x), 64), len(weight), x.device):
         if tile is TILES[0] or _agrees(tile, x.dtype, x.shape[1], x.device):
