@@ -27,11 +27,18 @@ def invariant_linear(x: Tensor, weight: Tensor | Sequence[Tensor], bias: Tensor 
     weights = (weight,) if isinstance(weight, Tensor) else tuple(weight)
     if by_triton(x):
         return _Linear.apply(x, bias, *weights)  # type: ignore[no-any-return]
-    return F.linear(x, _one(weights), bias)
+    return F.linear(x, torch.cat(weights), bias)  # whose gradient goes to each
 
 
-def _one(weights: Sequence[Tensor]) -> Tensor:
-    return weights[0] if len(weights) == 1 else torch.cat(list(weights))
+def joined(matrices: Sequence[Tensor]) -> Tensor:
+    """Matrices one above the other: a view where they lie so, else a copy."""
+    first = matrices[0]
+    storage, end = first.untyped_storage().data_ptr(), first.data_ptr()
+    for matrix in matrices:
+        if (matrix.untyped_storage().data_ptr(), matrix.data_ptr()) != (storage, end) or not matrix.is_contiguous():
+            return torch.cat(list(matrices))
+        end += matrix.nbytes
+    return first.as_strided((sum(map(len, matrices)), *first.shape[1:]), first.stride())
 
 
 class _Linear(torch.autograd.Function):
@@ -40,13 +47,13 @@ class _Linear(torch.autograd.Function):
         from slime_core.kernels.linear_cuda import product
 
         ctx.save_for_backward(x, *weights)
-        return product(x, _one(weights), bias)
+        return product(x, joined(weights), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         grad = grads[0]
-        d_x = grad @ _one(weights) if ctx.needs_input_grad[0] else None
+        d_x = grad @ joined(weights) if ctx.needs_input_grad[0] else None
         d_bias = grad.sum(0) if ctx.needs_input_grad[1] else None
         d_weights: tuple[Tensor | None, ...] = (None,) * len(weights)
         if ctx.needs_input_grad[2]:

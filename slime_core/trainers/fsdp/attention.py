@@ -317,18 +317,18 @@ def _varlen(
     window: int | None,
 ) -> torch.Tensor:
     cu, longest = segments.cu_seqlens, segments.longest
-    q, k, v = _end_to_end(segments, q, k, v)
-    return _as_packed(segments, varlen(q, k, v, cu, cu, longest, longest, scale=scaling, window=window))
+    q, k, v = end_to_end(segments, q, k, v)
+    return as_packed(segments, varlen(q, k, v, cu, cu, longest, longest, scale=scaling, window=window))
 
 
-def _end_to_end(segments: PackSegments, *tensors: torch.Tensor) -> list[torch.Tensor]:
+def end_to_end(segments: PackSegments, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """Rows of whole sequences, those of shared prompts repeated in each."""
     if segments.shared is None:
         return list(tensors)
     return [_EndToEnd.apply(x, segments.shared) for x in tensors]  # type: ignore[no-untyped-call]
 
 
-def _as_packed(segments: PackSegments, out: torch.Tensor) -> torch.Tensor:
+def as_packed(segments: PackSegments, out: torch.Tensor) -> torch.Tensor:
     """Rows of the pack again."""
     return out if segments.shared is None else _Packed.apply(out, segments.shared)  # type: ignore[no-untyped-call,no-any-return]
 
@@ -344,11 +344,11 @@ def _by_kernel(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Soft caps and sinks, which torch's own kernels have not."""
-    q, k, v = _end_to_end(segments, q, k, v)
+    q, k, v = end_to_end(segments, q, k, v)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     more: dict[str, Any] = {"window": window or 0, "softcap": softcap or 0.0, "sinks": sinks}
     out = varlen_attention(q, k, v, segments.cu_seqlens, segments.longest, scale=scale, **more)
-    return _as_packed(segments, out)
+    return as_packed(segments, out)
 
 
 def _attend(

@@ -26,7 +26,7 @@ from slime_core.kernels.linear import invariant_linear
 from slime_core.kernels.norm import add_rms_norm, rms_norm
 from slime_core.kernels.rotary import rotate, tables
 from slime_core.kernels.sampling import log_softmax_at
-from slime_core.trainers.fsdp.attention import PackSegments, take
+from slime_core.trainers.fsdp.attention import PackSegments, as_packed, end_to_end, take
 
 Tensor = torch.Tensor
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -42,33 +42,14 @@ class PackRows:
 
     def __init__(self, positions: Tensor, segments: PackSegments, cos: Tensor, sin: Tensor) -> None:
         self.segments, self.cos, self.sin = segments, cos, sin  # tables by position
-        self.positions = positions if segments.gather is None else positions[segments.gather]
+        self.positions = positions if segments.shared is None else segments.shared.spread(positions)
         self.places = torch.arange(len(self.positions), device=positions.device)
-
-    def spread(self, x: Tensor) -> Tensor:
-        """Rows of the pack to rows of attention."""
-        return x if self.segments.gather is None else take(x, self.segments.gather)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
         """Causal attention within each sequence, for rows of the pack: [N, Hq, d]."""
         cu, longest = self.segments.cu_seqlens, self.segments.longest
         out = varlen_attention(q, k, v, cu, longest, scale=scale, window=window, invariant=True)
-        return out if self.segments.last is None else _Last.apply(out, self.segments, self.places)  # type: ignore[no-any-return]
-
-
-class _Last(torch.autograd.Function):
-    """Of each row of a pack one of the rows that attention computed for it; a gradient without scattered sums."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, segments: PackSegments, places: Tensor) -> Tensor:
-        ctx.save_for_backward(segments.last, segments.gather, places)
-        return x.index_select(0, segments.last)  # type: ignore[arg-type]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        last, gather, places = ctx.saved_tensors
-        used = last.index_select(0, gather) == places
-        return grads[0].index_select(0, gather) * used[:, None, None], None, None
+        return as_packed(self.segments, out)
 
 
 class ExactPass:
@@ -135,7 +116,7 @@ class ExactPass:
             x, residual = add_rms_norm(x, residual, norm, self.eps)
         whole = getattr(attention.config, "sliding_window", None)  # Mistral's; Qwen says it layer by layer
         window = int(getattr(attention, "sliding_window", whole) or 0)
-        qkv = rows.spread(_joined(x, attention.q_proj, attention.k_proj, attention.v_proj))
+        (qkv,) = end_to_end(rows.segments, _joined(x, attention.q_proj, attention.k_proj, attention.v_proj))
         qkv = qkv.unflatten(1, (-1, attention.head_dim))
         q, k, v = _Heads.apply(qkv, *_head_norms(attention), self.eps, self.hf.config.num_attention_heads, rows)
         mixed = rows.attend(q, k, v, float(attention.scaling), window).flatten(1)

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from slime_core.kernels.linear import joined
 from slime_core.trainers.flash import varlen
 from slime_core.trainers.fsdp.attention import PackSegments, attend, by_varlen
 from slime_core.trainers.fsdp.fused import LayerWeights, Maybe, Shape, Tensor
-from slime_core.trainers.fsdp.masters import Masters, joined
+from slime_core.trainers.fsdp.masters import Masters
 
 
 class GpuPass:

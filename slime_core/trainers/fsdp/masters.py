@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from slime_core.algorithms.shared.logprobs import add_product
+from slime_core.kernels.linear import joined
 
 Tensors = dict[str, torch.Tensor]
 ALIGNED = 64  # numbers from the start of one copy to that of the next, or a multiple: products want whole lines
@@ -89,14 +90,3 @@ class Masters:
         """Have the module compute with the masters as they are now, or with these ``weights``."""
         values = self.weights if weights is None else weights
         torch._foreach_copy_(list(self.copies.values()), [values[name] for name in self.copies])
-
-
-def joined(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Matrices one above the other: a view where they lie so, else a copy."""
-    first = matrices[0]
-    storage, end = first.untyped_storage().data_ptr(), first.data_ptr()
-    for matrix in matrices:
-        if (matrix.untyped_storage().data_ptr(), matrix.data_ptr()) != (storage, end) or not matrix.is_contiguous():
-            return torch.cat(list(matrices))
-        end += matrix.nbytes
-    return first.as_strided((sum(map(len, matrices)), *first.shape[1:]), first.stride())

@@ -73,7 +73,7 @@ class FsdpWorker(Worker):
         if self.device.type != "cuda":
             return FEW_TOKENS
         whole = torch.cuda.get_device_properties(self.device).total_memory
-        return micro_batch_tokens(self.folder.config, whole, fused=self.policy.fused)
+        return micro_batch_tokens(self.folder.config, whole, fused=self.policy.fused and self.policy.exact is None)
 
     def prepare_stage(self) -> None:
         self.policy.chunk = self.train.logprob_chunk_tokens
