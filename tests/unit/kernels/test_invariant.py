@@ -9,9 +9,9 @@ import pytest
 pytestmark = pytest.mark.unit
 
 
-@pytest.mark.parametrize("name", ["linear", "model"])
-def test_kernels_in_the_interpreter(name):
+@pytest.mark.parametrize("name", ["linear", "model", pytest.param("run", marks=pytest.mark.nightly)])
+def test_kernels_in_the_interpreter(name, tmp_path):
     pytest.importorskip("triton")
-    script = Path(__file__).with_name(f"interpreted_{name}.py")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, Path(__file__).with_name(f"interpreted_{name}.py"), tmp_path / "model"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
