@@ -1,4 +1,4 @@
-"""Run as a script, in Triton's interpreter: one layer of Qwen3 trained on, prefilled and decoded has the same bits."""
+"""Run as a script, in Triton's interpreter: one layer of Qwen3 in a pack, prefilled and decoded has the same bits."""
 
 import os
 
@@ -20,17 +20,15 @@ from slime_core.trainers.fsdp.model import FsdpPolicy, ResponseTokens
 LENGTHS = 9, 3
 
 
+@torch.no_grad()
 def trained(hf, tokens, rows):
-    """Log-probs of a pack of both sequences; with gradients, which only have to be there."""
+    """Log-probs of a pack of both sequences."""
     policy = FsdpPolicy(hf, chunk=0)
     policy.packs = policy.linear_head = True
     policy.exact = ExactPass(policy)
     positions = torch.cat([torch.arange(n) for n in LENGTHS])
     segments = PackSegments.of(np.concatenate([[0], np.cumsum(LENGTHS)]), np.full(2, -1), "cpu")
-    log_probs, _ = policy(tokens, positions, segments, rows)
-    log_probs.sum().backward()
-    assert all(parameter.grad.isfinite().all() for parameter in hf.parameters())
-    return log_probs.detach()
+    return policy(tokens, positions, segments, rows)[0]
 
 
 @torch.no_grad()
@@ -58,7 +56,7 @@ def sampled(hf, tokens, rows):
 if __name__ == "__main__":
     allow_loops()
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
+    shape = {"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = transformers.Qwen3Config(
         vocab_size=50, num_hidden_layers=1, head_dim=16, initializer_range=0.2, tie_word_embeddings=True, **shape
     )

@@ -62,6 +62,6 @@ async def apart(path, thread):
 if __name__ == "__main__":
     allow_loops()
     worker = TorchThread(1)
-    folder_path = tiny_model(Path(sys.argv[1]), hidden=32, layers=1)
+    folder_path = tiny_model(Path(sys.argv[1]), hidden=160, layers=1)
     assert asyncio.run(apart(folder_path, worker)) == [0.0, 0.0]
     worker.close()
