@@ -18,7 +18,7 @@ from slime_core.kernels.attention_batch import AttentionBatch, ScoreForm
 
 Tensor = torch.Tensor
 LOG2E = 1.4426950408889634
-PARTS = 4
+PARTS = 2
 """Programs a multiprocessor should have before decode rows are split no further."""
 
 
@@ -120,8 +120,6 @@ def _attend(
         begin = tl.where(rows == 1, begin, rows)
     if SKIP:
         begin = tl.where(rows == 1, rows, begin)
-    if begin >= rows:
-        return
     length = rows
     table = tables
     if PAGE > 0:
@@ -142,6 +140,8 @@ def _attend(
         mask=valid[:, None] & (d < D)[None, :],
         other=0.0,
     ).to(keys.dtype.element_ty)
+    if begin >= rows:  # after the loads, which wait for nothing but each other
+        return
     position = length - rows + token
     low = 0
     end = tl.minimum(length, length - rows + begin + per_tile)
