@@ -58,18 +58,21 @@ def fit(model: Any, shards: Shards, folder: Path) -> Fit:
 
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     ties: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
-    fit_of = Fit(stored_as=_check_ties(ties, shards, folder))
+    renames = bool(get_model_conversion_mapping(model, add_legacy=False))
     optional = {*ties, *ties.values()}
+    elsewhere = renames and not optional & set(shards.infos)  # under other names, which transformers knows
+    fit_of = Fit(stored_as={} if elsewhere else _check_ties(ties, shards, folder))
     fit_of.missing = sorted(name for name in expected if name not in shards.infos and name not in optional)
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     fit_of.extra = sorted(
         name for name in shards.infos if name not in expected and not any(re.search(p, name) for p in ignored)
     )
-    pairs = [(name, shards.infos[fit_of.stored_as.get(name, name)]) for name in expected if name not in fit_of.missing]
+    stored = {name: shards.infos.get(fit_of.stored_as.get(name, name)) for name in expected}
+    pairs = [(name, info) for name, info in stored.items() if info is not None]
     fit_of.shapes = [(name, info.shape, expected[name]) for name, info in pairs if info.shape != expected[name]]
     prefix = f"{model.base_model_prefix}."
     renamed = any(prefix + name in expected for name in fit_of.extra)
-    fit_of.converted = renamed or bool(get_model_conversion_mapping(model, add_legacy=False))
+    fit_of.converted = renamed or renames
     if fit_of.missing and not fit_of.extra and set(fit_of.missing) <= set(_class_ties(model)):
         raise DataError(
             f"the folder has no {fit_of.missing[0]} and its config does not tie it to the embedding",

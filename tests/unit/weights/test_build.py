@@ -5,8 +5,10 @@ import shutil
 
 import pytest
 import torch
+import transformers
 
 from slime_core.errors import DataError
+from slime_core.testing.families import family_config, family_model
 from slime_core.testing.models import VOCAB, char_tokenizer, tiny_model
 from slime_core.weights.folder import ModelFolder
 
@@ -230,3 +232,26 @@ def test_a_tiny_model_is_the_same_for_the_same_seed(tmp_path):
     first, second, third = ((path / "model.safetensors").read_bytes() for path in (one, two, other))
     assert first == second != third
     assert json.loads((one / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+
+
+def gemma3_with_pictures(path):
+    """Gemma 3 of 4B parameters and more: its text model lies beside one for pictures, under names of its own."""
+    tokenizer = char_tokenizer()
+    tokenizer.save_pretrained(str(path))
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=family_config("gemma3", len(tokenizer)).to_dict(),
+        vision_config=vision | {"image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=1,
+    )
+    transformers.Gemma3ForConditionalGeneration(config).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["neox", "gemma3 with pictures"])
+def test_tied_and_output_matrices_under_other_names_are_found_by_transformers(tmp_path, name):
+    path = family_model(tmp_path, name) if name == "neox" else gemma3_with_pictures(tmp_path)
+    folder = ModelFolder.open(path)
+    kept = transformers.AutoModelForCausalLM.from_pretrained(path)
+    assert torch.equal(folder.build_model().get_output_embeddings().weight, kept.get_output_embeddings().weight)
+    assert folder.eos_token_ids == (1,)
