@@ -81,7 +81,7 @@ def lacking(engine: str) -> str:
 def measured(model: Path, chosen: argparse.Namespace, engine: str) -> dict[str, Any]:
     """One run, to its end, and its figures."""
     with tempfile.TemporaryDirectory() as work:
-        began = time.monotonic()
+        began, clock = time.monotonic(), time.time()
         if engine == "trl":
             sizes = {name: str(getattr(chosen, name)) for name in ("steps", "prompts", "samples", "length")}
             words = [
@@ -94,19 +94,24 @@ def measured(model: Path, chosen: argparse.Namespace, engine: str) -> dict[str, 
         out = None if engine != "trl" else subprocess.PIPE
         done = subprocess.run([sys.executable, *words], cwd=work, check=False, stdout=out, text=True)
         seconds = time.monotonic() - began
-        figures = of_trl(done.stdout) if engine == "trl" else of_run(Path(work, "run", "metrics.jsonl"))
+        figures = of_trl(done.stdout) if engine == "trl" else of_run(Path(work, "run"), clock)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / (1 << 20)
     about = {"engine": engine, "exit": done.returncode, "whole_run_s": round(seconds, 1)}
     return about | figures | {"peak_gib": round(peak, 2)}
 
 
-def of_run(metrics: Path) -> dict[str, Any]:
-    """Figures of a run of slime."""
+def of_run(run: Path, began: float) -> dict[str, Any]:
+    """Figures of a run of slime, whose command was given at the time ``began``."""
+    metrics, log = run / "metrics.jsonl", run / "log" / "run.log"
+    marks = [line for line in log.read_text().splitlines() if "first step: rollout" in line] if log.exists() else []
+    rollout = time.mktime(time.strptime(marks[0][:19], "%Y-%m-%dT%H:%M:%S")) - began if marks else None
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     steps = [line for line in lines if line["kind"] == "step"]
     parts = sorted({part for line in steps for part in line["seconds"]})
     return {
         "steps": len(steps),
+        "first_rollout_after_s": rollout and round(rollout),
+        "all_steps_s": round(sum(sum(line["seconds"].values()) for line in steps), 1),
         **times([sum(line["seconds"].values()) for line in steps]),
         "parts_s": {p: median([line["seconds"].get(p, 0.0) for line in steps]) for p in parts},
         "held_out": [line["metrics"].get("reward/mean") for line in lines if line["kind"] == "eval"],

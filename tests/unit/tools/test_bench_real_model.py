@@ -14,7 +14,7 @@ def test_figures_of_a_run_leave_out_the_steps_that_compile(tool, tmp_path):
     evals = [{"kind": "eval", "metrics": {"reward/mean": value}} for value in (0.125, 0.375)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [evals[0], *steps, evals[1]]))
     bench = tool("bench_real_model")
-    found = bench.of_run(tmp_path / "metrics.jsonl")
+    found = bench.of_run(tmp_path, 0.0)
     assert (found["steps"], found["first_step_s"], found["step_s"]) == (5, 31.0, 4.0)
     assert found["parts_s"] == {"rollout": 3.0, "train": 1.0}
     assert bench.row({"engine": "local", "whole_run_s": 60.2, **found}) == (
