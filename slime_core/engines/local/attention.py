@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from slime_core.engines.local.slots import BLOCK, KVCache, up
+from slime_core.engines.local.slots import BLOCK, KVCache, LayerShape, up
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -280,14 +280,51 @@ def _decode(
     k, v = cache.front(layer, rows.first, len(rows), rows.short)
     out = _side_by_side(k, v, query, mask, form, sink)
     if rows.far is not None:
-        mask = _mask(rows, "far", rows.positions[rows.far], rows.longest, form.window)
-        slots = rows.far + rows.first
-        k, v = (
-            tensor[:, :, : rows.longest].index_select(0, slots).flatten(0, 1)
-            for tensor in (cache.keys[layer], cache.values[layer])
-        )
-        out[rows.far] = _side_by_side(k.transpose(1, 2), v, query[rows.far], mask, form, sink)
+        out[rows.far] = _far(cache, layer, rows, query[rows.far], form, sink)
     return out
+
+
+def _far(
+    cache: KVCache, layer: int, rows: PackedTokens, query: torch.Tensor, form: Form, sink: torch.Tensor | None
+) -> torch.Tensor:
+    """Attention of the far rows, whose queries these are."""
+    assert rows.far is not None
+    mask = _mask(rows, "far", rows.positions[rows.far], rows.longest, form.window)
+    slots = rows.far + rows.first
+    k, v = (
+        tensor[:, :, : rows.longest].index_select(0, slots).flatten(0, 1)
+        for tensor in (cache.keys[layer], cache.values[layer])
+    )
+    return _side_by_side(k.transpose(1, 2), v, query, mask, form, sink)
+
+
+class StepAttention:
+    """`look` for decode steps of ``count`` rows over ``length`` columns, with views that are made once.
+
+    A view costs as much as what is done in it for few rows. Queries are put into ``query`` [N, Hkv, G, d], scaled.
+    """
+
+    def __init__(self, count: int, heads: int, shape: LayerShape, length: int) -> None:
+        kv_heads, dim = shape.kv_heads, shape.key_dim
+        self.size = count, length
+        self.query = torch.empty(count, kv_heads, heads // kv_heads, dim)
+        self._queries = self.query.flatten(0, 1)
+        self._scores = self.query.new_empty(*self.query.shape[:3], length)
+        self._products = self._scores.flatten(0, 1)
+        self._weights = torch.empty_like(self._products)
+        self._mixed = torch.empty_like(self.query)
+        self._sums, self._out = self._mixed.flatten(0, 1), self._mixed.view(count, heads * dim)
+
+    def look(self, cache: KVCache, layer: int, rows: PackedTokens, form: Form) -> torch.Tensor:
+        """[N, Hq * d], which the next call overwrites."""
+        k, v = cache.front(layer, rows.first, *self.size)
+        torch.bmm(self._queries, k, out=self._products)
+        self._scores.add_(_mask(rows, "all", rows.positions, rows.short, form.window))
+        torch.softmax(self._products, -1, out=self._weights)
+        _sum(self._weights, v, self._sums)
+        if rows.far is not None:
+            self._mixed[rows.far] = _far(cache, layer, rows, self.query[rows.far], form, None)
+        return self._out
 
 
 def _side_by_side(
@@ -382,12 +419,12 @@ def _capped(scores: torch.Tensor, cap: float) -> torch.Tensor:
     return padded.tanh_()[: flat.numel()].view(scores.shape).mul_(cap)
 
 
-def _sum(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _sum(weights: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """[B, G, L] x [B, L, d], in pieces of 256 columns added in order."""
     length = v.shape[1]
     if length <= PIECE:
-        return torch.bmm(weights, v)
-    out = torch.bmm(weights[:, :, :PIECE], v[:, :PIECE])
+        return torch.bmm(weights, v, out=out)
+    out = torch.bmm(weights[:, :, :PIECE], v[:, :PIECE], out=out)
     for begin in range(PIECE, length, PIECE):
         out.baddbmm_(weights[:, :, begin : begin + PIECE], v[:, begin : begin + PIECE])
     return out

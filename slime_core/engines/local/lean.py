@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from slime_core.engines.local.attention import GRAIN, Form, PackedTokens, Product, look, write
+from slime_core.engines.local.attention import GRAIN, Form, PackedTokens, Product, StepAttention, look, write
 from slime_core.engines.local.packed import Unfit
 from slime_core.engines.local.slots import KVCache, LayerShape
 
@@ -64,9 +64,11 @@ class Matrix:
         """Drop the copies."""
         self._weight, self._bias = torch.empty(0), None
 
-    def after_norm(self, x: torch.Tensor, eps: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def after_norm(
+        self, x: torch.Tensor, eps: torch.Tensor, into: _Normed, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The product of the norm of x."""
-        return self(_norm(x, None if self._takes_norm else self._norm.weight, eps), out)
+        return self(into.norm(x, None if self._takes_norm else self._norm.weight, eps), out)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         if not self._fused:
@@ -126,15 +128,42 @@ class _Layer:
             self.heads = torch.cat([query, attention.k_norm.weight.expand(kv_heads, -1)])
 
 
+class _Normed:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension of [..., d].
+
+    Few kernels, where F.rms_norm has a dozen calls.
+    """
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self._part = 1 / like.shape[-1]
+        self._length, self._inverse = like.new_empty(2, *like.shape[:-1], 1)
+
+    def norm(
+        self, x: torch.Tensor, weight: torch.Tensor | None, eps: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The norm of x, in ``out`` where that is given."""
+        if x.dtype != torch.float32:
+            normed = F.rms_norm(x, (x.shape[-1],), None, float(eps))
+            normed = normed if weight is None else normed * weight
+            return normed if out is None else out.copy_(normed)
+        length = torch.linalg.vector_norm(x, 2, -1, True, out=self._length)
+        torch.addcmul(eps, length, length, value=self._part, out=self._inverse).rsqrt_()
+        normed = torch.mul(x, self._inverse, out=out)
+        return normed if weight is None else normed.mul_(weight)
+
+
 class _Scratch:
     """What passes of ``count`` rows write into, with its views: they cost as much as what a small pass does there."""
 
     def __init__(self, layer: _Layer, count: int, heads: int, kv_heads: int, dim: int) -> None:
         make, both = layer.module.mlp.gate_proj.weight.new_empty, heads + kv_heads
+        self.normed = _Normed(make(count, layer.module.mlp.gate_proj.in_features))
         self.count, half = count, dim // 2
         self.qkv = make(count, (both + kv_heads) * dim)
         by_head = self.qkv.view(count, -1, dim)
         self.turning, self.query = by_head[:, :both], by_head[:, :heads]
+        self.heads = _Normed(self.turning)
+        self.grouped = self.query.view(count, kv_heads, heads // kv_heads, dim)
         self.keys_values = by_head[:, heads:].view(count, 2, kv_heads, dim)
         self.swapped = make(count, both, dim)  # halves of each head
         self.swaps = (
@@ -170,6 +199,7 @@ class LeanPlan:
         self._eps = torch.tensor(norm.variance_epsilon, device=norm.weight.device)
         self._cos, self._sin = self._rotations(0)
         self._scratch: _Scratch | None = None  # of the last pass
+        self._step: StepAttention | None = None  # of the last decode step
         self.shapes = [LayerShape(self._kv_heads, self._dim, self._dim)] * len(self._layers)
         self._forms = [
             Form(scale=1.0 if layer.head_norms else self._scale, window=layer.window) for layer in self._layers
@@ -190,7 +220,7 @@ class LeanPlan:
 
     def release(self) -> None:
         """Drop every copy."""
-        self._scratch = None
+        self._scratch = self._step = None
         for layer in self._layers:
             layer.heads = torch.empty(0)
             for matrix in layer.matrices:
@@ -204,27 +234,40 @@ class LeanPlan:
             more = self._rotations(len(self._cos))
             self._cos, self._sin = (torch.cat(pair) for pair in zip((self._cos, self._sin), more, strict=True))
         turn = self._cos.index_select(0, rows.positions), self._sin.index_select(0, rows.positions)
-        scratch = self._scratch
-        if scratch is None or scratch.count != len(rows):
-            self._scratch = None  # its memory first
-            scratch = _Scratch(self._layers[0], len(rows), self._heads, self._kv_heads, self._dim)
-            self._scratch = scratch
+        scratch = self._space(len(rows))
         for index, layer in enumerate(self._layers):
             self._project(layer, x, scratch, *turn)
             write(cache, index, rows, scratch.keys_values)
             if not logits and index == len(self._layers) - 1:
                 return None
-            mixed = look(cache, index, rows, scratch.query, self._forms[index])
-            layer.out.add_to(x, mixed.view(len(x), -1))
-            layer.gate_up.after_norm(x, layer.eps[1], scratch.gate_up)
+            layer.out.add_to(x, self._look(cache, index, rows, scratch))
+            layer.gate_up.after_norm(x, layer.eps[1], scratch.normed, scratch.gate_up)
             layer.down.add_to(x, _gated(scratch.gate, scratch.up))
-        return self._head.after_norm(x, self._eps)
+        return self._head.after_norm(x, self._eps, scratch.normed)
+
+    def _space(self, count: int) -> _Scratch:
+        if self._scratch is None or self._scratch.count != count:
+            self._scratch = None  # its memory first
+            self._scratch = _Scratch(self._layers[0], count, self._heads, self._kv_heads, self._dim)
+        return self._scratch
+
+    def _look(self, cache: KVCache, index: int, rows: PackedTokens, scratch: _Scratch) -> torch.Tensor:
+        """Attention of a layer, [N, Hq * d]."""
+        form = self._forms[index]
+        if rows.segments is not None:
+            return look(cache, index, rows, scratch.query, form).view(len(rows), -1)
+        if self._step is None or self._step.size != (len(rows), rows.short):
+            self._step = StepAttention(len(rows), self._heads, self.shapes[0], rows.short)
+        query = self._step.query.copy_(scratch.grouped)
+        if form.scale != 1.0:
+            query.mul_(form.scale)
+        return self._step.look(cache, index, rows, form).to(scratch.qkv.dtype)
 
     def _project(self, layer: _Layer, x: torch.Tensor, into: _Scratch, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Queries, keys and values of a layer, queries and keys turned."""
-        layer.qkv.after_norm(x, layer.eps[0], into.qkv)
+        layer.qkv.after_norm(x, layer.eps[0], into.normed, into.qkv)
         if layer.head_norms:
-            _norm_in_place(into.turning, layer.heads, layer.eps[2])
+            into.heads.norm(into.turning, layer.heads, layer.eps[2], into.turning)
         for half, other in into.swaps:
             half.copy_(other)
         into.turning.mul_(cos).addcmul_(into.swapped, sin)
@@ -243,27 +286,6 @@ class LeanPlan:
         half = self._dim // 2
         sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)
         return cos[0][:, None].contiguous(), sin[:, None].contiguous()
-
-
-def _norm(x: torch.Tensor, weight: torch.Tensor | None, eps: torch.Tensor) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; few kernels where F.rms_norm has a dozen calls."""
-    if x.dtype != torch.float32:
-        normed = F.rms_norm(x, (x.shape[-1],), None, float(eps))
-        return normed if weight is None else normed * weight
-    normed = x * _inverse_norm(x, eps)
-    return normed if weight is None else normed.mul_(weight)
-
-
-def _norm_in_place(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> None:
-    if x.dtype == torch.float32:
-        x.mul_(_inverse_norm(x, eps)).mul_(weight)
-    else:
-        x.copy_(_norm(x, weight, eps))
-
-
-def _inverse_norm(x: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return torch.addcmul(eps, length, length, value=1 / x.shape[-1]).rsqrt_()
 
 
 def _gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
