@@ -101,6 +101,7 @@ def _version(ctx: click.Context, parameter: click.Parameter, value: bool) -> Non
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the answer is the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch's large tensors on huge pages: it asks before its first
     session = CliSession(argv=words, as_json="--json" in words)
     try:
         result: Any = cli.main(args=words, prog_name="slime", standalone_mode=False, obj=session)
