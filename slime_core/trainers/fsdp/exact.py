@@ -9,6 +9,8 @@ Gradients are summed in fixed orders: they repeat bit for bit.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -70,8 +72,7 @@ class ExactPass:
                 why=f"its arithmetic is written out for {', '.join(FAMILIES)} with silu alone",
                 fix="--no-true-on-policy-mode",
             )
-        if next(hf.parameters()).is_cuda:
-            sum_in_fixed_orders()
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch warns in `fixed_sums`
         self.hf = hf
         self.eps = float(hf.model.norm.variance_epsilon)
         self._cos = self._sin = torch.empty(0)
@@ -126,11 +127,17 @@ class ExactPass:
         return invariant_linear(x, mlp.down_proj.weight, mlp.down_proj.bias), residual
 
 
-def sum_in_fixed_orders() -> None:
-    """Have torch's own sums on a GPU repeat bit for bit, in this process from now on."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True, warn_only=True)
+@contextmanager
+def fixed_sums(needed: bool) -> Iterator[None]:
+    """Have torch's own sums on a GPU repeat bit for bit inside the block, where ``needed``."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if needed:
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(needed or before[0], warn_only=needed or before[1])
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def _joined(x: Tensor, *layers: nn.Linear) -> Tensor:

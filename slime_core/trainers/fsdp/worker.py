@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from slime_core.trainers.data_parallel import FEW_TOKENS, DataParallelRank, RankBatch
 from slime_core.trainers.fsdp import checkpoint, publishing
 from slime_core.trainers.fsdp.critic import FsdpCritic
-from slime_core.trainers.fsdp.exact import ExactPass
+from slime_core.trainers.fsdp.exact import ExactPass, fixed_sums
 from slime_core.trainers.fsdp.frozen import FsdpFrozen
 from slime_core.trainers.fsdp.model import (
     FsdpLearner,
@@ -116,11 +116,13 @@ class FsdpWorker(Worker):
         return self.frozen.as_reference(self.actor)
 
     def run_backward(self, micros: list[MicroBatch], sums: LossSums) -> None:
-        for micro in micros:
-            backward(self.policy, self.loss, self.train, micro, self._temperature(micro), sums)
+        with fixed_sums(self.policy.exact is not None):
+            for micro in micros:
+                backward(self.policy, self.loss, self.train, micro, self._temperature(micro), sums)
 
     def critic_backward(self, micros: list[MicroBatch], sums: LossSums) -> None:
-        self.critic.backward(micros, sums)
+        with fixed_sums(self.policy.exact is not None):
+            self.critic.backward(micros, sums)
 
     def finish(self, sums: LossSums) -> tuple[dict[str, float], list[int]]:
         return sums.finish(self.world)
