@@ -1,7 +1,7 @@
 """Tokens a second of the embedded engine on a GPU, and how long it takes from construction to the first token.
 
     python tools/bench/bench_gpu_engine.py                         # three shapes, 64, 256 and 1,024 in flight
-    python tools/bench/bench_gpu_engine.py --shapes 135M --flights 256 --profile
+    python tools/bench/bench_gpu_engine.py --shapes 135M --flights 256 --profile 25
 
 Models are drawn at random from their configs; every request is a prompt of its own (or one of --groups) and makes
 exactly --new tokens. One JSON line a measurement; "step_ms" is the time of the whole divided by the tokens of one

@@ -58,6 +58,7 @@ class Scheduler:
         self._slots = Slots(served.counts.pad(sequences), 1)
         self._queue: deque[EngineJob] = deque()
         self._done: list[EngineJob] = []  # ended and not yet handed over
+        self._texts: dict[int, str] = {}  # of single tokens
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -299,12 +300,22 @@ class Scheduler:
 
     def _stopped(self, slot: int) -> bool:
         """Whether the token just drawn completed a stop string."""
-        job = self._slots.jobs[slot]
+        job, position = self._slots.jobs[slot], self._slots.position[slot]
         assert job is not None
+        if position > self._slots.start[slot] and not self._may_end(int(self._slots.token[slot]), job):
+            return False
         count = TOKENS_A_CHARACTER * max(map(len, job.request.params.stop)) + MARGIN
         tail = self._slots.new_tokens(slot, count)
         text = str(self._tokenizer.decode([*job.earlier(count - len(tail)), *tail], skip_special_tokens=False))
         return any(stop in text for stop in job.request.params.stop)
+
+    def _may_end(self, token: int, job: EngineJob) -> bool:
+        """Whether a text may end in a stop string with this token: by its last character, or by bytes of one."""
+        if token not in self._texts:
+            self._texts[token] = str(self._tokenizer.decode([token], skip_special_tokens=False))
+        text = self._texts[token]
+        ends = [stop[-1] for stop in job.request.params.stop]
+        return "\ufffd" in text or any(end in text or end.isspace() for end in ends)  # decoders drop lone spaces
 
     def _broken(self, slot: int) -> EngineJob:
         position = int(self._slots.position[slot])

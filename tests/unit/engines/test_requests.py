@@ -1,11 +1,17 @@
 """What a request may ask for: ends, stops, limits, and everything that is refused."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
+from slime_core.engines.local.attention import RowCounts
+from slime_core.engines.local.scheduler import Scheduler
 from slime_core.errors import EngineError
 from slime_core.testing.models import char_tokenizer
+from slime_core.types import SamplingParams
 
 pytestmark = pytest.mark.unit
 
@@ -174,3 +180,25 @@ def test_seeds_of_64_bits_and_beyond_are_taken(bench, ask):
             assert same[0].tokens == same[1].tokens
 
     bench().run(go)
+
+
+def test_only_tokens_that_may_end_a_stop_string_are_looked_at_closely():
+    """Byte-level tokens: a character may come in pieces, and every token that completes a stop string is one of them."""
+    texts = ["Zürich </tool> 東京 = 7.\n", "a b  c", "naïve “stop”\t🙂!"]
+    trainer = trainers.BpeTrainer(vocab_size=290, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    bytewise = Tokenizer(models.BPE())
+    bytewise.pre_tokenizer, bytewise.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bytewise.train_from_iterator(texts * 3, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise)
+    scheduler = Scheduler(SimpleNamespace(counts=RowCounts()), lambda: tokenizer, 1)
+    skipped = 0
+    for stop in ("</tool>", "京", "ü", "7.", "\n", " ", "b  ", "”", "🙂", "ï"):
+        job = SimpleNamespace(request=SimpleNamespace(params=SamplingParams(max_new_tokens=1, stop=(stop,))))
+        for text in texts:
+            ids = tokenizer.encode(text)
+            for end in range(1, len(ids) + 1):
+                before, after = (tokenizer.decode(ids[:count]) for count in (end - 1, end))
+                close = scheduler._may_end(ids[end - 1], job)
+                assert close or not (stop in after and stop not in before), (stop, text, end)
+                skipped += not close
+    assert skipped > 100
