@@ -217,7 +217,7 @@ class FsdpWorker(Worker):
 
 
 def micro_batch_tokens(config: Any, memory: int, *, fused: bool) -> int:
-    """Tokens whose activations take about an eighth of ``memory`` bytes, in half precision, from 4,096 to 32,768.
+    """Tokens whose activations take about a sixth of ``memory`` bytes, in half precision, from 4,096 to 32,768.
 
     A layer keeps some four rows of its width and three of its MLP's a token; one that is not ``fused`` twice that.
 
@@ -230,4 +230,4 @@ def micro_batch_tokens(config: Any, memory: int, *, fused: bool) -> int:
     if experts := getattr(text, "num_experts_per_tok", 0):
         inner = int(getattr(text, "moe_intermediate_size", 0) or inner) * int(experts)
     a_token = 2 * count * (4 * hidden + 3 * inner) * (1 if fused else 2)
-    return max(FEW_TOKENS, min(MOST_TOKENS, memory // 8 // a_token // 1024 * 1024)) if a_token else FEW_TOKENS
+    return max(FEW_TOKENS, min(MOST_TOKENS, memory // 6 // a_token // 1024 * 1024)) if a_token else FEW_TOKENS
