@@ -30,7 +30,7 @@ def paged_attention(
 ) -> Tensor:
     """Attend with ``query`` [N, Hq, D], whose keys and values are already in their pages: [N, Hq, Dv].
 
-    Decode rows, whole prompts and chunks of prompts may stand in one batch.
+    Decode rows, whole prompts and chunks of prompts may stand in one batch. Heads of up to 256 numbers fit a GPU.
 
     Args:
         keys: [P, page, Hkv, D]
