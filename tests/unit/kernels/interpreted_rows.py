@@ -34,7 +34,7 @@ def norms():
 
 def many_rows():
     """More tiles than programs: each sums several."""
-    rows_cuda.PROGRAMS, rows_cuda.TILE = 2, 16
+    rows_cuda.PROGRAMS, rows_cuda.BACKWARD_TILE = 2, 16
     compare(lambda x, weight: rms_norm(x, weight, 1e-6), (19, 8), (8,))
 
 
