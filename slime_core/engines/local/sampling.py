@@ -48,16 +48,21 @@ class SampledTokens:
     plain_log_probs: NDArray[np.float32]
 
 
-def draw(logits: torch.Tensor, knobs: Knobs, u: NDArray[np.float64]) -> SampledTokens:
-    """Draw a token a row by inverse transform; ``logits`` is [R, V] and ``u`` holds R numbers in [0, 1)."""
+def draw(logits: torch.Tensor, knobs: Knobs | None, u: NDArray[np.float64]) -> SampledTokens:
+    """Draw a token a row by inverse transform; ``logits`` is [R, V] and ``u`` holds R numbers in [0, 1).
+
+    Without ``knobs`` all rows are at temperature 1 and nothing is left out.
+    """
     plain = logits.float()
     plain_logp = torch.log_softmax(plain, -1)
+    if knobs is None:
+        chosen = _inverse(torch.softmax(plain, -1), u)
+        log_probs = plain_logp.gather(-1, chosen).cpu().numpy()[:, 0]
+        return SampledTokens(chosen.cpu().numpy()[:, 0], log_probs, log_probs)
     greedy = knobs.temperature == 0
-    shaped, logp = plain, plain_logp
-    if (knobs.temperature != 1).any() or (knobs.top_p < 1).any() or (knobs.top_k > 0).any():
-        heat = torch.from_numpy(np.where(greedy, np.float32(1), knobs.temperature)).to(plain.device)
-        shaped = _truncate(plain / heat[:, None], knobs)
-        logp = torch.log_softmax(shaped, -1)
+    heat = torch.from_numpy(np.where(greedy, np.float32(1), knobs.temperature)).to(plain.device)
+    shaped = _truncate(plain / heat[:, None], knobs)
+    logp = torch.log_softmax(shaped, -1)
     if greedy.all():
         chosen = shaped.argmax(-1, keepdim=True)
     else:
@@ -67,10 +72,8 @@ def draw(logits: torch.Tensor, knobs: Knobs, u: NDArray[np.float64]) -> SampledT
             chosen = torch.where(pick, shaped.argmax(-1, keepdim=True), chosen)
     tokens = chosen[:, 0].cpu().numpy()
     log_probs = logp.gather(-1, chosen)[:, 0].cpu().numpy()
-    plain_log_probs = log_probs if logp is plain_logp else plain_logp.gather(-1, chosen)[:, 0].cpu().numpy()
-    return SampledTokens(
-        tokens, np.where(greedy, np.float32(0), log_probs) if greedy.any() else log_probs, plain_log_probs
-    )
+    plain_log_probs = plain_logp.gather(-1, chosen)[:, 0].cpu().numpy()
+    return SampledTokens(tokens, np.where(greedy, np.float32(0), log_probs), plain_log_probs)
 
 
 def _inverse(probs: torch.Tensor, u: NDArray[np.float64]) -> torch.Tensor:

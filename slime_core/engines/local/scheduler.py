@@ -262,7 +262,7 @@ class Scheduler:
         logits = self.served.decode(slots, count)
         u = uniforms(slots.seed[:count], slots.position[:count] + 1)
         knobs = Knobs(slots.temperature[:count], slots.top_p[:count], slots.top_k[:count])
-        draws = draw(logits, knobs, u)
+        draws = draw(logits, knobs if (slots.shaped & slots.active).any() else None, u)
         return self._settle(
             rows, draws.tokens[rows], draws.log_probs[rows], draws.plain_log_probs[rows], self.served.version
         )

@@ -140,6 +140,7 @@ class Slots:
         self.temperature = np.ones(count, dtype=np.float32)
         self.top_p = np.ones(count, dtype=np.float32)
         self.top_k = np.zeros(count, dtype=np.int64)
+        self.shaped = np.zeros(count, dtype=bool)  # draws from another distribution than the plain softmax
         self.stops = np.full((count, 4), NO_STOP, dtype=np.int64)
         self.texts = np.zeros(count, dtype=bool)  # has stop strings
         self.filled = np.zeros(count, dtype=np.int64)
@@ -191,6 +192,7 @@ class Slots:
         self.budget[slot] = job.limit - len(job.completion.tokens)
         self.seed[slot] = job.seed
         self.temperature[slot], self.top_p[slot], self.top_k[slot] = params.temperature, params.top_p, params.top_k
+        self.shaped[slot] = params.temperature != 1 or params.top_p < 1 or params.top_k > 0
         if len(job.stop_ids) > self.stops.shape[1]:
             wider = np.full((self.count, up(len(job.stop_ids), 4)), NO_STOP, dtype=np.int64)
             wider[:, : self.stops.shape[1]] = self.stops
@@ -225,7 +227,7 @@ class Slots:
         self.jobs[target], self.jobs[source] = self.jobs[source], None
         for array in (
             *(self.active, self.position, self.token, self.start, self.budget, self.seed, self.temperature),
-            *(self.top_p, self.top_k, self.stops, self.texts, self.filled, self.mixed),
+            *(self.top_p, self.top_k, self.shaped, self.stops, self.texts, self.filled, self.mixed),
         ):
             array[target] = array[source]
         end = int(self.position[source]) + 1
