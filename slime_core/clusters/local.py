@@ -124,7 +124,7 @@ async def assembled(
             await _side_by_side(*(stack.enter_async_context(part) for part in processes))
             return ranks[0] if ranks else await asyncio.to_thread(_trainer, config, plugins, report, folder, thread)
 
-        if engine_of(config).gives_memory(config):  # which the trainer then finds
+        if places.placements is not None or engine_of(config).gives_memory(config):  # which the trainer then finds
             await start_servers()
             trainer = await start_trainer()
         else:
