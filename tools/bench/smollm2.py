@@ -39,6 +39,7 @@ def main() -> None:
     chosen = parser.parse_args()
     if not (model := chosen.folder / "model").exists():
         import torch
+
         from slime_convert.folder_writing import How
         from slime_convert.gguf_to_hf import gguf_to_hf
 
