@@ -225,9 +225,11 @@ class LocalEngine:
                 continue
             incoming, self._inbox = self._inbox, []
             leavers, self._leavers = self._leavers, []
+            hop = self._thread.submit(self._hop, incoming, leavers)  # before any later call
             try:
-                done = await asyncio.shield(self._thread.submit(self._hop, incoming, leavers))  # before any later call
+                done = await asyncio.shield(hop)
             except asyncio.CancelledError:
+                self._deliver(await hop)
                 raise
             except Exception as error:
                 done, lost = await self._thread.run(self._reset)

@@ -284,6 +284,28 @@ def test_close_ends_waiting_requests_and_leaves_nothing(bench, ask):
     bench().run(go)
 
 
+def test_a_request_that_ends_while_the_engine_is_closed_is_answered(bench, ask):
+    async def go(b):
+        async with b.engine() as engine:
+            hop, begun, rest = engine._hop, threading.Event(), threading.Event()
+
+            def held(*args):
+                begun.set()
+                rest.wait()
+                return hop(*args)
+
+            engine._hop = held
+            task = asyncio.create_task(engine.generate(ask(new=3)))
+            await asyncio.to_thread(begun.wait)
+            closing = asyncio.create_task(engine.close())
+            await settle()
+            rest.set()
+            await closing
+            assert len((await asyncio.wait_for(task, 30)).tokens) == 3
+
+    bench().run(go)
+
+
 def test_an_engine_serves_one_event_loop_after_another(bench, ask):
     """Evaluation runs in an asyncio.run of its own."""
     b = bench()
