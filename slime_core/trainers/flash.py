@@ -47,31 +47,41 @@ class _Flash(torch.autograd.Function):
     """The kernel behind torch's `varlen_attn`, which itself knows grouped heads from torch 2.12 on only."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cu_q: torch.Tensor,
-        cu_k: torch.Tensor,
-        most_q: int,
-        most_k: int,
-        scale: float,
-        before: int,
-    ) -> torch.Tensor:
-        causal = before < 0  # a window is the kernel's own mask
-        ctx.shape = most_q, most_k, 0.0, causal
-        ctx.options = {"scale": scale, "window_size_left": before, "window_size_right": 0}
-        out, sums, *_ = FLASH.forward(q, k, v, cu_q, cu_k, *ctx.shape, False, **ctx.options)
-        ctx.save_for_backward(q, k, v, out, sums, cu_q, cu_k)
-        return out  # type: ignore[no-any-return]
+    def forward(ctx: Any, *args: Any) -> torch.Tensor:
+        one = FlashCall(*args[3:])
+        out = one.forward(*args[:3])
+        ctx.one = one
+        ctx.save_for_backward(*args[:3], out)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        state = saved[0].new_empty(2, dtype=torch.uint64), saved[0].new_empty(0)  # of dropout, which there is none of
-        three = FLASH.backward(grads[0].contiguous(), *saved, *ctx.shape, *state, **ctx.options)
-        return (*three, None, None, None, None, None, None)
+        return (*ctx.one.backward(grads[0], *ctx.saved_tensors), None, None, None, None, None, None)
+
+
+class FlashCall:
+    """One call, forward and then backward; arguments as in :func:`varlen`, ``before`` -1 where there is no window."""
+
+    def __init__(
+        self, cu_q: torch.Tensor, cu_k: torch.Tensor, most_q: int, most_k: int, scale: float, before: int
+    ) -> None:
+        self.spans = cu_q, cu_k
+        self.shape = most_q, most_k, 0.0, before < 0  # a window is the kernel's own mask
+        self.options = {"scale": scale, "window_size_left": before, "window_size_right": 0}
+        self.sums = torch.empty(0)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """[T, heads, width]; numbers of a head lie side by side, and are a multiple of ``EIGHTS``."""
+        out, self.sums, *_ = FLASH.forward(q, k, v, *self.spans, *self.shape, False, **self.options)
+        return out  # type: ignore[no-any-return]
+
+    def backward(
+        self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of q, k and v."""
+        state = q.new_empty(2, dtype=torch.uint64), q.new_empty(0)  # of dropout, which there is none of
+        saved = q, k, v, out, self.sums, *self.spans, *self.shape, *state
+        return FLASH.backward(grad.contiguous(), *saved, **self.options)  # type: ignore[no-any-return]
 
 
 class FLASH:

@@ -143,6 +143,7 @@ def check(worker: Any, batch: Any) -> None:
         results.append({name: grad.clone() for name, grad in worker.actor.gradients().items()})
         print(f"fused {worker.policy.fused}: loss {sums.totals['loss']:.6f}, norm {worker.actor.norm():.6f}")
         worker.zero_grad()
+    worker.policy.fused = True
     apart = {n: float((grad - results[1][n]).norm() / results[1][n].norm()) for n, grad in results[0].items()}
     print("gradients apart, the worst:", sorted(((round(d, 4), n) for n, d in apart.items()), reverse=True)[:4])
 

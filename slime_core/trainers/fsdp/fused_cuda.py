@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from slime_core.kernels.linear import joined
-from slime_core.trainers.flash import varlen
+from slime_core.trainers.flash import EIGHTS, FlashCall
 from slime_core.trainers.fsdp.attention import PackSegments, attend, by_varlen
 from slime_core.trainers.fsdp.fused import LayerWeights, Maybe, Shape, Tensor
 from slime_core.trainers.fsdp.masters import Masters
@@ -27,9 +27,11 @@ class GpuPass:
 
     def __init__(self, shape: Shape, segments: PackSegments, cos: Tensor, sin: Tensor) -> None:
         self.shape, self.segments, self.cos, self.sin = shape, segments, cos, sin
-        self.shared = (
-            segments.shared if by_varlen(cos, segments, shape.window) else None
-        )  # rows of attention lie end to end
+        self.flash: FlashCall | None = None  # its rows lie end to end, shared prompts in each sequence
+        if shape.dim % EIGHTS == 0 and by_varlen(cos, segments, shape.window):
+            cu, longest, window = segments.cu_seqlens, segments.longest, shape.window
+            self.flash = FlashCall(cu, cu, longest, longest, shape.scaling, -1 if window is None else window - 1)
+        self.shared = segments.shared if self.flash is not None else None
         self.saved: tuple[Any, ...] = ()
 
     def forward(self, x: Tensor, out: Tensor, w: LayerWeights, keep: bool) -> None:
@@ -54,15 +56,14 @@ class GpuPass:
         norms = (w.q_norm, w.k_norm) if w.q_norm is not None and w.k_norm is not None else None
         if norms is not None:
             q, k = (norm(x.contiguous(), None, one, shape.eps, 0.0)[0] for x, one in zip((q, k), norms))
-        turned = turn(q, k, *self._tables(), back=False)
-        with torch.set_grad_enabled(keep):
-            leaves = [x.detach().requires_grad_(keep) for x in (*turned, v)]
-            q, k, v = leaves
-            if self.shared:
-                cu, longest = segments.cu_seqlens, segments.longest
-                mixed = varlen(q, k, v, cu, cu, longest, longest, scale=shape.scaling, window=shape.window)
-            else:
-                mixed = attend(q, k, v, segments, shape.scaling, shape.window)
+        q, k = turn(q, k, *self._tables(), back=False)
+        leaves = [q, k, v]
+        if self.flash is not None:
+            mixed = self.flash.forward(q, k, v)
+        else:
+            with torch.set_grad_enabled(keep):
+                leaves = [x.detach().requires_grad_(keep) for x in (q, k, v)]
+                mixed = attend(leaves[0], leaves[1], leaves[2], segments, shape.scaling, shape.window)
         if keep:
             self.saved = (leaves, mixed, None if norms is None else qkv)  # which v holds anyway
         return mixed.detach()
@@ -106,7 +107,10 @@ class GpuPass:
         from slime_core.kernels.rows_cuda import norm_backward, turn
 
         d_mixed = (self.shared.pick_backward(d_o) if self.shared else d_o).view(mixed.shape)
-        d_q, d_k, d_v = torch.autograd.grad(mixed, leaves, d_mixed)
+        if self.flash is not None:
+            d_q, d_k, d_v = self.flash.backward(d_mixed, leaves[0], leaves[1], leaves[2], mixed)
+        else:
+            d_q, d_k, d_v = torch.autograd.grad(mixed, leaves, d_mixed)
         d_q, d_k = turn(d_q, d_k, *self._tables(), back=True)
         d_norms: tuple[Maybe, Maybe] = (None, None)
         if qkv is not None:

@@ -13,9 +13,10 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import transformers
-from interpreter import allow_loops
 from torch.nn.functional import scaled_dot_product_attention
+from triton_loops import allow_loops
 
+from slime_core.trainers import flash
 from slime_core.trainers.fsdp import attention, fused, fused_cuda
 from slime_core.trainers.fsdp.attention import PackSegments
 from slime_core.trainers.fsdp.masters import Masters
@@ -26,14 +27,23 @@ POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 4, 5, 0, 1, 2, 3, 4]])
 SEGMENTS = PackSegments.of(np.array([0, 4, 7, 9, 14]), np.array([-1, 0, 0, -1]), "cpu")
 
 
-def spans(q, k, v, cu, _cu, _most, _more, *, scale, window):
+def spans(q, k, v, cu, _cu, _most, _more, _dropout, causal, *_, scale, window_size_left, window_size_right):
     """What the flash kernel of a GPU computes."""
-    assert window is None
+    assert (causal, window_size_left, window_size_right) == (True, -1, 0)
     parts = []
     for start, stop in zip(cu.tolist(), cu[1:].tolist()):
         rows = (x[start:stop].transpose(0, 1)[None] for x in (q, k, v))
         parts.append(scaled_dot_product_attention(*rows, is_causal=True, scale=scale, enable_gqa=True)[0])
-    return torch.cat(parts, 1).transpose(0, 1)
+    return torch.cat(parts, 1).transpose(0, 1), torch.empty(0)
+
+
+def spans_backward(grad, q, k, v, out, _sums, *call, **options):
+    """Its gradients."""
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        again = spans(*leaves, *call, **options)[0]
+        torch.testing.assert_close(again.detach(), out)
+        return torch.autograd.grad(again, leaves, grad)
 
 
 def run_as_on_a_gpu(masters):
@@ -82,6 +92,6 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     attention.register()
     allow_loops()
-    fused_cuda.varlen = spans
+    flash.FLASH.forward, flash.FLASH.backward = spans, spans_backward
     for name in ("Llama", "Qwen2", "Qwen3"):
         compare(name)
