@@ -13,6 +13,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -23,6 +24,7 @@ from slime_core.errors import PluginError, StorageError, TrainerError
 SCHEMA = 1
 MANIFEST, STATE, TRAINER, LEDGER = "MANIFEST.json", "state.json", "trainer", "ledger.sqlite"
 PREFIX, ASIDE, CORRUPT = "step-", ".tmp-", "corrupt-"
+READERS = 8  # files that are hashed side by side
 NAME = re.compile(rf"{PREFIX}(0|[1-9][0-9]*)")
 
 
@@ -140,8 +142,8 @@ def compare(path: Path, marks: Mapping[str, FileMark], *, full: bool) -> None:
             code="STO111",
             where=str(path),
         )
-    for name, mark in sorted(marks.items()):
-        check_file(path / name, mark, full=full)
+    with ThreadPoolExecutor(READERS) as pool:  # a hash takes a second a GB
+        list(pool.map(lambda name: check_file(path / name, marks[name], full=full), sorted(marks)))
 
 
 def check_file(file: Path, mark: FileMark, *, full: bool) -> None:

@@ -14,6 +14,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -184,6 +185,8 @@ class Checkpoints:
         saved = manifest.names_in(self.folder)
         if len(saved) <= self.keep:
             return
+        with ThreadPoolExecutor(self.keep) as pool:
+            list(pool.map(self._is_there, [version for version, _ in saved[: self.keep]]))
         count = 0
         for version, path in saved:
             if count == self.keep:
