@@ -4,7 +4,7 @@
 
 Sums of two or three numbers of one or two digits (``chain_sum``), and the word problems of GSM-Symbolic
 (Mirzadeh et al. 2024, ``gsm_symbolic``): questions as chat messages, answers as whole numbers. No question is in two
-rows, so none that is held out is trained on.
+rows, so none that is held out is trained on; both parts are drawn alike, easy questions and hard ones.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from random import Random
 from typing import Any
 
 HERE = Path(__file__).parent / "rows"
@@ -29,9 +30,9 @@ def rows(task: str, seed: int = 1) -> list[dict[str, Any]]:
 
     drawn = reasoning_gym.create_dataset(task, seed=seed, size=2 * (TRAIN + HELDOUT), **TASKS[task])
     answers = {entry["question"]: entry["answer"] for entry in drawn if re.fullmatch(r"-?\d+", entry["answer"])}
-    return [
-        {"question": [{"role": "user", "content": question}], "answer": answer} for question, answer in answers.items()
-    ][: TRAIN + HELDOUT]
+    questions = list(answers)[: TRAIN + HELDOUT]
+    Random(seed).shuffle(questions)  # of few easy ones, most are drawn early
+    return [{"question": [{"role": "user", "content": text}], "answer": answers[text]} for text in questions]
 
 
 def main(folder: Path = HERE) -> None:
