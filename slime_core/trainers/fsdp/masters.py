@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from slime_core.algorithms.shared.logprobs import add_product
-from slime_core.kernels.linear import joined
 
 Tensors = dict[str, torch.Tensor]
 ALIGNED = 64  # numbers from the start of one copy to that of the next, or a multiple: products want whole lines
@@ -36,6 +35,7 @@ class Masters:
         named = dict(module.named_parameters())
         self.weights: Tensors = {name: parameter.data for name, parameter in named.items()}
         self.sums: Tensors = {}  # gradients of the copies since `forget`
+        self._totals: dict[tuple[int, ...], torch.Tensor] = {}  # of several weights, whose sums are views of it
         self.copies = {name: p for name, p in named.items() if id(p) not in exact_ids}
         self._exact = {name: p for name, p in named.items() if id(p) in exact_ids}
         self._names = {id(parameter): name for name, parameter in self.copies.items()}
@@ -59,19 +59,22 @@ class Masters:
         """Add the gradients of the weights of linear layers with one input, left^T right, in float32.
 
         Args:
-            parameters: the layers' weights; nothing is added, and the answer is False, where one is not a copy
+            parameters: the layers' weights; nothing is added, and the answer is False, where one is not a copy or has
+                a gradient that came another way
             left: [T, rows of all weights], gradients of their outputs
             right: [T, in], the input
         """
-        if any(id(parameter) not in self._names for parameter in parameters):
-            return False
-        names = [self._names[id(parameter)] for parameter in parameters]
-        fresh = names[0] not in self.sums
-        if fresh:
+        key = tuple(map(id, parameters))
+        total = self._totals.get(key)
+        fresh = total is None
+        if total is None:
+            names = [self._names.get(one, "") for one in key]
+            if any(not name or name in self.sums for name in names):
+                return False
             rows = [len(parameter) for parameter in parameters]
-            total = right.new_empty(sum(rows), right.shape[1], dtype=torch.float32)
+            total = self._totals[key] = right.new_empty(sum(rows), right.shape[1], dtype=torch.float32)
             self.sums.update(zip(names, total.split(rows)))
-        add_product(joined([self.sums[name] for name in names]), left.T, right, fresh=fresh)
+        add_product(total, left.T, right, fresh=fresh)
         return True
 
     def gradients(self) -> Tensors:
@@ -81,7 +84,7 @@ class Masters:
 
     def forget(self) -> None:
         """Drop the gradients."""
-        self.sums = {}
+        self.sums, self._totals = {}, {}
         for parameter in self._exact.values():
             parameter.grad = None
 

@@ -70,6 +70,10 @@ def test_matrices_that_lie_side_by_side_are_joined_without_a_copy():
     total = torch.cat([masters.sums["0.weight"], masters.sums["1.weight"]])
     torch.testing.assert_close(total, 2 * (left.T @ right).float())
     assert not masters.add_product([torch.zeros(2, 16)], left[:, :2], right)
+    assert not masters.add_product([model[0].weight], left[:, :4], right)
+    masters.forget()
+    model[0](right).sum().backward()
+    assert not masters.add_product([model[0].weight, model[1].weight], left, right)
 
 
 def test_layers_of_a_gpu_in_the_interpreter_are_transformers_own():
