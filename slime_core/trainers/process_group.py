@@ -6,6 +6,7 @@ on several machines  at tcp://HOST:PORT, which rank 0 has opened, over the netwo
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 from pathlib import Path
@@ -39,6 +40,13 @@ def join_group(rank: int, world: int, device: str, rendezvous: str | Path | None
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(backend, store=_store(world, rendezvous), rank=rank, world_size=world)
+    if world == 1:  # NCCL warns of a group at exit; where there are others, leaving may wait for some that are gone
+        atexit.register(_leave)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def open_rendezvous(host: str, world: int) -> str:
