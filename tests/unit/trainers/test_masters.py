@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime_core.trainers.fsdp.masters import Masters, joined
+from slime_core.kernels.linear import joined
+from slime_core.trainers.fsdp.masters import Masters
 
 pytestmark = pytest.mark.unit
 
