@@ -2,7 +2,7 @@
 
     python tools/bench/smollm2.py FOLDER
     python tools/bench/learn_real_model.py FOLDER --seeds 3 [--keep RUNS] [OVERRIDES of the recipe...]
-    python tools/bench/learn_real_model.py --runs RUN...        # the table of runs that are there; seconds of their steps
+    python tools/bench/learn_real_model.py --runs RUN...     # the table of runs that are there
 
 Exit code 1 where a seed does not double the accuracy of both held-out sets.
 """
