@@ -18,7 +18,7 @@ from slime_core import hookimpl
 
 @hookimpl
 def slime_model_bridge(hf_config):
-    return BRIDGE if hf_config.model_type == "mistral" else None
+    return BRIDGE if hf_config.model_type == "olmo2" else None
 """
 
 
@@ -159,13 +159,13 @@ def test_a_model_of_no_family_is_refused_by_name(cli, hf, tmp_path):
 def test_every_installed_plugin_is_asked_for_a_bridge_and_a_broken_one_is_named_where_none_has_it(
     cli, install_plugin, tmp_path
 ):
-    write_folder(tmp_path / "mistral", model_type="mistral", architectures=["MistralForCausalLM"])
+    write_folder(tmp_path / "olmo2", model_type="olmo2", architectures=["Olmo2ForCausalLM"])
     install_plugin("broken", "raise RuntimeError('half written')")
-    done = cli("convert", "hf-to-dist", "mistral", "dist")
+    done = cli("convert", "hf-to-dist", "olmo2", "dist")
     assert (done.code, "CFG200" in done.err) == (2, True)
     assert "not asked: plugin 'broken' (dist-broken==1.0) could not be imported" in done.err
     install_plugin("winds", WINDS)
-    done = cli("convert", "hf-to-dist", "mistral", "dist", "--verify")
+    done = cli("convert", "hf-to-dist", "olmo2", "dist", "--verify")
     assert (done.code, "not asked" in done.err) == (0, False), done.err
 
 
