@@ -178,9 +178,11 @@ class Progress:
         """
         export = self.config.report.export_final and not self.config.rollout.debug_rollout_only
         folder = self.report.run_dir.final.with_name(".final")
-        if export:  # while the checkpoint is being written
-            await self.components.trainer.export(folder)
-        await self.checkpoints.wait()
+        try:
+            if export:  # while the checkpoint is being written
+                await self.components.trainer.export(folder)
+        finally:
+            await self.checkpoints.wait()
         if export:
             self.report.run_dir.publish_final(folder)
             failpoint("loop.exported")

@@ -92,7 +92,7 @@ def stage_plan(config: Config, settings: Settings, tokenizer: Any) -> dict[str, 
         if train.global_batch_size
         else train.num_steps_per_rollout,
         "max_response_tokens_per_step": rollouts * rollout.rollout_max_response_len,
-        "max_tokens_per_micro_batch": train.max_tokens_per_gpu,
+        "max_tokens_per_micro_batch": train.max_tokens_per_gpu or "automatic",
         "loss_type": train.loss_type,
         "advantage_estimator": train.advantage_estimator,
         "lr": train.lr,

@@ -25,6 +25,7 @@ import numpy as np
 from slime_core.clusters.channel import Child, Frame, ProcessChannel, Start
 from slime_core.clusters.embedded import embedded_engine, open_folder
 from slime_core.clusters.hangs import Member
+from slime_core.clusters.machine import engines_apart
 from slime_core.clusters.proxy import Proxy, Service, forwarded, request, run
 from slime_core.errors import EngineError
 from slime_core.protocols import Ability, Engine, PauseMode
@@ -115,7 +116,7 @@ class EngineProcess:
                 channel = await ProcessChannel.start(child, child_end.fileno())
         self._proxy = Proxy(channel, f"the engine's process {channel.pid}", EngineError, LOST, self._note)
         try:
-            await self.call("start", self._config, self.epoch)
+            await self.call("start", self._config, self.epoch, self._start is None and _has_own_gpu(self._config))
         except BaseException:
             await self.__aexit__()
             raise
@@ -205,13 +206,13 @@ class EngineService(Service):
         """See `Service`: version and abilities."""
         return (self.target.version, self.target.abilities) if self.target is not None else (-1, frozenset())
 
-    async def start(self, config: Config, epoch: int) -> None:
-        """Make the engine."""
+    async def start(self, config: Config, epoch: int, alone: bool) -> None:
+        """Make the engine; ``alone`` says that no other process wants its GPU's memory."""
         thread = TorchThread(config.cluster.cpu_threads)
         self.stack.callback(thread.close)
         folder = open_folder(config)
         self.target = await self.stack.enter_async_context(
-            embedded_engine(config, folder, thread, epoch=epoch, alone=True)
+            embedded_engine(config, folder, thread, epoch=epoch, alone=alone)
         )
 
     def block(self, memory: Any) -> None:
@@ -234,17 +235,25 @@ class EngineService(Service):
         return self._block.tensors(listing)
 
 
+def _spare_gpus(config: Config) -> int:
+    """GPUs of this machine that the trainer does not use."""
+    import torch
+
+    ranks = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
+    return max(0, torch.cuda.device_count() - ranks)
+
+
+def _has_own_gpu(config: Config) -> bool:
+    return config.cluster.device == "cuda" and _spare_gpus(config) >= max(1, engines_apart(config))
+
+
 def _visible(config: Config, number: int) -> dict[str, str]:
     """On a machine with more GPUs than the trainer uses, an engine sees one of those alone."""
     if config.cluster.device != "cuda":
         return {}
-    import torch
-
-    ranks = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
-    more = torch.cuda.device_count() - ranks
-    if more <= 0:
+    if not (more := _spare_gpus(config)):
         return {}
-    place = ranks + number % more
+    place = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node + number % more
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return {"CUDA_VISIBLE_DEVICES": visible[place] if visible else str(place)}
 

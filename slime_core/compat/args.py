@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from slime_core.config.presets import settle
 from slime_core.config.schema import SECTIONS
+from slime_core.config.sections.train import FEW_TOKENS
 from slime_core.config.stages import rollout_slots
 from slime_core.config.table_file import read_table
 from slime_core.errors import ConfigError, nearest
@@ -44,6 +45,7 @@ def flat(config: Config) -> dict[str, Any]:
         values[name] = values[name] or values[source]
     for name in ("rollout_top_k", "eval_top_k"):
         values[name] = values[name] or -1
+    values["max_tokens_per_gpu"] = values["max_tokens_per_gpu"] or FEW_TOKENS
     values |= _derived(config, values)
     return {**values, **_more(config.rollout.custom_config_path, values)}
 

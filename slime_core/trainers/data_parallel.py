@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slime_core.algorithms.shared.aggregate import sample_weights
+from slime_core.config.sections.train import FEW_TOKENS
 from slime_core.errors import SlimeError, TrainerError
 from slime_core.trainers.batch import check_columns, check_finite, check_shape, prepared
 from slime_core.trainers.packing import fewest_packs, make_packs, micro_batch, prompts_of, split_rollouts
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
     ColumnsByRole = dict[str, Columns]
 
-FEW_TOKENS = 4096  # of a micro-batch, which every machine holds
 EVEN = 1.01  # heaviest rank over the mean, or the heaviest sample, at which no prompt's samples are split any further
 CRITIC_COLUMNS = ("values", "returns")
 Ints = Any  # NDArray[np.int64]

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from slime_core.types import Batch, MicroBatch
 
 Ints = NDArray[np.int64]
+SPREAD = 2
+"""Attention reads a shared prompt once for each sample: rows of a pack's whole sequences, in times of its tokens."""
 
 
 def split_rollouts(batch: Batch, num_steps: int, global_batch_size: int) -> list[Ints]:
@@ -38,7 +40,7 @@ def prompts_of(batch: Batch) -> Ints:
 
 def fewest_packs(batch: Batch, samples: Ints, prompt_of: Ints, max_tokens: int) -> int:
     """Packs that :func:`make_packs` needs at least."""
-    return len(_cut(_row(batch, _ordered(batch, samples, prompt_of), prompt_of), max_tokens))
+    return len(_cut(_row(batch, _ordered(batch, samples, prompt_of), prompt_of), max_tokens, SPREAD * max_tokens))
 
 
 def make_packs(batch: Batch, samples: Ints, prompt_of: Ints, max_tokens: int, count: int) -> list[Ints]:
@@ -51,14 +53,14 @@ def make_packs(batch: Batch, samples: Ints, prompt_of: Ints, max_tokens: int, co
         return []
     order = _ordered(batch, samples, prompt_of)
     row, number = _row(batch, order, prompt_of), min(count, len(order))
-    low, high = 1, max_tokens
+    low, high, spread = 1, max_tokens, SPREAD * max_tokens
     while low < high:
         middle = (low + high) // 2
-        if len(_cut(row, middle)) <= number:
+        if len(_cut(row, middle, spread)) <= number:
             high = middle
         else:
             low = middle + 1
-    cuts = _cut(row, high)
+    cuts = _cut(row, high, spread)
     while len(cuts) < number:  # no limit cuts the row into exactly so many: halve the longest run
         at = max(range(len(cuts)), key=lambda i: cuts[i][1] - cuts[i][0])
         start, stop = cuts[at]
@@ -81,15 +83,18 @@ def _row(batch: Batch, order: Ints, prompt_of: Ints) -> list[tuple[int, int, int
     return list(zip(prompt_of[order].tolist(), prompts.tolist(), responses.tolist()))
 
 
-def _cut(row: Sequence[tuple[int, int, int]], limit: int) -> list[tuple[int, int]]:
-    """Cuts of a row of (prompt, its tokens, response tokens) into runs of at most ``limit`` tokens, or of one."""
-    cuts, start, total, last = [], 0, 0, -1
+def _cut(row: Sequence[tuple[int, int, int]], limit: int, spread: int) -> list[tuple[int, int]]:
+    """Cuts of a row of (prompt, its tokens, response tokens) into runs of at most ``limit`` tokens, or of one sample.
+
+    With a prompt counted for each of its samples, a run has at most ``spread`` tokens.
+    """
+    cuts, start, total, apart, last = [], 0, 0, 0, -1
     for index, (prompt, head, tail) in enumerate(row):
         added = tail + (head if prompt != last else 0)
-        if index > start and total + added > limit:
+        if index > start and (total + added > limit or apart + head + tail > spread):
             cuts.append((start, index))
-            start, total, added = index, 0, head + tail
-        total, last = total + added, prompt
+            start, total, apart, added = index, 0, 0, head + tail
+        total, apart, last = total + added, apart + head + tail, prompt
     return [*cuts, (start, len(row))] if row else []
 
 

@@ -28,6 +28,13 @@ def test_a_small_models_state_stays_and_a_large_ones_goes(tmp_path):
     assert sharing.state_bytes(both[0]) == 18 * 135_000_000
     with_reference = config_of("cuda", hf_checkpoint=small, train={"ref_load": large})
     assert sharing.gives_memory(with_reference, (), GPU), "its reference is as large as it is"
+    for train, models in (
+        ({"kl_loss_coef": 0.1}, 2),
+        ({"advantage_estimator": "ppo"}, 2),
+        ({"critic_load": small}, 2),
+    ):
+        config = config_of("cuda", hf_checkpoint=small, train=train)
+        assert sharing.state_bytes(config) == models * 18 * 135_000_000, "the policy's first weights count again"
 
 
 @pytest.mark.parametrize("name", ["mem_fraction_static", "mem-fraction-static", "max_total_tokens"])

@@ -28,6 +28,9 @@ NARROW = 0.1  # an eps_clip that no sequence's geometric mean ratio reaches
 UNIVERSAL = ("disable_grpo_std_normalization",)
 """Keys that mean the same to estimators that do not read them: those divide by nothing anyway."""
 
+FEW_TOKENS = 4096
+"""Of a micro-batch, which every machine holds."""
+
 
 class TrainSection(Section):
     """How the policy learns."""

@@ -66,7 +66,8 @@ class _JoinedLayer:
         self.down = JoinedLinear(mlp.down_proj)
         self.norms = module.input_layernorm, module.post_attention_layernorm
         self.head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
-        whole = getattr(attention.config, "sliding_window", None)  # Mistral's; Qwen says it layer by layer
+        shape = attention.config  # of Mistral; Qwen says it layer by layer, and Llama has no window
+        whole = shape.sliding_window if shape.model_type == "mistral" else None
         window = int(getattr(attention, "sliding_window", whole) or 0)
         self.form = Form(scale=float(attention.scaling), window=window)
         self.heads: torch.Tensor | None = None  # [Hq + Hkv, d]: weights of the head norms

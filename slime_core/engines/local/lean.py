@@ -111,7 +111,8 @@ class _Layer:
         self.head_norms = hasattr(attention, "q_norm")
         norms = [*before, attention.q_norm] if self.head_norms else before
         self.eps = [torch.tensor(norm.variance_epsilon, device=norm.weight.device) for norm in norms]
-        whole = getattr(attention.config, "sliding_window", None)  # Mistral's; Qwen says it layer by layer
+        shape = attention.config  # of Mistral; Qwen says it layer by layer, and Llama has no window
+        whole = shape.sliding_window if shape.model_type == "mistral" else None
         self.window = int(getattr(attention, "sliding_window", whole) or 0)
         self.heads = torch.empty(0)  # [Hq + Hkv, d]: the head norms' weights, queries scaled
 

@@ -115,7 +115,8 @@ class ExactPass:
             x = rms_norm(residual, norm, self.eps)
         else:
             x, residual = add_rms_norm(x, residual, norm, self.eps)
-        whole = getattr(attention.config, "sliding_window", None)  # Mistral's; Qwen says it layer by layer
+        shape = attention.config  # of Mistral; Qwen says it layer by layer, and Llama has no window
+        whole = shape.sliding_window if shape.model_type == "mistral" else None
         window = int(getattr(attention, "sliding_window", whole) or 0)
         (qkv,) = end_to_end(rows.segments, _joined(x, attention.q_proj, attention.k_proj, attention.v_proj))
         qkv = qkv.unflatten(1, (-1, attention.head_dim))

@@ -278,7 +278,7 @@ def fuse(layer: nn.Module, config: Any, on_gpu: Callable[..., Tensor] | None = N
     plain = [attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     if any(type(m) is not nn.Linear for m in (*biased, *plain)) or any(m.bias is not None for m in plain):
         return None
-    window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))  # Mistral's is the config's
+    window = getattr(attention, "sliding_window", config.sliding_window if config.model_type == "mistral" else None)
     if window is not None and not on_cuda:
         return None
     head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]

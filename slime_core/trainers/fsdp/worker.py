@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from slime_core.trainers.data_parallel import FEW_TOKENS, DataParallelRank, RankBatch
+from slime_core.config.sections.train import FEW_TOKENS
+from slime_core.trainers.data_parallel import DataParallelRank, RankBatch
 from slime_core.trainers.fsdp import checkpoint, publishing
 from slime_core.trainers.fsdp.critic import FsdpCritic
 from slime_core.trainers.fsdp.exact import ExactPass, fixed_sums

@@ -147,6 +147,12 @@ def test_a_cut_through_a_group_gives_each_pack_the_prompt():
     assert sorted(len(m.tokens) for m in (first, second)) == [5, 8]
 
 
+def test_whole_sequences_of_a_shared_prompt_take_at_most_twice_the_limit():
+    # a prompt of 100 and eight responses of 10 are 180 tokens, but attention reads 880: three of 110 stay under 360
+    packs = pack(batch_of([100] * 8, [10] * 8, prompts=["a"] * 8), max_tokens=180)[0]
+    assert sorted(len(micro.tokens) for micro in packs) == [120, 130, 130]
+
+
 @given(
     st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 30), st.integers(0, 3)), min_size=1, max_size=20),
     st.integers(1, 60),

@@ -46,10 +46,14 @@ def gives_memory(config: Config, written: Collection[str], total: int | None = N
 def state_bytes(config: Config) -> int:
     """Bytes of the trainer's models at most, as if one GPU held all; 0 where a size is not known."""
     trains = [stage.train for stage in stages(config)]
-    others = (path for train in trains for path in (train.ref_load, train.critic_load, train.teacher_load))
-    paths = {config.rollout.hf_checkpoint, *others}
+    policy = config.rollout.hf_checkpoint
+    paths = [policy, *{path for train in trains for path in (train.ref_load, train.teacher_load) if path}]
+    if any(train.advantage_estimator == "ppo" or train.critic_load for train in trains):
+        paths.append(next((train.critic_load for train in trains if train.critic_load), policy))
+    if any((train.kl_coef or train.kl_loss_coef) and not train.ref_load for train in trains):
+        paths.append(policy)  # its first weights are the reference
     try:
-        counts = [parameter_count(resolve(path)) for path in paths if path]
+        counts = [parameter_count(resolve(path)) for path in paths]
     except ConfigError:  # whoever opens it says so
         return 0
     return STATE * sum(counts) if all(counts) else 0
