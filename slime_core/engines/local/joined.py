@@ -46,6 +46,10 @@ class JoinedLinear:
             raise Unfit("some of the joined layers have a bias")
         self.bias = _one(biases) if biases else None
 
+    def release(self) -> None:
+        """Let go of the parameters' memory."""
+        self.weight, self.bias = self.weight.new_empty(0), None
+
 
 def _one(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """One tensor over tensors that lie one behind another; a copy where they do not."""
@@ -64,6 +68,7 @@ class _JoinedLayer:
         self.out = JoinedLinear(attention.o_proj)
         self.gate_up = JoinedLinear(mlp.gate_proj, mlp.up_proj)
         self.down = JoinedLinear(mlp.down_proj)
+        self.matrices = self.qkv, self.out, self.gate_up, self.down
         self.norms = module.input_layernorm, module.post_attention_layernorm
         self.head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
         shape = attention.config  # of Mistral; Qwen says it layer by layer, and Llama has no window
@@ -75,7 +80,7 @@ class _JoinedLayer:
     @torch.no_grad()
     def refresh(self, counts: tuple[int, int]) -> None:
         """Follow the parameters; what was copied stays where it is."""
-        for matrix in (self.qkv, self.out, self.gate_up, self.down):
+        for matrix in self.matrices:
             matrix.refresh()
         if self.head_norms:
             parts = [norm.weight.expand(count, -1) for norm, count in zip(self.head_norms, counts, strict=True)]
@@ -120,7 +125,11 @@ class JoinedPlan:
         self._head.refresh()
 
     def release(self) -> None:
-        """Nothing is copied."""
+        """Let go of the parameters' memory until :meth:`refresh`."""
+        for layer in self._layers:
+            for matrix in layer.matrices:
+                matrix.release()
+        self._head.release()
 
     @torch.no_grad()
     def reach(self, positions: int) -> None:

@@ -101,8 +101,10 @@ class PagedScheduler(Scheduler):
         while self._pool.available < need:
             self._retract_youngest()
         pages = [self._pool.take() for _ in range(need)]
-        out = self._runner.score(tokens, start, pages)
-        self._pool.give(pages)
+        try:
+            out = self._runner.score(tokens, start, pages)
+        finally:
+            self._pool.give(pages)
         if not np.isfinite(out).all():
             self.served.cache.clear(pages)
             raise self._not_finite("score")
@@ -275,7 +277,8 @@ class PagedScheduler(Scheduler):
             wish = max(least, wish // 2)
 
     def _resize(self, pages: int, tokens: int) -> None:
-        """A pool of so many pages, and room for so many tokens a sequence."""
+        """A pool of so many pages, and room for so many tokens a sequence; again, where memory ran out halfway."""
+        self._runner.void()  # even then what was captured reads tensors that have moved
         if self._pool.count == 1:
             self.served.allocate(pages, 0)
         elif pages > self._pool.count:
@@ -283,7 +286,8 @@ class PagedScheduler(Scheduler):
         self._pool.grow(pages)
         if tokens > self.tokens:
             self.served.plan.reach(tokens)
-            self._slots.grow(tokens + 1)
+            if tokens >= self._slots.length:  # a released cache leaves the slots as they are
+                self._slots.grow(tokens + 1)
             self.tokens = tokens
         self._runner.widen(pages_of(self.tokens))
 

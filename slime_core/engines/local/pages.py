@@ -58,7 +58,9 @@ class PagePool:
         return len(self._free) + len(self._idle)
 
     def grow(self, count: int) -> None:
-        """More pages."""
+        """At least so many pages."""
+        if count <= self.count:
+            return
         self._free[:0] = range(count - 1, self.count - 1, -1)
         self._holders += [0] * (count - self.count)
         self.count = count
@@ -154,11 +156,14 @@ class PagedCache:
                 tensors.append(torch.zeros(pages, PAGE, shape.kv_heads, dim, dtype=dtype, device=device))
 
     def grow(self, pages: int) -> None:
-        """More pages, layer by layer; what they hold is copied."""
+        """At least so many pages, layer by layer; what they hold is copied. It may run out of memory and be called
+        again."""
         for tensors in (self.keys, self.values):
             for layer, old in enumerate(tensors):
-                tensors[layer] = old.new_zeros(pages, *old.shape[1:])
-                tensors[layer][: len(old)] = old
+                if len(old) < pages:
+                    longer = old.new_zeros(pages, *old.shape[1:])
+                    longer[: len(old)] = old
+                    tensors[layer] = longer
 
     @torch.inference_mode()  # as the cache was allocated
     def clear(self, pages: Sequence[int]) -> None:

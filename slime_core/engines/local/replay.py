@@ -23,6 +23,7 @@ from slime_core.engines.local.slots import up
 from slime_core.kernels.attention import AttentionBatch
 from slime_core.kernels.sampling import log_softmax_at, sample
 from slime_core.kernels.steps import TOKEN, SequenceRows, move_on, read_rows
+from slime_core.memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -36,6 +37,9 @@ log = logging.getLogger(__name__)
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 SCORE_ROWS = 512
+
+RETRY = 1000
+"""Steps until a capture that ran out of memory is tried again."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -79,9 +83,9 @@ class Runner:
         self._index = torch.full((bucket(sequences),), sequences, dtype=torch.int64, device=device)
         self._bounds = torch.arange(len(self._index) + 1, dtype=torch.int32, device=device)
         self._rows = np.empty(0, dtype=np.int64)  # what the index holds
-        self._fresh: list[tuple[int, ...]] = []  # slot and state of sequences that the device does not know
-        self._marks: list[tuple[int, int]] = []  # place in the tables, and page
-        self._warm: set[int] = set()
+        self._fresh: dict[int, tuple[int, ...]] = {}  # by slot, the state of sequences that the device does not know
+        self._marks: dict[tuple[int, int], int] = {}  # by slot and column, pages that its tables do not have
+        self._eager: dict[int, int] = {}  # by rows, steps that run as they are before one is captured; 1 at first
         self._graphs: dict[int, tuple[Any, torch.Tensor]] = {}
         self._pool: Any = None
         self._captures = served.device != "cpu"
@@ -91,25 +95,26 @@ class Runner:
         params = job.request.params
         numbers = np.array([params.temperature, params.top_p], dtype=np.float32).view(np.int32)
         seed = int(np.uint64(job.seed).astype(np.int64))
-        self._fresh.append((slot, token, position, seed, params.top_k, *numbers.tolist(), 1))
+        self._fresh[slot] = (token, position, seed, params.top_k, *numbers.tolist(), 1)
 
     def mark(self, slot: int, column: int, page: int) -> None:
         """Page number ``column`` of a slot's sequence is ``page``."""
         self._columns[slot, column] = page
-        self._marks.append((slot * self._columns.shape[1] + column, page))
+        self._marks[slot, column] = page
 
     def widen(self, width: int) -> None:
         """Tables of ``width`` pages a sequence, over a cache that may have moved."""
-        self._send()
         more = width - self._columns.shape[1]
-        self._columns = np.pad(self._columns, ((0, 0), (0, more)))
+        columns = np.pad(self._columns, ((0, 0), (0, more)))
         self._tables = torch.nn.functional.pad(self._tables, (0, more))
+        self._columns = columns
         self.void()
 
     def void(self) -> None:
         """Drop captured passes: tensors that they read have moved."""
         self._graphs.clear()
-        self._warm.clear()
+        self._eager.clear()
+        self._pool = None  # it ended with its last graph
 
     def decode(self, slots: Ints) -> Draws:
         """Feed the token of each of these slots and draw its next."""
@@ -119,13 +124,13 @@ class Runner:
         if np.array_equal(index, self._rows):
             self._send()
         else:
-            self._rows = index
             self._index[:count] = self._send(index)[0]
+            self._rows = index
         graph = self._graphs.get(count)
-        if graph is None and count in self._warm and self._captures:
+        if graph is None and self._captures and self._eager.get(count, 1) < 1:
             graph = self._captured(count)
         if graph is None:
-            self._warm.add(count)
+            self._eager[count] = self._eager.get(count, 1) - 1
             return Draws(self._decode(count))
         graph[0].replay()
         return Draws(graph[1])
@@ -193,21 +198,30 @@ class Runner:
     def _captured(self, count: int) -> tuple[Any, torch.Tensor] | None:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 out = self._decode(count)
         except Exception as error:
-            self._captures = False
-            log.info("decode steps of %s are not captured: %s", type(self._served.plan).__name__, error)
+            torch.cuda.set_stream(stream)  # a capture that cannot end leaves its own
+            self._not_captured(count, error)
             return None
         self._graphs[count] = graph, out
         return self._graphs[count]
 
+    def _not_captured(self, count: int, error: Exception) -> None:
+        self._captures = is_out_of_memory(error) or is_out_of_memory(error.__context__ or error)
+        self._eager[count] = RETRY
+        if not self._graphs:
+            self._pool = None
+        log.warning("a decode step of %d rows of %s is not captured: %s", count, self._served.plan.name, error)
+
     def _send(self, *arrays: Ints) -> Sequence[torch.Tensor]:
         """Arrays as int64 tensors on the device, and whatever it does not know yet, in one copy."""
-        fresh = np.array(self._fresh, dtype=np.int64).reshape(-1, 8)
-        marks = np.array(self._marks, dtype=np.int64).reshape(-1, 2)
+        fresh = np.array([(slot, *state) for slot, state in self._fresh.items()], dtype=np.int64).reshape(-1, 8)
+        width = self._columns.shape[1]
+        places = [(slot * width + column, page) for (slot, column), page in self._marks.items()]
+        marks = np.array(places, dtype=np.int64).reshape(-1, 2)
         parts = [*arrays, fresh.T.ravel(), marks.T.ravel()]
         ends = np.cumsum([up(part.size, 2) for part in parts])  # aligned to 16 bytes: kernels are compiled once
         if not ends[-1]:

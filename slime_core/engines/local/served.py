@@ -127,13 +127,15 @@ class ServedModel:
 
     def release(self, what: set[str]) -> None:
         """Release memory."""
-        if "kv" in what:
-            self.drop()
-            self.holds_cache = False
         if "weights" in what:
             self._twin.release()
             if self.plan is not None:
                 self.plan.release()
+        if "kv" in what:
+            self.holds_cache = False
+            self.drop()
+        elif self.device != "cpu":
+            torch.cuda.empty_cache()
 
     def fingerprints(self) -> dict[str, str]:
         """Checksums of what is served."""

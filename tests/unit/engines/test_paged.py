@@ -1,14 +1,18 @@
 """The cache in pages and its scheduler, through the references of the kernels on a CPU."""
 
 import asyncio
+import contextlib
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from slime_core.engines.local import paged
-from slime_core.engines.local.pages import PAGE, PagePool
+from slime_core.engines.local import paged, replay
+from slime_core.engines.local.pages import PAGE, PagedCache, PagePool
+from slime_core.engines.local.replay import Runner
+from slime_core.engines.local.slots import LayerShape
 from slime_core.errors import EngineError
 from slime_core.testing.contracts import ENGINE_CHECKS, EngineCase
 from slime_core.testing.families import FAMILIES
@@ -319,3 +323,153 @@ def test_weights_multiplied_as_one_lie_behind_one_another_and_loads_write_into_t
             assert twin.model.state_dict()[norm].data_ptr() == changed[norm].data_ptr()
 
     bench().run(go)
+
+
+def test_a_released_cache_comes_back_for_shorter_requests(bench, ask):
+    async def go(b):
+        async with b.engine(context_len=700, paged=True) as engine:
+            short = await engine.generate(ask())
+            await engine.generate(ask("long", [5] * 600))
+            await engine.release({"kv"})
+            await engine.reacquire({"kv"})
+            assert (await engine.generate(ask())).tokens == short.tokens
+            assert engine._scheduler.tokens < 300
+
+    bench().run(go)
+
+
+def test_no_memory_of_weights_outlives_their_release(bench, ask):
+    async def go(b):
+        async with b.engine(paged=True) as engine:
+            before = await engine.generate(ask())
+            twin = engine._scheduler.served._twin
+            storages = [StorageWeakRef(p.untyped_storage()) for p in twin.model.parameters()]
+            await engine.pause("retract")
+            await engine.release({"weights"})
+            assert all(storage.expired() for storage in storages)
+            await engine.reacquire({"weights"})
+            await engine.load(b.update(1))
+            await engine.resume()
+            assert (await engine.generate(ask())).tokens == before.tokens
+
+    bench().run(go)
+
+
+def test_a_step_whose_copy_fails_leaves_nothing_to_the_next(bench, ask):
+    """The slots that take part are sent again; of what a sequence left unsent, the next one in its slot wins."""
+
+    async def go(b):
+        async with b.engine(slots=1, paged=True) as engine:
+            want = await engine.generate(ask())
+            await engine.release({"kv"})
+            await engine.reacquire({"kv"})
+            await engine.generate(ask(new=1))  # a prefill and no step
+            runner = engine._scheduler._runner
+            send, decode = runner._send, runner.decode
+
+            def failing(*arrays):
+                runner._send = send
+                raise RuntimeError("no more")
+
+            def first(slots):
+                runner._send, runner.decode = failing, decode
+                return decode(slots)
+
+            runner.decode = first
+            with pytest.raises(EngineError, match="no more"):
+                await engine.generate(ask())
+            runner._send = failing  # now with a sequence and its pages unsent
+            with pytest.raises(EngineError, match="no more"):
+                await engine.generate(ask())
+            assert list(runner._fresh) == [0]
+            assert (await engine.generate(ask())).tokens == want.tokens
+            assert not runner._fresh
+            runner.mark(0, 3, 5)
+            runner.widen(runner._columns.shape[1] + 8)
+            runner.mark(0, 3, 2)
+            assert len(runner._marks) == 1
+            runner._send()
+            assert runner._tables[0, 3] == 2
+
+    bench().run(go)
+
+
+def test_growth_that_ran_out_of_memory_halfway_goes_on_with_less(bench, ask, monkeypatch):
+    widen, calls = Runner.widen, []
+
+    def short(self, width):
+        calls.append(self)
+        if len(calls) == 1:
+            raise MemoryError
+        widen(self, width)
+
+    monkeypatch.setattr(Runner, "widen", short)
+
+    async def go(b):
+        async with b.engine(slots=8, paged=True) as engine:
+            await engine.generate(ask())
+            pool = engine._scheduler._pool
+            assert len(calls) == 2
+            assert pool.available == pool.count - 1 == len({pool.take() for _ in range(pool.available)})
+
+    bench().run(go)
+    cache = PagedCache([LayerShape(1, 4, 4)] * 2, 2, torch.float32, "cpu")
+    cache.keys[0] = cache.keys[0].new_ones(6, PAGE, 1, 4)  # by a try that came no further
+    long = cache.keys[0]
+    cache.grow(4)
+    assert cache.keys[0] is long
+    assert [len(tensor) for tensor in (*cache.keys, *cache.values)] == [6, 4, 4, 4]
+
+
+def test_scores_that_fail_give_their_pages_back(bench, ask):
+    async def go(b):
+        async with b.engine(paged=True) as engine:
+            want = await engine.score([5, 6, 7], 1)
+            scheduler = engine._scheduler
+            score = scheduler._runner.score
+
+            def failing(*args):
+                raise RuntimeError("no more")
+
+            scheduler._runner.score = failing
+            with pytest.raises(RuntimeError, match="no more"):
+                await engine.score([5, 6, 7], 1)
+            assert scheduler._pool.available == scheduler._pool.count - 1
+            scheduler._runner.score = score
+            np.testing.assert_array_equal(await engine.score([5, 6, 7], 1), want)
+
+    bench().run(go)
+
+
+def test_a_capture_that_runs_out_of_memory_is_tried_again_and_another_failure_ends_them(
+    bench, ask, monkeypatch, caplog
+):
+    """With torch's side of a capture replaced: it enters a stream of its own, fails, and does not leave it."""
+    streams, errors, tried = ["main"], [MemoryError("short"), RuntimeError("not allowed")], []
+
+    @contextlib.contextmanager
+    def graph(_, pool, capture_error_mode):
+        streams.append("side")
+        tried.append(pool)
+        raise errors[len(tried) - 1]
+        yield
+
+    monkeypatch.setattr(replay, "RETRY", 5)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[-1])
+    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
+
+    async def go(b):
+        async with b.engine(slots=1, paged=True) as engine:
+            want = await engine.generate(ask(new=30))
+            runner = engine._scheduler._runner
+            runner._captures = True
+            assert (await engine.generate(ask(new=30))).tokens == want.tokens
+            assert streams == ["main", "side", "main", "side", "main"]
+            assert len(set(tried)) == 2, "a pool ends with its graphs"
+            assert not runner._captures
+
+    bench().run(go)
+    assert [record.levelname for record in caplog.records if "not captured" in record.message] == ["WARNING"] * 2
