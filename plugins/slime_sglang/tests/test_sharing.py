@@ -63,3 +63,10 @@ def test_a_server_that_keeps_its_memory_takes_a_share_of_the_gpu(tmp_path, monke
     large = config_of("cuda", hf_checkpoint=folder(tmp_path / "l", 4_000_000_000))
     assert "--enable-memory-saver" in words_of(large)
     assert "--mem-fraction-static" not in words_of(large)
+
+
+def test_options_of_one_group_of_servers_plan_the_memory_of_all(tmp_path):
+    groups = tmp_path / "engines.toml"
+    groups.write_text('[[group]]\nname = "policy"\ngpus = 1\noptions = { mem_fraction_static = 0.8 }\n')
+    config = config_of("cuda", hf_checkpoint=folder(tmp_path / "s", 135_000_000), engine_topology=str(groups))
+    assert sharing.gives_memory(config, sharing.options_set(config), GPU)

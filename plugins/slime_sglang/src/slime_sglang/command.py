@@ -24,7 +24,7 @@ from slime_sglang.installation import (
 )
 from slime_sglang.options import Place
 from slime_sglang.router_options import router_arguments, uses_router
-from slime_sglang.sharing import SHARE, WRITTEN, gives_memory, shares
+from slime_sglang.sharing import SHARE, gives_memory, options_set, shares
 from slime_sglang.topology import (
     ServerGroup,
     ServerPlace,
@@ -149,9 +149,9 @@ def command(
     written = {**_canonical(installation, options), **_canonical(installation, group.options)}
     defaults = own_options(config, group, server, parallel_size(group.gpus, written, group.where))
     if not group.frozen and shares(config):
-        if gives_memory(config, written):
+        if gives_memory(config, options_set(config)):
             defaults["enable_memory_saver"] = True
-        elif not WRITTEN & set(written):
+        else:
             defaults["mem_fraction_static"] = SHARE
     defaults = {
         name: value for name, value in defaults.items() if name in installation.options and name not in written
@@ -210,7 +210,7 @@ def check_features(config: Config, installation: Installation) -> None:
         ConfigError: CFG04.
     """
     rollout, has = config.rollout, installation.features
-    if "memory_saver" not in has and gives_memory(config, config.table("sglang")):
+    if "memory_saver" not in has and gives_memory(config, options_set(config)):
         raise ConfigError(
             f"torch_memory_saver is not installed beside SGLang {installation.version}",
             code="CFG04",

@@ -88,9 +88,9 @@ def _murmur(dtype: Any) -> Any:
 
 
 def _gives_memory(config: Config) -> bool:
-    from slime_sglang.sharing import gives_memory
+    from slime_sglang.sharing import gives_memory, options_set
 
-    return gives_memory(config, config.table("sglang"))
+    return gives_memory(config, options_set(config))
 
 
 def _gpus(config: Config) -> Sequence[Sequence[int]]:

@@ -13,6 +13,7 @@ from slime_core.config.load import stages
 from slime_core.errors import ConfigError
 from slime_core.plugins.backends import cluster_of
 from slime_core.weights.folder import parameter_count, resolve
+from slime_sglang.topology import topology
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -28,12 +29,18 @@ def shares(config: Config) -> bool:
     return config.cluster.colocate and config.cluster.device == "cuda"
 
 
+def options_set(config: Config) -> set[str]:
+    """Names of SGLang's options that a person set, for all servers of the policy or for some."""
+    groups = (group.options for group in topology(config).groups if not group.frozen)
+    return set(config.table("sglang")).union(*groups)
+
+
 def gives_memory(config: Config, written: Collection[str], total: int | None = None) -> bool:
     """Whether servers give memory back while the trainer trains.
 
     Args:
         config: device settled.
-        written: names of SGLang's options that a person set: one of `WRITTEN` leaves the memory to them.
+        written: as :func:`options_set` gives them: one of `WRITTEN` leaves the memory to them.
         total: bytes of a GPU; None looks here, 0 is not known.
     """
     if not (shares(config) and config.cluster.offload_rollout):
