@@ -30,14 +30,21 @@ def invariant_linear(x: Tensor, weight: Tensor | Sequence[Tensor], bias: Tensor 
     return F.linear(x, torch.cat(weights), bias)  # whose gradient goes to each
 
 
+def adjacent(tensors: Sequence[Tensor]) -> bool:
+    """Whether the tensors lie one behind another in one storage, each without gaps."""
+    storage, end = tensors[0].untyped_storage().data_ptr(), tensors[0].data_ptr()
+    for tensor in tensors:
+        if (tensor.untyped_storage().data_ptr(), tensor.data_ptr()) != (storage, end) or not tensor.is_contiguous():
+            return False
+        end += tensor.nbytes
+    return True
+
+
 def joined(matrices: Sequence[Tensor]) -> Tensor:
-    """Matrices one above the other: a view where they lie so, else a copy."""
+    """Matrices one above the other, or vectors one behind the other: a view where they lie so, else a copy."""
+    if not adjacent(matrices):
+        return torch.cat(list(matrices))
     first = matrices[0]
-    storage, end = first.untyped_storage().data_ptr(), first.data_ptr()
-    for matrix in matrices:
-        if (matrix.untyped_storage().data_ptr(), matrix.data_ptr()) != (storage, end) or not matrix.is_contiguous():
-            return torch.cat(list(matrices))
-        end += matrix.nbytes
     return first.as_strided((sum(map(len, matrices)), *first.shape[1:]), first.stride())
 
 

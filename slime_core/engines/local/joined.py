@@ -9,7 +9,7 @@ Nothing here is trusted: the engine compares the logits with the module's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,10 +20,9 @@ from slime_core.engines.local.lean import check_family
 from slime_core.engines.local.packed import Unfit
 from slime_core.engines.local.pages import PagedCache, PagedTokens
 from slime_core.engines.local.slots import LayerShape
-from slime_core.engines.local.twin import adjacent
 from slime_core.kernels.cache import norm_rotate_store
 from slime_core.kernels.gated import gated
-from slime_core.kernels.linear import invariant_linear
+from slime_core.kernels.linear import invariant_linear, joined
 from slime_core.kernels.norm import add_rms_norm, rms_norm
 from slime_core.kernels.rotary import tables
 
@@ -40,23 +39,15 @@ class JoinedLinear:
 
     def refresh(self) -> None:
         """Follow the parameters."""
-        self.weight = _one([layer.weight for layer in self._layers])
-        biases = [layer.bias for layer in self._layers if layer.bias is not None]
+        self.weight = joined([layer.weight.detach() for layer in self._layers])
+        biases = [layer.bias.detach() for layer in self._layers if layer.bias is not None]
         if biases and len(biases) < len(self._layers):
             raise Unfit("some of the joined layers have a bias")
-        self.bias = _one(biases) if biases else None
+        self.bias = joined(biases) if biases else None
 
     def release(self) -> None:
         """Let go of the parameters' memory."""
         self.weight, self.bias = self.weight.new_empty(0), None
-
-
-def _one(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One tensor over tensors that lie one behind another; a copy where they do not."""
-    if not adjacent(tensors):
-        return torch.cat(list(tensors))
-    first, count = tensors[0].detach(), sum(len(tensor) for tensor in tensors)
-    return first.as_strided((count, *first.shape[1:]), first.stride())
 
 
 class _JoinedLayer:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slime_core.errors import EngineError
+from slime_core.kernels.linear import adjacent
 
 if TYPE_CHECKING:
     from slime_core.types import WeightUpdate
@@ -161,17 +162,6 @@ class Twin:
     def fingerprints(self) -> dict[str, str]:
         """crc32 of every served tensor's bytes, by state-dict name."""
         return {name: fingerprint(tensor) for name, tensor in self.model.state_dict().items()}
-
-
-def adjacent(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the tensors lie one behind another in one storage, each without gaps."""
-    storage, end = tensors[0].untyped_storage().data_ptr(), tensors[0].data_ptr()
-    for tensor in tensors:
-        inside = tensor.untyped_storage().data_ptr() == storage
-        if not inside or tensor.data_ptr() != end or not tensor.is_contiguous():
-            return False
-        end += tensor.numel() * tensor.element_size()
-    return True
 
 
 def fingerprint(tensor: torch.Tensor) -> str:

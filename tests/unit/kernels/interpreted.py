@@ -12,19 +12,9 @@ from kernel_cases import (
     check_varlen,
     form_options,
 )
-from triton.runtime import interpreter
+from triton_loops import allow_loops
 
-patch_tensor = interpreter._patch_lang_tensor
-
-
-def patch(tensor, scope):
-    """What the interpreter does, for a numpy in which an array of one number is not a number."""
-    patch_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-
-interpreter._patch_lang_tensor = patch
-
+allow_loops()
 torch.set_num_threads(1)
 CPU, SINGLE = "cpu", torch.float32
 for form in ("plain", "together"):
