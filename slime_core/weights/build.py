@@ -211,6 +211,16 @@ def _ignore(*_: Any) -> None:
 
 
 @torch.no_grad()
+def attention_window(attention: Any) -> int:
+    """Positions that a row of this attention module sees, itself included; 0 is all.
+
+    Qwen says it layer by layer, Mistral in its config, and Llama has none, whatever its config holds.
+    """
+    config = attention.config
+    whole_model = config.sliding_window if config.model_type == "mistral" else None
+    return int(getattr(attention, "sliding_window", whole_model) or 0)
+
+
 def load_by_name(model: Any, shards: Shards, stored_as: Mapping[str, str]) -> None:
     """Copy every tensor of the state dict from the folder, one at a time, cast to the parameter's dtype."""
     done: set[int] = set()

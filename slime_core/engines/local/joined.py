@@ -25,6 +25,7 @@ from slime_core.kernels.gated import gated
 from slime_core.kernels.linear import invariant_linear, joined
 from slime_core.kernels.norm import add_rms_norm, rms_norm
 from slime_core.kernels.rotary import tables
+from slime_core.weights.build import attention_window
 
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
@@ -62,10 +63,7 @@ class _JoinedLayer:
         self.matrices = self.qkv, self.out, self.gate_up, self.down
         self.norms = module.input_layernorm, module.post_attention_layernorm
         self.head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
-        shape = attention.config  # of Mistral; Qwen says it layer by layer, and Llama has no window
-        whole = shape.sliding_window if shape.model_type == "mistral" else None
-        window = int(getattr(attention, "sliding_window", whole) or 0)
-        self.form = Form(scale=float(attention.scaling), window=window)
+        self.form = Form(scale=float(attention.scaling), window=attention_window(attention))
         self.heads: torch.Tensor | None = None  # [Hq + Hkv, d]: weights of the head norms
 
     @torch.no_grad()

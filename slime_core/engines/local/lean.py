@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from slime_core.engines.local.attention import GRAIN, Form, PackedTokens, Product, StepAttention, look, write
 from slime_core.engines.local.packed import Unfit
 from slime_core.engines.local.slots import KVCache, LayerShape
+from slime_core.weights.build import attention_window
 
 if TYPE_CHECKING:
     from torch import nn
@@ -111,9 +112,7 @@ class _Layer:
         self.head_norms = hasattr(attention, "q_norm")
         norms = [*before, attention.q_norm] if self.head_norms else before
         self.eps = [torch.tensor(norm.variance_epsilon, device=norm.weight.device) for norm in norms]
-        shape = attention.config  # of Mistral; Qwen says it layer by layer, and Llama has no window
-        whole = shape.sliding_window if shape.model_type == "mistral" else None
-        self.window = int(getattr(attention, "sliding_window", whole) or 0)
+        self.window = attention_window(attention)
         self.heads = torch.empty(0)  # [Hq + Hkv, d]: the head norms' weights, queries scaled
 
     @property

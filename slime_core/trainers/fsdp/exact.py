@@ -29,6 +29,7 @@ from slime_core.kernels.norm import add_rms_norm, rms_norm
 from slime_core.kernels.rotary import rotate, tables
 from slime_core.kernels.sampling import log_softmax_at
 from slime_core.trainers.fsdp.attention import PackSegments, as_packed, end_to_end, take
+from slime_core.weights.build import attention_window
 
 Tensor = torch.Tensor
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -115,9 +116,7 @@ class ExactPass:
             x = rms_norm(residual, norm, self.eps)
         else:
             x, residual = add_rms_norm(x, residual, norm, self.eps)
-        shape = attention.config  # of Mistral; Qwen says it layer by layer, and Llama has no window
-        whole = shape.sliding_window if shape.model_type == "mistral" else None
-        window = int(getattr(attention, "sliding_window", whole) or 0)
+        window = attention_window(attention)
         (qkv,) = end_to_end(rows.segments, _joined(x, attention.q_proj, attention.k_proj, attention.v_proj))
         qkv = qkv.unflatten(1, (-1, attention.head_dim))
         q, k, v = _Heads.apply(qkv, *_head_norms(attention), self.eps, self.hf.config.num_attention_heads, rows)

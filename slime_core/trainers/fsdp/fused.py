@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from slime_core.trainers.fsdp.attention import Attention, PackSegments
+from slime_core.weights.build import attention_window
 
 if TYPE_CHECKING:
     from slime_core.trainers.fsdp.masters import Masters
@@ -278,7 +279,7 @@ def fuse(layer: nn.Module, config: Any, on_gpu: Callable[..., Tensor] | None = N
     plain = [attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     if any(type(m) is not nn.Linear for m in (*biased, *plain)) or any(m.bias is not None for m in plain):
         return None
-    window = getattr(attention, "sliding_window", config.sliding_window if config.model_type == "mistral" else None)
+    window = attention_window(attention) or None
     if window is not None and not on_cuda:
         return None
     head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
