@@ -1,17 +1,22 @@
-# Two commands do all set-up: `make demo` and `make test`. Everything is installed into $(VENV), and for the tests
-# against SGLang's own server into $(VENV_SGLANG); SLIME_SGLANG_PYTHON=/path/to/python takes an installation instead.
+# Two commands do all set-up: `make demo` and `make test`. Everything is installed into $(VENV); for the tests against
+# SGLang's own server into $(VENV_SGLANG), and against the field's environments into $(VENV_ENVIRONMENTS).
+# SLIME_SGLANG_PYTHON and SLIME_ENVIRONMENTS_PYTHON=/path/to/python take an installation instead.
 
 # constraints.txt names packages of this repository below it.
 export PWD := $(CURDIR)
 VENV ?= .venv
 VENV_SGLANG ?= $(VENV)-sglang
+VENV_ENVIRONMENTS ?= $(VENV)-environments
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SGLANG_PIP := $(VENV_SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check
+ENVIRONMENTS_PIP := $(VENV_ENVIRONMENTS)/bin/python -m pip install --quiet --disable-pip-version-check
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 INSTALL_PLUGINS := $(addprefix -e ./,$(PLUGINS))
 BACKENDS := plugins/slime_megatron plugins/slime_ray plugins/slime_sglang
-INSTALL_TASKS := $(addprefix -e ./,$(filter-out $(BACKENDS),$(PLUGINS)))
+ENVIRONMENTS := plugins/slime_gym plugins/slime_mcp plugins/slime_openenv plugins/slime_reasoning_gym \
+	plugins/slime_verifiers
+INSTALL_TASKS := $(addprefix -e ./,$(filter-out $(BACKENDS) $(ENVIRONMENTS),$(PLUGINS)))
 EXAMPLES := $(patsubst %/pyproject.toml,%,$(wildcard examples/*/pyproject.toml))
 INSTALL_EXAMPLES := $(addprefix -e ./,$(EXAMPLES))
 MANIFESTS := constraints.txt pyproject.toml $(wildcard plugins/*/pyproject.toml)
@@ -19,7 +24,9 @@ TESTS ?= $(if $(PACKAGE),plugins/slime_$(PACKAGE),tests plugins examples)
 WORKERS ?= 2
 LEARNING := tools/bench/bench_demo.py tools/bench/bench_examples.py tools/bench/bench_kernel_demo.py
 SGLANG_PYTHON = $(or $(SLIME_SGLANG_PYTHON),$(abspath $(VENV_SGLANG))/bin/python)
-PYTEST = SLIME_SGLANG_PYTHON=$(SGLANG_PYTHON) OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS)
+ENVIRONMENTS_PYTHON = $(or $(SLIME_ENVIRONMENTS_PYTHON),$(abspath $(VENV_ENVIRONMENTS))/bin/python)
+PYTEST = SLIME_SGLANG_PYTHON=$(SGLANG_PYTHON) SLIME_ENVIRONMENTS_PYTHON=$(ENVIRONMENTS_PYTHON) OMP_NUM_THREADS=1 \
+	$(BIN)/pytest -n $(WORKERS)
 
 # The first interpreter that is new enough; PYTHON=/path/to/python overrides it.
 USABLE := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
@@ -27,7 +34,7 @@ CANDIDATES := python3 python3.13 python3.12 python3.11 python
 PYTHON ?= $(shell for p in $(CANDIDATES); do $$p -c '$(USABLE)' 2>/dev/null && command -v $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo dev check test nightly bench clean sglang
+.PHONY: help demo dev check test nightly bench clean sglang environments
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 18
@@ -46,10 +53,10 @@ check: $(VENV)/.dev  ## formatting, lint, types, layers, names
 	$(BIN)/pytest -q tests/test_layers.py
 	$(BIN)/python tools/docs/check_names.py
 
-test: $(VENV)/.dev sglang  ## install, then the whole suite that needs no GPU; PACKAGE=sglang: that of plugins/slime_sglang
+test: $(VENV)/.dev sglang environments  ## install, then the whole suite that needs no GPU; PACKAGE=sglang: that of plugins/slime_sglang
 	$(PYTEST) -m "not gpu and not nightly" $(TESTS)
 
-nightly: $(VENV)/.nightly sglang  ## the long tests, and the recipes that learn on a processor over several seeds
+nightly: $(VENV)/.nightly sglang environments  ## the long tests, and the recipes that learn on a processor over several seeds
 	$(PYTEST) -m nightly --no-header $(TESTS) || [ $$? -eq 5 ]
 	$(BIN)/python tools/bench/bench_demo.py --seeds 5
 	$(BIN)/python tools/bench/bench_kernel_demo.py --seeds 3
@@ -61,8 +68,10 @@ bench: $(VENV)/.dev  ## measurements of docs/benchmarks.md, side by side with TR
 
 sglang:  ## SGLang for the tests, in an environment of its own; where it cannot be had they are named as not proven
 
+environments:  ## verifiers and OpenEnv for the tests, likewise
+
 clean:  ## remove the environments and caches; runs/ stays
-	rm -rf $(VENV) $(VENV_SGLANG) .mypy_cache .ruff_cache .pytest_cache build dist
+	rm -rf $(VENV) $(VENV_SGLANG) $(VENV_ENVIRONMENTS) .mypy_cache .ruff_cache .pytest_cache build dist
 
 $(BIN)/python:
 	@if [ -z "$(PYTHON)" ]; then \
@@ -102,3 +111,15 @@ $(VENV_SGLANG)/.ready: constraints.txt constraints-sglang.txt | $(BIN)/python
 		$(SGLANG_PIP) --no-deps -r constraints-sglang.txt && \
 		touch $@; } || { rm -rf $(VENV_SGLANG); \
 		echo "SGLang cannot be installed: the tests that need it are named as not proven at the end" >&2; }
+
+ifndef SLIME_ENVIRONMENTS_PYTHON
+environments: $(VENV_ENVIRONMENTS)/.ready
+endif
+
+$(VENV_ENVIRONMENTS)/.ready: constraints-environments.txt | $(BIN)/python
+	@echo "installing verifiers and OpenEnv for the tests into $(VENV_ENVIRONMENTS): once, about 90 seconds and 0.8 GB"
+	@rm -rf $(VENV_ENVIRONMENTS)
+	@{ $(BIN)/python -m venv $(VENV_ENVIRONMENTS) && \
+		$(ENVIRONMENTS_PIP) --no-deps -r constraints-environments.txt && \
+		touch $@; } || { rm -rf $(VENV_ENVIRONMENTS); \
+		echo "they cannot be installed: the tests that need them are named as not proven at the end" >&2; }

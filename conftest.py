@@ -38,17 +38,21 @@ UNPROVEN = "not proven"
 SERVED = ROOT / "plugins" / "slime_sglang" / "tests" / "served"
 
 
+ENVIRONMENTS = {"sglang": "SGLang", "environments": "verifiers"}  # by marker, what the environment beside ours has
+
+
 @functools.cache
-def find_sglang():
-    """The interpreter of the second environment, and why there is none where the first is empty."""
-    python = os.environ.get("SLIME_SGLANG_PYTHON", "") or str(ROOT / ".venv-sglang" / "bin" / "python")
+def find_python(marker):
+    """The interpreter of the environment that tests with ``marker`` need, and why there is none where it is empty."""
+    python = os.environ.get(f"SLIME_{marker.upper()}_PYTHON", "") or str(ROOT / f".venv-{marker}" / "bin" / "python")
+    package = ENVIRONMENTS[marker]
     try:
-        command = [python, "-c", "from importlib.metadata import version; print(version('sglang'))"]
+        command = [python, "-c", f"from importlib.metadata import version; print(version('{package.lower()}'))"]
         process = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except OSError as error:
-        return "", f"no SGLang: {error.strerror}: {python}; `make sglang` installs it"
+        return "", f"no {package}: {error.strerror}: {python}; `make {marker}` installs it"
     if process.returncode:
-        return "", f"no SGLang in the environment of {python}; `make sglang` installs it"
+        return "", f"no {package} in the environment of {python}; `make {marker}` installs it"
     return python, ""
 
 
@@ -103,8 +107,9 @@ def shares(file):
 
 def pytest_runtest_setup(item):
     """Leave out what this machine cannot prove; it is named at the end."""
-    if item.get_closest_marker("sglang") and not find_sglang()[0]:
-        pytest.skip(f"{UNPROVEN}: {find_sglang()[1]}")
+    for marker in ENVIRONMENTS:
+        if item.get_closest_marker(marker) and not find_python(marker)[0]:
+            pytest.skip(f"{UNPROVEN}: {find_python(marker)[1]}")
 
 
 UNCLOSED = []  # connections that were open when their event loop closed
@@ -162,7 +167,13 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture(scope="session")
 def sglang_python():
     """The interpreter of SGLang's environment; tests with the marker `sglang` are left out where there is none."""
-    return find_sglang()[0]
+    return find_python("sglang")[0]
+
+
+@pytest.fixture(scope="session")
+def environments_python():
+    """The interpreter that has verifiers and OpenEnv; tests with the marker `environments` are left out without it."""
+    return find_python("environments")[0]
 
 
 @pytest.fixture(scope="session")
