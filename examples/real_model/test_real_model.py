@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from importlib import util
 from pathlib import Path
 
 import pytest
@@ -39,7 +38,6 @@ def test_answers_of_sums_are_what_the_sums_are(part):
         assert sum(map(int, terms)) == int(answer), question
 
 
-@pytest.mark.skipif(util.find_spec("reasoning_gym") is None, reason="not proven: reasoning-gym is not installed")
 def test_the_shipped_rows_are_those_that_reasoning_gym_draws(tmp_path):
     make_rows.main(tmp_path)
     for path in (HERE / "rows").iterdir():

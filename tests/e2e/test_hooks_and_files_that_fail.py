@@ -33,6 +33,11 @@ def full(figures):
     for fd in opened:
         os.dup2(os.open("/dev/full", os.O_WRONLY), int(fd))
 
+def wipe(folder):
+    """Remove a folder into which other threads of the run go on to write."""
+    while folder.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+
 def reward(args, sample, **kwargs):
     """Digits in the response; the {nth}th call does harm, in the first process alone."""
     global count
@@ -48,7 +53,7 @@ HARM = {
     "moves": "os.chdir('/')",
     "leaves": "HOOK_LOOP.get().call_soon_threadsafe(sys.exit, 0)",
     "fills": "full(HERE / 'run' / 'metrics.jsonl')",
-    "wipes": "shutil.rmtree(HERE / 'run')",
+    "wipes": "wipe(HERE / 'run')",
     "removes": "(HERE / 'my.jsonl').rename(HERE / 'away')",
     "cuts": "(HERE / 'away').write_bytes((HERE / 'my.jsonl').read_bytes()); os.truncate(HERE / 'my.jsonl', 100)",
 }
