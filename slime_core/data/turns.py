@@ -185,6 +185,19 @@ def unspecial(text: str, tokenizer: Any) -> str:
     return text
 
 
+def split_reasoning(text: str, *, open_: bool = False) -> tuple[str, str]:
+    """Reasoning and the rest of a text; ``open_``: the prompt ended inside of reasoning.
+
+    Example: split_reasoning("<think>2+2</think>4") == ("2+2", "4")
+    """
+    opened = text.lstrip().startswith(OPEN)
+    inside = text.lstrip().removeprefix(OPEN) if opened else text
+    if not opened and not open_:
+        return ("", text)
+    thought, closed, rest = inside.partition(CLOSE)
+    return (thought.strip(), rest.lstrip() if closed else "")
+
+
 def _without_specials(message: Message, tokenizer: Any) -> Message:
     content = message.get("content")
     if isinstance(content, str):

@@ -18,11 +18,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from slime_chat.answers import model
-from slime_chat.parsing import Parser
-from slime_chat.session import Branches, Session, parser_of
+from slime_chat.session import Branches, Session
 from slime_compat.handlers import LOOPBACK, HttpError, Request
 from slime_core.data.chat import require_template
 from slime_core.data.template_trial import try_template
+from slime_core.data.tool_calls import Calls, Parser, parser_of, template_tools
 from slime_core.data.turns import Speech
 from slime_core.plugins.boundary import together
 from slime_core.types import Group, Sample, Status
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from slime_core.context import Context
 
 Agent = Callable[[Session], Awaitable[Any]]
+ToolParser = str | Callable[[str], tuple[str, Calls]]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 SHARED = "chat"  # key of `Context.shared`
 POLICY = "policy"
@@ -44,6 +45,7 @@ class Endpoint:
         require_template(ctx.tokenizer)
         try_template(ctx.tokenizer, ctx.config.data.apply_chat_template_kwargs)
         self._speeches: dict[str, Speech] = {}  # by the template's arguments
+        self._parsers: dict[int, Parser] = {}  # by the speech's id; speeches live as long as this
         self._secret = secrets.token_bytes(32)
         self._opened = 0
         self._sessions: dict[str, Session] = {}  # by key
@@ -67,7 +69,7 @@ class Endpoint:
         sample: Sample,
         ctx: Context,
         *,
-        parser: Parser,
+        tool_parser: ToolParser,
         leave_out: Collection[str],
         branches: Branches,
         template_kwargs: Mapping[str, Any],
@@ -79,13 +81,15 @@ class Endpoint:
             routes = {"POST /v1/chat/completions": self._complete, "GET /v1/models": self._models}
             routes[f"GET /v1/models/{POLICY}"] = self._model
             self._server = LoopbackServer(routes, asyncio.get_running_loop(), self._authorize)
+        speech = self._speech(ctx, template_kwargs)
+        parser = self._parser(speech) if tool_parser == "auto" else parser_of(tool_parser)
         key = self._key(self._opened)
         self._opened += 1
         url = f"http://{LOOPBACK}:{self._server.port}/v1"
         session = self._sessions[key] = Session(
             sample,
             ctx,
-            self._speech(ctx, template_kwargs),
+            speech,
             base_url=url,
             api_key=key,
             parser=parser,
@@ -105,6 +109,13 @@ class Endpoint:
         kwargs = {**ctx.config.data.apply_chat_template_kwargs, **more}
         name = json.dumps(kwargs, sort_keys=True, default=str)
         return self._speeches.setdefault(name, Speech(ctx.tokenizer, template=True, kwargs=kwargs))
+
+    def _parser(self, speech: Speech) -> Parser:
+        """The parser of what the chat template writes; Hermes' where it writes no calls."""
+        if id(speech) not in self._parsers:
+            name = template_tools(speech.tokenizer, speech.kwargs).parser
+            self._parsers[id(speech)] = parser_of(name or "hermes")
+        return self._parsers[id(speech)]
 
     def _key(self, number: int) -> str:
         return f"slime-{number}-{hmac.digest(self._secret, str(number).encode(), 'sha256').hex()}"
@@ -136,7 +147,7 @@ async def open_session(
     sample: Sample,
     ctx: Context,
     *,
-    tool_parser: str | Parser = "hermes",
+    tool_parser: ToolParser = "auto",
     leave_out: Collection[str] = (),
     branches: Branches | None = None,
     template_kwargs: Mapping[str, Any] = NOTHING,
@@ -146,8 +157,8 @@ async def open_session(
     Args:
         sample: a pending sample of the group; `Session.samples` fills it.
         ctx: the context of `slime_generate`.
-        tool_parser: how tool calls are written in answers: ``hermes``, ``qwen_xml``, ``none``, or a function of the
-            text that returns content and (name, arguments) pairs.
+        tool_parser: how tool calls are written in answers: ``auto`` (as the chat template writes them), a name of
+            `slime_core.data.tool_calls`, or a function of the text that returns content and (name, arguments) pairs.
         leave_out: parameters of the agent's requests that the run's own values replace, such as ``("temperature",)``.
         branches: ``all`` dialogues become samples (the default in training), or the ``last`` alone (in evaluation).
         template_kwargs: arguments of the chat template, laid over ``data.apply_chat_template_kwargs``.
@@ -155,6 +166,7 @@ async def open_session(
     Raises:
         DataError: TOK41 the tokenizer has no chat template.
         EngineError: an engine error of a request, in place of the agent's own exception.
+        ValueError: an unknown ``tool_parser``.
 
     Example:
         async with open_session(sample, ctx) as session:
@@ -168,7 +180,7 @@ async def open_session(
     async with Endpoint.of(ctx).session(
         sample,
         ctx,
-        parser=parser_of(tool_parser),
+        tool_parser=tool_parser,
         leave_out=leave_out,
         branches=chosen,
         template_kwargs=template_kwargs,
@@ -188,7 +200,7 @@ async def converse(
     ctx: Context,
     agent: Agent,
     *,
-    tool_parser: str | Parser = "hermes",
+    tool_parser: ToolParser = "auto",
     leave_out: Collection[str] = (),
     branches: Branches | None = None,
     template_kwargs: Mapping[str, Any] = NOTHING,

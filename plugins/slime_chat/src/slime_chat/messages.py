@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from slime_compat.handlers import HttpError
-from slime_core.data.turns import CLOSE, OPEN
+from slime_core.data.turns import split_reasoning
 from slime_core.types import Message
 
 Key = tuple[Any, ...]
@@ -80,19 +80,6 @@ def sameness(message: Message, reply: Message) -> int:
     """How alike two messages of one key are: 0 to 2, a point each for the very text and the very ids of calls."""
     ids = [[call.get("id") for call in _calls(one)] for one in (message, reply)]
     return int(message["content"] == reply["content"]) + int(ids[0] == ids[1])
-
-
-def split_reasoning(text: str, *, open_: bool = False) -> tuple[str, str]:
-    """Reasoning and the rest of a text; ``open_``: the prompt ended inside of reasoning.
-
-    Example: split_reasoning("<think>2+2</think>4") == ("2+2", "4")
-    """
-    opened = text.lstrip().startswith(OPEN)
-    inside = text.lstrip().removeprefix(OPEN) if opened else text
-    if not opened and not open_:
-        return ("", text)
-    thought, closed, rest = inside.partition(CLOSE)
-    return (thought.strip(), rest.lstrip() if closed else "")
 
 
 def bad(message: str, param: str | None = None, code: str | None = None) -> HttpError:

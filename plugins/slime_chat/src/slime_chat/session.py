@@ -16,16 +16,17 @@ import os
 from array import array
 from collections import Counter
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal
 
 from slime_chat import answers, request
-from slime_chat.messages import bad, call_of, split_reasoning
-from slime_chat.parsing import PARSERS, Parser
+from slime_chat.messages import bad, call_of
 from slime_chat.samples import samples_of
 from slime_chat.tree import Node, Tree
 from slime_compat.handlers import LOOPBACK, HttpError
 from slime_core.data.chat import encode, render
+from slime_core.data.turns import split_reasoning
 from slime_core.errors import DataError, EngineError
 from slime_core.plugins.boundary import together
 from slime_core.seeds import seed_of
@@ -34,6 +35,7 @@ from slime_core.types import Completion, GenerateRequest, Message, Sample, Sampl
 if TYPE_CHECKING:
     from slime_chat.request import ChatRequest
     from slime_core.context import Context
+    from slime_core.data.tool_calls import Calls, Parser
     from slime_core.data.turns import Speech
 
 FULL = "ENG72"  # a prompt that fills the context
@@ -229,7 +231,10 @@ class Session:
         positions = [place for stop in ask.params.stop if (place := text.find(stop)) >= 0]
         text = text[: min(positions)] if positions and done.finish == "stop" else text
         reasoning, content = split_reasoning(text, open_=self._speech.reasoning_open)
-        content, calls = self._parser(content) if ask.calls else (content, [])
+        calls: Calls = []
+        if ask.calls:
+            with suppress(ValueError):  # a text whose calls are not well formed is content, whole
+                content, calls = self._parser(content, ask.tools or ())
         message: Message = {"role": "assistant", "content": content}
         if reasoning:
             message["reasoning_content"] = reasoning
@@ -246,16 +251,3 @@ class Session:
 async def _awaited(work: Any) -> Completion:
     done: Completion = await work
     return done
-
-
-def parser_of(chosen: str | Parser) -> Parser:
-    """A parser by name, or the function itself.
-
-    Raises:
-        ValueError: an unknown name.
-    """
-    if callable(chosen):
-        return chosen
-    if chosen not in PARSERS:
-        raise ValueError(f"tool_parser is {chosen!r}; known are {', '.join(PARSERS)}, or give a function")
-    return PARSERS[chosen]
