@@ -323,6 +323,7 @@ def test_a_clock_that_jumps_changes_nothing(cli, own, whole, monkeypatch):
 ALLOWED = {
     "cli/slime_cli/driver_process.py": "--stop-after of a driver whose restarts may be on other machines",
     "plugins/slime_chat/src/slime_chat/answers.py": "`created` of an answer, as OpenAI's API has it",
+    "plugins/slime_chat/src/slime_chat/responses_api.py": "`created_at` of a response, likewise",
     "plugins/slime_kernelbench/src/slime_kernelbench/records.py": "when a turn was written, for people",
 }
 """Files that may look at the wall clock, with what for."""

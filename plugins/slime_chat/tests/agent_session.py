@@ -62,7 +62,7 @@ class LineEngine(FakeEngine):
 
 
 class Client:
-    """An agent's way to ask a session."""
+    """An agent's way to ask a session, with messages in the form of chat completions over any of its APIs."""
 
     def __init__(self, session):
         headers = {"authorization": f"Bearer {session.api_key}"}
@@ -77,8 +77,79 @@ class Client:
         assert answer.status_code == 200, answer.text
         return answer.json()["choices"][0]["message"]
 
+    async def speak(self, api, messages, **fields):
+        """The message that an API returns: ``chat``, ``messages`` or ``responses``."""
+        if api == "chat":
+            return await self.say(messages, **fields)
+        path = {"messages": "/messages", "responses": "/responses"}[api]
+        body = (to_anthropic if api == "messages" else to_responses)(messages)
+        answer = await self.http.post(path, json={"model": "policy", **body, **fields})
+        assert answer.status_code == 200, answer.text
+        return (of_anthropic if api == "messages" else of_responses)(answer.json())
+
     async def __aenter__(self):
         return self
 
     async def __aexit__(self, *_):
         await self.http.aclose()
+
+
+def to_anthropic(messages):
+    """Messages as those of `/v1/messages`."""
+    system = [message["content"] for message in messages if message["role"] == "system"]
+    turns = []
+    for message in messages:
+        blocks = [{"type": "text", "text": message["content"] or ""}]
+        if message["role"] == "tool":
+            blocks = [{"type": "tool_result", "tool_use_id": message["tool_call_id"], "content": blocks}]
+        for call in message.get("tool_calls", ()):
+            arguments = json.loads(call["function"]["arguments"])
+            blocks.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
+        if message["role"] != "system":
+            turns.append({"role": "assistant" if message["role"] == "assistant" else "user", "content": blocks})
+    return {"max_tokens": 64, "messages": turns, **({"system": system[0]} if system else {})}
+
+
+def of_anthropic(answer):
+    """The message of an answer of `/v1/messages`."""
+    texts = [block["text"] for block in answer["content"] if block["type"] == "text"]
+    calls = [
+        {
+            "id": block["id"],
+            "type": "function",
+            "function": {"name": block["name"], "arguments": json.dumps(block["input"])},
+        }
+        for block in answer["content"]
+        if block["type"] == "tool_use"
+    ]
+    return {"role": "assistant", "content": "".join(texts), **({"tool_calls": calls} if calls else {})}
+
+
+def to_responses(messages):
+    """Messages as input of `/v1/responses`."""
+    items = []
+    for message in messages:
+        if message["role"] == "tool":
+            items.append(
+                {"type": "function_call_output", "call_id": message["tool_call_id"], "output": message["content"]}
+            )
+            continue
+        kind = "output_text" if message["role"] == "assistant" else "input_text"
+        if message["content"] or not message.get("tool_calls"):
+            items.append({"role": message["role"], "content": [{"type": kind, "text": message["content"] or ""}]})
+        items += (
+            {"type": "function_call", "call_id": call["id"], **call["function"]}
+            for call in message.get("tool_calls", ())
+        )
+    return {"input": items}
+
+
+def of_responses(answer):
+    """The message of an answer of `/v1/responses`."""
+    texts = [part["text"] for item in answer["output"] if item["type"] == "message" for part in item["content"]]
+    calls = [
+        {"id": item["call_id"], "type": "function", "function": {"name": item["name"], "arguments": item["arguments"]}}
+        for item in answer["output"]
+        if item["type"] == "function_call"
+    ]
+    return {"role": "assistant", "content": "".join(texts), **({"tool_calls": calls} if calls else {})}

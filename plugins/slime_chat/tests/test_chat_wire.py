@@ -99,7 +99,8 @@ def test_a_limit_may_only_lower_the_runs_own_and_a_cut_answer_says_length(contex
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"model": "run/a b"}, "model"),
         ({"tool_choice": "required", "tools": TOOLS}, "tool_choice"),
         ({"tools": [{"name": "add"}]}, "tools"),
         ({"n": 0}, "n"),
@@ -249,7 +250,7 @@ def test_models_are_listed_and_other_paths_are_not_served(context, talk):
         (model,) = (await client.http.get("/models")).json()["data"]
         assert model["id"] == "policy"
         assert (await client.http.get("/models/policy")).json() == model
-        assert (await client.http.post("/responses", json={})).status_code == 404
+        assert (await client.http.post("/completions", json={})).status_code == 404
         assert (await client.http.get("/chat/completions")).status_code == 405
 
     talk(context("x|"), agent)

@@ -1,4 +1,4 @@
-"""Agents of any kind, written against OpenAI's API, as samples whose ids and log-probs are exact.
+"""Agents of any kind, written against OpenAI's or Anthropic's API, as samples whose ids and log-probs are exact.
 
 Example:
     from slime_chat import converse

@@ -1,4 +1,4 @@
-"""Answers out, in OpenAI's words: one JSON object, or the chunks of a stream.
+"""Replies as chat completions: one JSON object, or the chunks of a stream.
 
 An engine returns a response whole. So a stream begins when it is complete, and sends it in a few chunks: role,
 reasoning, content, tool calls, the finish reason, and the usage if requested.
@@ -16,14 +16,15 @@ from slime_core.data.chat import decode
 from slime_core.types import Completion, Message
 
 if TYPE_CHECKING:
-    from slime_chat.request import ChatRequest
+    from slime_chat.reply import ChatReply
     from slime_chat.tree import Node
 
 BROKEN = "\ufffd"  # half of a character
 
 
-def completion(ask: ChatRequest, nodes: Sequence[Node], prompt_tokens: int, *, name: str, tokenizer: Any) -> Any:
+def completion(reply: ChatReply, tokenizer: Any) -> Any:
     """The answer to a request: its ``n`` nodes as choices."""
+    ask = reply.ask
     choices = [
         {
             "index": index,
@@ -31,18 +32,18 @@ def completion(ask: ChatRequest, nodes: Sequence[Node], prompt_tokens: int, *, n
             "logprobs": _log_probs(node.done, tokenizer) if ask.log_probs and node.done else None,
             "finish_reason": _reason(node),
         }
-        for index, node in enumerate(nodes)
+        for index, node in enumerate(reply.nodes)
     ]
-    tokens = sum(len(node.answer) for node in nodes)
-    version = max((version for node in nodes if node.done for version in node.done.versions), default=-1)
+    version = max((version for node in reply.nodes if node.done for version in node.done.versions), default=-1)
     head = {
-        "id": f"chatcmpl-{name}",
+        "id": f"chatcmpl-{reply.name}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": ask.model,
         "system_fingerprint": f"version-{version}",
     }
-    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens}
+    prompt, tokens = reply.prompt_tokens, reply.tokens
+    usage = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
     if ask.stream:
         return Events(_chunks(head | {"object": "chat.completion.chunk"}, choices, usage if ask.usage else None))
     return {**head, "choices": choices, "usage": usage}

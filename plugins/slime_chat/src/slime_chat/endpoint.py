@@ -1,6 +1,6 @@
 """The endpoint of a run: sessions of samples in front of its engine, behind one loopback server.
 
-    agent (any program) -- POST /v1/chat/completions, key of a session -- loopback server -- Session -- engine
+    agent -- POST /v1/chat/completions, /v1/messages or /v1/responses, key of a session -- server -- Session -- engine
 
 The server starts with the first session and closes with the last. A key names its session and is checked in constant
 time; nothing but the key's own session can be reached with it, and one whose session has ended is answered 410.
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime_chat.answers import model
 from slime_chat.session import Branches, Session
-from slime_compat.handlers import LOOPBACK, HttpError, Request
+from slime_compat.handlers import LOOPBACK, Handler, HttpError, Request
 from slime_core.data.chat import require_template
 from slime_core.data.template_trial import try_template
 from slime_core.data.tool_calls import Calls, Parser, parser_of, template_tools
@@ -36,6 +36,14 @@ ToolParser = str | Callable[[str], tuple[str, Calls]]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 SHARED = "chat"  # key of `Context.shared`
 POLICY = "policy"
+ROLE = "x-slime-role"  # header that names the role of a request
+METHODS = {
+    "chat/completions": Session.complete,
+    "messages": Session.messages,
+    "messages/count_tokens": Session.count_tokens,
+    "responses": Session.respond,
+}
+"""What answers a path under /v1."""
 
 
 class Endpoint:
@@ -78,8 +86,8 @@ class Endpoint:
         if self._server is None or self._server.orphaned:
             from slime_compat.loopback import LoopbackServer
 
-            routes = {"POST /v1/chat/completions": self._complete, "GET /v1/models": self._models}
-            routes[f"GET /v1/models/{POLICY}"] = self._model
+            routes = {f"POST /v1/{path}": self._handler(method) for path, method in METHODS.items()}
+            routes |= {"GET /v1/models": self._models, f"GET /v1/models/{POLICY}": self._model}
             self._server = LoopbackServer(routes, asyncio.get_running_loop(), self._authorize)
         speech = self._speech(ctx, template_kwargs)
         parser = self._parser(speech) if tool_parser == "auto" else parser_of(tool_parser)
@@ -129,11 +137,14 @@ class Endpoint:
         if key not in self._sessions:
             raise HttpError(410, "this session is over", code="session_over")
 
-    async def _complete(self, request: Request) -> Any:
-        session = self._sessions.get(request.token)
-        if session is None:
-            raise HttpError(410, "this session is over", code="session_over")
-        return await session.complete(request.payload)
+    def _handler(self, method: Callable[[Session, Mapping[str, Any], str], Awaitable[Any]]) -> Handler:
+        async def handle(request: Request) -> Any:
+            session = self._sessions.get(request.token)
+            if session is None:
+                raise HttpError(410, "this session is over", code="session_over")
+            return await method(session, request.payload, request.headers.get(ROLE, ""))
+
+        return handle
 
     async def _models(self, request: Request) -> Any:
         return {"object": "list", "data": [model(POLICY)]}
@@ -152,7 +163,7 @@ async def open_session(
     branches: Branches | None = None,
     template_kwargs: Mapping[str, Any] = NOTHING,
 ) -> AsyncIterator[Session]:
-    """Serve the run's model to an agent of one sample, over OpenAI's chat completions.
+    """Serve the run's model to an agent of one sample, over OpenAI's and Anthropic's APIs.
 
     Args:
         sample: a pending sample of the group; `Session.samples` fills it.

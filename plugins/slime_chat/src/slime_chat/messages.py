@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 from slime_compat.handlers import HttpError
@@ -21,6 +22,8 @@ Key = tuple[Any, ...]
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 KEPT = ("name", "tool_call_id")
+TEXTS: Mapping[str, str] = MappingProxyType({"text": "text", "refusal": "refusal"})
+"""Parts of a message's content by type, with the key of their text."""
 
 
 def normal(raw: Any, where: str) -> Message:
@@ -34,7 +37,11 @@ def normal(raw: Any, where: str) -> Message:
         raise bad(f"{role!r} is not a role; roles are {', '.join(ROLES)}", where)
     role = ROLES[role]
     calls = raw.get("tool_calls") or ()
-    message: Message = {"role": role, "content": _text(raw.get("content"), where, role == "assistant")}
+    content = raw.get("content")
+    message: Message = {
+        "role": role,
+        "content": "" if content is None and role == "assistant" else text_of(content, where),
+    }
     check_characters(message["content"], where)
     message |= {name: str(raw[name]) for name in KEPT if raw.get(name) is not None}
     if role == "assistant":
@@ -49,6 +56,25 @@ def normal(raw: Any, where: str) -> Message:
     if role != "assistant":  # a known response is never encoded again
         check_characters(message, where)
     return message
+
+
+def text_of(content: Any, where: str, kinds: Mapping[str, str] = TEXTS) -> str:
+    """A content as one text: itself, or its parts' texts as lines; ``kinds`` maps a part's type to the text's key.
+
+    Raises:
+        HttpError: 400, a part of another type.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence) or not all(isinstance(part, Mapping) for part in content):
+        raise bad(f"content is {type(content).__name__}; send a text or a list of parts", where)
+    for part in content:
+        kind = part.get("type")
+        if not isinstance(kind, str) or kind not in kinds:
+            raise bad(f"a content part of type {kind!r} is not served; {' and '.join(kinds)} are", where)
+        if not isinstance(part.get(kinds[kind]), str):
+            raise bad(f"a content part of type {kind!r} has no text under '{kinds[kind]}'", where)
+    return "\n".join(part[kinds[part["type"]]] for part in content)
 
 
 def check_characters(value: Any, where: str) -> None:
@@ -87,6 +113,17 @@ def bad(message: str, param: str | None = None, code: str | None = None) -> Http
     return HttpError(400, f"{param}: {message}" if param else message, param=param, code=code)
 
 
+def listed(value: Any, where: str) -> list[Any]:
+    """A value that is a list.
+
+    Raises:
+        HttpError: 400.
+    """
+    if not isinstance(value, list):
+        raise bad(f"send a list, not {type(value).__name__}", where)
+    return value
+
+
 def call_of(name: str, arguments: Any, id_: Any) -> dict[str, Any]:
     """A tool call as templates read it: arguments are a JSON object, or a text where they are none.
 
@@ -98,21 +135,6 @@ def call_of(name: str, arguments: Any, id_: Any) -> dict[str, Any]:
         value = json.loads(text)
     arguments = value if isinstance(value, dict) else text
     return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def _text(content: Any, where: str, may_lack: bool) -> str:
-    if isinstance(content, str):
-        return content
-    if content is None and may_lack:
-        return ""
-    if not isinstance(content, Sequence) or not all(isinstance(part, Mapping) for part in content):
-        raise bad(f"content is {type(content).__name__}; send a text or a list of parts", where)
-    for part in content:
-        if part.get("type") not in ("text", "refusal"):
-            raise bad(f"a content part of type {part.get('type')!r} is not served; text is", where)
-        if not isinstance(part.get(part["type"]), str):
-            raise bad(f"a content part of type {part['type']!r} has no text under '{part['type']}'", where)
-    return "\n".join(part[part["type"]] for part in content)
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:

@@ -4,8 +4,8 @@
       `- D                                  sample 1: A D     trains D; A is prompt there
 
 A sample's ids are the engine's input and output, in order. Its prompt ends where its first trained answer begins, so a
-shared beginning costs no response token. Draws at another temperature train in a sample of their own, since a sample
-has one.
+shared beginning costs no response token. Draws at another temperature or in another role train in a sample of their
+own, since a sample has one of each.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def _parts(leaves: Sequence[Node]) -> list[tuple[int, list[Node], set[int]]]:
     for branch, leaf in enumerate(leaves):
         path = leaf.path()
         nodes = [node for node in path if node.number not in used]
-        for temperature in dict.fromkeys(node.temperature for node in nodes):
-            trained = {node.number for node in nodes if node.temperature == temperature}
+        for kind in dict.fromkeys((node.temperature, node.role) for node in nodes):
+            trained = {node.number for node in nodes if (node.temperature, node.role) == kind}
             length = 1 + max(place for place, node in enumerate(path) if node.number in trained)
             parts.append((branch, path[:length], trained))
         used |= {node.number for node in nodes}
@@ -97,4 +97,5 @@ def _fill(sample: Sample, path: Sequence[Node], trained: set[int], tokenizer: An
     sample.append_response(tokens, log_probs, mask, text="".join(texts), version=versions)
     last = path[-1].done
     assert last is not None
-    sample.status, sample.temperature = FINISHED[last.finish], path[first].temperature
+    sample.status = FINISHED[last.finish]
+    sample.temperature, sample.role = path[first].temperature, path[first].role

@@ -1,7 +1,7 @@
 """One sample's session: its agent's requests, the engine's answers, and training samples at the end.
 
-    Ask -> tree.find -> [ids of the answers so far] + [ids of the new messages] -> engine -> Completion -> tree.add
-                                                                                                `-> message
+    request -> tree.find -> [ids of the answers so far] + [ids of the new messages] -> engine -> Completion -> tree.add
+                                                                                                    `-> message
 
 No answer is ever encoded again: the ids that the engine made stand in every later prompt as they came. What is new
 goes through the chat template once, as `Speech.between` renders it after an answer; a dialogue that begins anew is
@@ -15,13 +15,14 @@ import contextvars
 import os
 from array import array
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal
 
-from slime_chat import answers, request
+from slime_chat import answers, messages_api, request, responses_api
 from slime_chat.messages import bad, call_of
+from slime_chat.reply import ChatReply
 from slime_chat.samples import samples_of
 from slime_chat.tree import Node, Tree
 from slime_compat.handlers import LOOPBACK, HttpError
@@ -45,8 +46,9 @@ Branches = Literal["all", "last"]
 class Session:
     """What an agent talks to while it works on one sample; made by :func:`slime_chat.open_session`.
 
-    ``base_url`` and ``api_key`` go to the agent, under any names that it reads (``env`` has OpenAI's). The key is good
-    for this session alone and ends with it.
+    ``base_url`` and ``api_key`` go to the agent, under any names that it reads (``env`` has OpenAI's and Anthropic's).
+    The key is good for this session alone and ends with it. An agent in this process may call :meth:`complete`,
+    :meth:`messages` and :meth:`respond` instead.
     """
 
     def __init__(
@@ -68,7 +70,8 @@ class Session:
         self.counts: Counter[str] = Counter()
         self._ctx, self._speech, self._tree = ctx, speech, Tree()
         self._parser, self._leave_out, self._branches = parser, tuple(leave_out), branches
-        self._prompt = sample.tokens[: sample.prompt_length]
+        self._prompt, self._role = sample.tokens[: sample.prompt_length], sample.role
+        self._responses: dict[str, list[Message]] = {}  # by id, the messages up to the end of each response
         self._seed = seed_of(ctx.config.seed, "eval" if ctx.evaluation else "sample", sample.id, sample.attempt)
         self._continuations: Counter[bytes] = Counter()  # digest of tokens -> how often they were continued
         self._running: dict[str, asyncio.Task[Completion]] = {}
@@ -77,10 +80,12 @@ class Session:
 
     @property
     def env(self) -> dict[str, str]:
-        """The environment variables that OpenAI's clients read; this machine's proxies are not used."""
+        """The variables that OpenAI's and Anthropic's clients read; this machine's proxies are not used."""
         direct = ",".join(filter(None, (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), LOOPBACK)))
         address = dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), self.base_url)
-        return {**address, "OPENAI_API_KEY": self.api_key, "NO_PROXY": direct, "no_proxy": direct}
+        address["ANTHROPIC_BASE_URL"] = self.base_url.removesuffix("/v1")
+        names = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")
+        return {**address, **dict.fromkeys(names, self.api_key), "NO_PROXY": direct, "no_proxy": direct}
 
     @property
     def answers(self) -> list[Message]:
@@ -123,37 +128,41 @@ class Session:
         leaves = self._tree.leaves() if self._branches == "all" else self._tree.leaves()[-1:]
         return samples_of(self.sample, self._prompt, leaves, facts, self._ctx.tokenizer, status)
 
-    async def complete(self, payload: dict[str, Any]) -> Any:
-        """Answer the body of a chat completion.
+    async def complete(self, payload: Mapping[str, Any], role: str = "") -> Any:
+        """Answer the body of a chat completion, asked in a role of the agent's.
 
         Raises:
             HttpError: 400 what is not served or does not fit the context, 410 the session is over or was stopped, 500
                 the engine failed.
         """
-        self._require_open()
-        defaults = self._ctx.sampling
-        assert defaults is not None
-        ask = request.read(payload, defaults, training=not self._ctx.evaluation, leave_out=self._leave_out)
-        self.counts["left_out"] += ask.left_out
-        parent, start = self._tree.find(ask.messages, ask.keys, ask.tools_key)
-        new = ask.messages[start:]
-        prompt = self._words(new, parent, ask)
-        tokens = [*parent.tokens(), *prompt]
-        seeds = [self._draw(tokens, ask.seed) for _ in range(ask.n)]
-        completions = await together(self._generate(tokens, ask.params, seed) for seed in seeds)
-        nodes = []
-        for done, seed in zip(completions, seeds, strict=True):
-            node = Node(
-                prompt=prompt,
-                done=done,
-                temperature=ask.params.temperature or 1.0,
-                message=self._message(done, ask, seed),
-                rewritten=sum(message["role"] == "assistant" for message in new),
-            )
-            self._tree.add(parent, ask.keys[start:], node)
-            nodes.append(node)
-        name = f"{seeds[0]:016x}"
-        return answers.completion(ask, nodes, len(tokens), name=name, tokenizer=self._ctx.tokenizer)
+        reply = await self._reply(self._read(self._fields(payload), role))
+        return answers.completion(reply, self._ctx.tokenizer)
+
+    async def messages(self, payload: Mapping[str, Any], role: str = "") -> Any:
+        """Answer the body of `/v1/messages` (Anthropic's); errors are those of :meth:`complete`."""
+        try:
+            chat = messages_api.to_chat(self._fields(payload))
+            return messages_api.completion(await self._reply(self._read(chat, role, object_arguments=True)))
+        except HttpError as error:
+            raise messages_api.refusal(error) from error
+
+    async def count_tokens(self, payload: Mapping[str, Any], role: str = "") -> Any:
+        """Answer the body of `/v1/messages/count_tokens`; errors are those of :meth:`complete`."""
+        ask = self._read(messages_api.to_chat(self._fields(payload)), role)
+        parent, _, prompt = self._place(ask)
+        return {"input_tokens": len(parent.tokens()) + len(prompt)}
+
+    async def respond(self, payload: Mapping[str, Any], role: str = "") -> Any:
+        """Answer the body of `/v1/responses` (OpenAI's); errors are those of :meth:`complete`."""
+        fields = self._fields(payload)
+        previous = str(fields.get("previous_response_id", ""))
+        if previous and previous not in self._responses:
+            raise HttpError(404, f"no response {previous!r} in this session", param="previous_response_id")
+        chat = responses_api.to_chat(fields, self._responses.get(previous, []))
+        reply = await self._reply(self._read(chat, role))
+        history = responses_api.history_of(chat["messages"], reply, bool(fields.get("instructions")))
+        self._responses[f"resp_{reply.name}"] = history
+        return responses_api.completion(reply, fields)
 
     async def close(self) -> None:
         """End the session: requests under way are refused, and their generation ends."""
@@ -168,6 +177,46 @@ class Session:
             raise HttpError(410, "the run has stopped this session", code="session_aborted")
         if self._over or self.error is not None:
             raise HttpError(410, "this session is over", code="session_over")
+
+    def _fields(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        """A request's parameters, without those that the run's own values replace."""
+        self._require_open()
+        fields = {name: value for name, value in payload.items() if value is not None}
+        self.counts["left_out"] += sum(name in fields for name in self._leave_out)
+        return {name: value for name, value in fields.items() if name not in self._leave_out}
+
+    def _read(self, fields: Mapping[str, Any], role: str, *, object_arguments: bool = False) -> ChatRequest:
+        fields = {name: value for name, value in fields.items() if value is not None}
+        defaults, training = self._ctx.sampling, not self._ctx.evaluation
+        assert defaults is not None
+        return request.read(fields, defaults, training=training, role=role, object_arguments=object_arguments)
+
+    def _place(self, ask: ChatRequest) -> tuple[Node, int, list[int]]:
+        """The deepest answer of a history, how many messages lead there, and the ids of those that follow."""
+        parent, start = self._tree.find(ask.messages, ask.keys, ask.tools_key)
+        return parent, start, self._words(ask.messages[start:], parent, ask)
+
+    async def _reply(self, ask: ChatRequest) -> ChatReply:
+        """Draw a request's answers and hang them into the tree."""
+        parent, start, prompt = self._place(ask)
+        tokens = [*parent.tokens(), *prompt]
+        seeds = [self._draw(tokens, ask.seed) for _ in range(ask.n)]
+        completions = await together(self._generate(tokens, ask.params, seed) for seed in seeds)
+        nodes = []
+        for done, seed in zip(completions, seeds, strict=True):
+            message, stop = self._message(done, ask, seed)
+            node = Node(
+                prompt=prompt,
+                done=done,
+                temperature=ask.params.temperature or 1.0,
+                role=ask.role or self._role,
+                message=message,
+                stop=stop,
+                rewritten=sum(message["role"] == "assistant" for message in ask.messages[start:]),
+            )
+            self._tree.add(parent, ask.keys[start:], node)
+            nodes.append(node)
+        return ChatReply(ask=ask, nodes=nodes, prompt_tokens=len(tokens), name=f"{seeds[0]:016x}")
 
     def _words(self, new: Sequence[Message], parent: Node, ask: ChatRequest) -> list[int]:
         """Ids of the messages after ``parent``'s answer, up to where the next one begins."""
@@ -225,16 +274,19 @@ class Session:
         self.counts["beside"] += 1
         return f"{self.sample.id}~{self.counts['beside']}"
 
-    def _message(self, done: Completion, ask: ChatRequest, seed: int) -> Message:
-        """The message that an answer's ids make."""
-        text = self._speech.text(done.tokens)
-        positions = [place for stop in ask.params.stop if (place := text.find(stop)) >= 0]
-        text = text[: min(positions)] if positions and done.finish == "stop" else text
-        reasoning, content = split_reasoning(text, open_=self._speech.reasoning_open)
+    def _message(self, done: Completion, ask: ChatRequest, seed: int) -> tuple[Message, str]:
+        """The message that an answer's ids make, and the text that stopped it."""
+        text, stop = self._speech.text(done.tokens), ""
+        positions = [(place, stop) for stop in ask.params.stop if (place := text.find(stop)) >= 0]
+        if positions and done.finish == "stop":
+            place, stop = min(positions)
+            text = text[:place]
+        reasoning, answer = split_reasoning(text, open_=self._speech.reasoning_open)
+        content = answer
         calls: Calls = []
         if ask.calls:
             with suppress(ValueError):  # a text whose calls are not well formed is content, whole
-                content, calls = self._parser(content, ask.tools or ())
+                content, calls = self._parser(answer, ask.tools or ())
         message: Message = {"role": "assistant", "content": content}
         if reasoning:
             message["reasoning_content"] = reasoning
@@ -245,7 +297,11 @@ class Session:
                 )  # some templates want nine letters
                 for place, (name, arguments) in enumerate(calls)
             ]
-        return message
+            objects = all(isinstance(call["function"]["arguments"], dict) for call in message["tool_calls"])
+            if (ask.one_call and len(calls) > 1) or (ask.object_arguments and not objects):
+                del message["tool_calls"]
+                message["content"] = answer
+        return message, stop
 
 
 async def _awaited(work: Any) -> Completion:

@@ -28,7 +28,9 @@ class Node:
     prompt: list[int] = field(default_factory=list)
     done: Completion | None = None
     temperature: float = 1.0  # of its draws
+    role: str = "policy"  # that the agent played
     message: Message = field(default_factory=dict)  # the message that the client was given
+    stop: str = ""  # the text that ended it
     rewritten: int = 0  # assistant messages in the prompt that are no answer of ours there
     children: dict[tuple[Key, ...], list[Node]] = field(default_factory=dict)  # by messages, the answer's own the last
     spans: Counter[int] = field(default_factory=Counter)  # lengths of those keys

@@ -19,7 +19,7 @@ from typing import Any
 
 import uvicorn
 
-from slime_compat.handlers import LOOPBACK, Authorize, Events, Handler, HttpError, Request
+from slime_compat.handlers import LOOPBACK, Authorize, Events, Handler, HttpError, NamedEvents, Request
 from slime_core.errors import SlimeError
 
 MAX_BODY = 64 << 20
@@ -146,7 +146,7 @@ class LoopbackServer(uvicorn.Server):
         if "origin" in headers or headers["host"].split(":")[0] not in (LOOPBACK, "localhost"):
             raise HttpError(403, "only programs of this machine are served")
         kind, _, token = headers.get("authorization", "").partition(" ")
-        bearer = token.strip() if kind.lower() == "bearer" else ""
+        bearer = token.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
         self._authorize(bearer)
         handler = self._handler(scope["method"], scope["path"].rstrip("/"))
         if "transfer-encoding" in headers:
@@ -162,7 +162,7 @@ class LoopbackServer(uvicorn.Server):
             raise HttpError(400, "the body is not a JSON object")
         if self.orphaned:
             raise HttpError(410, "the run has ended")
-        return await self._handled(handler(Request(token=bearer, payload=payload)), receive)
+        return await self._handled(handler(Request(token=bearer, payload=payload, headers=headers)), receive)
 
     def _handler(self, method: str, path: str) -> Handler:
         if path in ("/health", "/health_generate"):
@@ -208,6 +208,8 @@ async def _hung_up(receive: Callable[[], Awaitable[Any]]) -> None:
 
 
 def _events(values: Events) -> bytes:
+    if isinstance(values, NamedEvents):
+        return "".join(f"event: {value['type']}\ndata: {json.dumps(value)}\n\n" for value in values).encode()
     lines = [f"data: {json.dumps(value)}\n\n" for value in values]
     return "".join([*lines, "data: [DONE]\n\n"]).encode()
 
