@@ -20,7 +20,30 @@ class ServerArgs:
         for name in ("tp-size", "random-seed", "port", "max-running-requests"):
             parser.add_argument(f"--{name}", type=int, help="How many.")
         parser.add_argument("--disable-radix-cache", action="store_true")
+        parser.add_argument("--model-impl", default="auto")
 """
+
+MODELS = {  # a registry that has Qwen3 and takes what transformers has for a fallback
+    "srt/models/qwen3.py": "class Qwen3ForCausalLM: ...\nEntryClass = [Qwen3ForCausalLM, Qwen3ForCausalLM]\n",
+    "srt/models/registry.py": "",
+    "srt/configs/model_config.py": """
+import json
+from types import SimpleNamespace
+class ModelConfig:
+    def __init__(self, path, trust_remote_code, model_impl):
+        self.hf_config = SimpleNamespace(**json.load(open(path + "/config.json")))
+        self.model_impl = model_impl
+""",
+    "srt/model_loader/utils.py": """
+import os
+def get_model_architecture(config):
+    open(os.environ["ASKED"], "a").write("x")
+    (name,) = config.hf_config.architectures
+    if not hasattr(__import__("transformers"), name):
+        raise ValueError(f"Cannot find model module. {name}")
+    return None, "TransformersForCausalLM"
+""",
+}
 
 
 @pytest.fixture
@@ -30,7 +53,7 @@ def stand_in(tmp_path, monkeypatch):
 
     def make(version="0.5.23", server_args=SERVER_ARGS):
         files = {"__init__.py": "", "version.py": f'__version__ = "{version}"', "srt/__init__.py": ""}
-        for name, text in {**files, "srt/server_args.py": server_args}.items():
+        for name, text in {**files, **MODELS, "srt/server_args.py": server_args}.items():
             path = tmp_path / "site" / "sglang" / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
@@ -110,6 +133,36 @@ def test_a_family_that_servers_hold_in_ways_unknown_is_compared_by_log_probs_alo
     assert "not known here" not in cli("run", "--dry-run", path, *flags, "--check-weights", "off").out
 
 
+def test_a_model_that_sglang_lacks_is_refused_and_one_of_transformers_is_named(
+    cli, stand_in, recipe, tmp_path, monkeypatch
+):
+    stand_in()
+    path, asked = recipe(), tmp_path / "asked"
+    monkeypatch.setenv("ASKED", str(asked))
+    (tmp_path / "judge.py").write_text("async def reward(args, sample, **kw):\n    return 1.0\n")
+    config = tiny_model(tmp_path / "model", weights=False, chat_template="{{ messages }}") / "config.json"
+    fields = json.loads(config.read_text())
+
+    def dry_run(name):
+        config.write_text(json.dumps(fields | {"architectures": [name]}))
+        more = ("--init-weights", "random", "--custom-rm-path", tmp_path / "judge.py:reward")
+        return cli("run", "--dry-run", path, *more)
+
+    own = dry_run("Qwen3ForCausalLM")
+    assert (own.code, "transformers' code" in own.out, asked.exists()) == (0, False, False), own.err
+    other = dry_run("LlamaForCausalLM")
+    assert (other.code, "LlamaForCausalLM: not SGLang's own" in other.out) == (0, True), other.err
+    other = cli("config", "check", path, "--json")
+    assert list(json.loads(other.out)["servers"]["fallbacks"]) == ["policy"], other.err
+    assert asked.read_text() == "x", "the second answer comes from the cache"
+    config.write_text(json.dumps(fields | {"architectures": ["NowhereForCausalLM"]}))
+    absent = cli("run", path)  # before it has a directory
+    assert absent.code == 2
+    for part in ("CFG04", "recipe.toml:6", "does not serve NowhereForCausalLM", "Cannot find model module"):
+        assert part in absent.err
+    assert not (tmp_path / "runs").exists()
+
+
 def test_servers_that_run_already_need_no_sglang_here(cli, recipe, monkeypatch):
     monkeypatch.delenv(PYTHON_ENV, raising=False)
     address = "http://127.0.0.1:30000"
@@ -174,7 +227,7 @@ def test_the_doctor_names_version_place_and_features(stand_in):
     program = stand_in()
     found = sglang()
     assert found.status == "ok"
-    assert f"0.5.23 at {program}; 9 options" in found.found
+    assert f"0.5.23 at {program}; 10 options" in found.found
 
 
 def test_the_doctor_needs_no_sglang(monkeypatch):

@@ -50,6 +50,7 @@ class Installation:
     options: Mapping[str, Option] = field(repr=False)  # by every name they have
     features: frozenset[str]  # see probe.FEATURES: version_spans weights_checker pause_modes tensor_update ...
     folder: str = ""
+    architectures: frozenset[str] = field(default=frozenset(), repr=False)  # of models that it implements itself
     torch: str = ""  # version in its environment
     router: str = ""  # version of SGLang's router there; empty where there is none
     router_options: Mapping[str, Option] = field(default_factory=dict, repr=False)
@@ -73,7 +74,7 @@ def read_installation(python: str, env: Mapping[str, str], cache: Path | None = 
     Raises:
         ConfigError: CFG04 there is no SGLang, it is too old, or its import fails (its own words are shown).
     """
-    facts = _ask(python, env, "facts", FACTS_SECONDS)
+    facts = ask(python, env, FACTS_SECONDS, "facts")
     version = str(facts.get("version", ""))
     _check_version(python, version)
     file = _file(cache if cache is not None else cache_folder(), python, env)
@@ -81,9 +82,9 @@ def read_installation(python: str, env: Mapping[str, str], cache: Path | None = 
     key["probe"] = hashlib.sha256(PROBE.read_bytes()).hexdigest()[:16]
     tables = _cached(file, key)
     if tables is None:
-        listed = _ask(python, env, "options", OPTIONS_SECONDS)
+        listed = ask(python, env, OPTIONS_SECONDS, "options")
         tables = _tables(listed)
-        _keep(file, {"key": key, "options": listed["options"], "router": listed["router"]})
+        keep(file, {"key": key, "options": listed["options"], "router": listed["router"]})
     options, router_options = tables
     return Installation(
         python=python,
@@ -92,6 +93,7 @@ def read_installation(python: str, env: Mapping[str, str], cache: Path | None = 
         options=options,
         features=frozenset(facts["features"]),
         folder=str(facts["folder"]),
+        architectures=frozenset(facts["architectures"]),
         torch=str(facts["torch"]),
         router=str(facts["router"]) if router_options else "",
         router_options=router_options,
@@ -217,13 +219,13 @@ def _check_version(python: str, version: str) -> None:
         raise no_such_installation(python, f"it is SGLang {version}; {oldest} is the oldest that slime knows", fix)
 
 
-def _ask(python: str, env: Mapping[str, str], question: str, seconds: float) -> dict[str, Any]:
+def ask(python: str, env: Mapping[str, str], seconds: float, *question: str) -> dict[str, Any]:
     """What `probe.py` answers.
 
     Raises:
         ConfigError: CFG04.
     """
-    command = [python, str(PROBE), question]
+    command = [python, str(PROBE), *question]
     try:
         process = subprocess.Popen(
             command,
@@ -251,7 +253,7 @@ def _ask(python: str, env: Mapping[str, str], question: str, seconds: float) -> 
         answer = {"error": f"it ended with status {process.returncode}"}
     if not isinstance(answer, dict) or "error" in answer:
         reason = str(answer["error"]) if isinstance(answer, dict) else "it answered nonsense"
-        raise no_such_installation(python, _with_talk(reason, talk, question), _way_out(python, reason))
+        raise no_such_installation(python, _with_talk(reason, talk, question[0]), _way_out(python, reason))
     return answer
 
 
@@ -287,7 +289,7 @@ def _cached(file: Path, key: Mapping[str, Any]) -> tuple[dict[str, Option], dict
         return None
 
 
-def _keep(file: Path, data: Mapping[str, Any]) -> None:
+def keep(file: Path, data: Mapping[str, Any]) -> None:
     """Write the answer under its name at once; a folder that cannot be written is done without."""
     fresh = file.with_name(f"{file.name}.{os.getpid()}")
     with suppress(OSError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import metadata, util
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_core.backends import Plan, Planning
@@ -12,6 +13,7 @@ from slime_core.errors import ConfigError, install_line
 from slime_core.plugins.backends import cluster_of
 from slime_core.protocols import CheckResult
 from slime_sglang import rules
+from slime_sglang.architectures import fallback
 from slime_sglang.command import prepare
 from slime_sglang.installation import PYTHON_ENV, find_python, is_here, named_here, read_here
 from slime_sglang.layout import unknown
@@ -39,6 +41,21 @@ def plan(planning: Planning) -> Plan | None:
     return Plan(facts=facts, rows=rows(facts) | ({"weight check": reason} if reason else {}))
 
 
+def _fallbacks(planning: Planning, prepared: Prepared) -> dict[str, str]:
+    """What to say of models that SGLang serves by transformers' code, by group; raises as `architectures.fallback`."""
+    folder, trust = planning.folder, planning.config.rollout.trust_remote_code
+    texts = {}
+    for group in prepared.topology.groups:
+        policy = not group.frozen
+        model = folder.path if policy and folder is not None else Path(group.model)
+        where = planning.origins.of(("rollout", "hf_checkpoint")) if policy else group.where
+        command = prepared.commands[group.servers[0].number]
+        texts[group.name] = fallback(
+            prepared.installation, command, model, trust=trust, where=where or "rollout.hf_checkpoint"
+        )
+    return {name: text for name, text in texts.items() if text}
+
+
 def _facts(planning: Planning) -> dict[str, Any]:
     config, places = planning.config, planning.origins
     addresses = config.rollout.rollout_external_engine_addrs
@@ -54,7 +71,8 @@ def _facts(planning: Planning) -> dict[str, Any]:
         raise_all([places.place(problem) for problem in rules.conflicts(config)])
         if not _is_here(config):
             return {"version": "", "python": "", "groups": [_group(group) for group in topology(config).groups]}
-    return described(prepare(config, gpus=None if remote else _gpus(config), where=where))
+    prepared = prepare(config, gpus=None if remote else _gpus(config), where=where)
+    return described(prepared) | {"fallbacks": _fallbacks(planning, prepared)}
 
 
 def described(prepared: Prepared) -> dict[str, Any]:
@@ -92,7 +110,7 @@ def rows(servers: dict[str, Any]) -> dict[str, str]:
         table[f"servers {group['name']}"] = f"{len(group['servers'])}{kind} of {group['role']}, {group['model']}" + (
             f", GPUs {gpus}" if gpus else ""
         )
-    return table
+    return table | {f"model {name}": text for name, text in servers.get("fallbacks", {}).items()}
 
 
 def _is_here(config: Config) -> bool:

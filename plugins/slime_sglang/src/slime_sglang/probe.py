@@ -3,6 +3,8 @@
     python probe.py facts      version, folder, features; SGLang is looked at and not imported: fast
     python probe.py options    every option of its server and of its router, from their own argument parsers: imports
                                SGLang, seconds
+    python probe.py model FOLDER IMPLEMENTATION TRUST    the class with which it serves a model folder, or why it does
+                               not: asks its registry, which imports every model, tens of seconds
 
 Plain Python of 3.10 and later. The answer alone goes to stdout; what SGLang prints on the way goes to stderr.
 """
@@ -34,6 +36,7 @@ FEATURES = {  # name -> file of the installation, and what stands in it
     "update_brackets": (SERVER, r"\"/begin_weight_update\""),
     "abort": (SERVER, r"\"/abort_request\""),
 }
+MODELS = re.compile(r"^EntryClass\b[^=]*=\s*(\[[^\]]*\]|\w+)", re.MULTILINE)
 PACKAGES = {"router": "sglang_router", "memory_saver": "torch_memory_saver"}
 
 
@@ -58,6 +61,7 @@ def facts() -> dict[str, Any]:
         "folder": str(folder),
         "changed": max([changed, *map(_changed, sources)]),
         "features": sorted(features(folder)),
+        "architectures": sorted(architectures(folder)),
         "torch": _version_of("torch"),
         "router": _version_of("sglang-router"),
         "python": sys.version.split()[0],
@@ -69,6 +73,27 @@ def features(folder: Path) -> set[str]:
     texts = {file: _read(folder / file) for file, _ in FEATURES.values()}
     features_seen = {name for name, (file, pattern) in FEATURES.items() if re.search(pattern, texts[file])}
     return features_seen | {name for name, package in PACKAGES.items() if util.find_spec(package) is not None}
+
+
+def architectures(folder: Path) -> set[str]:
+    """Names of the models that this installation implements, by what stands in its source."""
+    entries = [entry for file in (folder / "srt" / "models").glob("*.py") for entry in MODELS.findall(_read(file))]
+    return {name for entry in entries for name in re.findall(r"\w+", entry)}
+
+
+def served(model: str, implementation: str, trust: bool) -> dict[str, str]:
+    """The class of SGLang's registry for a model folder, as its loader resolves it, or its own words of refusal."""
+    config_module = importlib.import_module("sglang.srt.configs.model_config")
+    loader = importlib.import_module("sglang.srt.model_loader.utils")
+    importlib.import_module("sglang.srt.models.registry")
+    try:
+        config = config_module.ModelConfig(model, trust_remote_code=trust, model_impl=implementation)
+        if not trust:
+            config.hf_config.auto_map = None  # the loader would import code of the folder
+        return {"class": loader.get_model_architecture(config)[1]}
+    except Exception as error:
+        traceback.print_exc()
+        return {"refusal": str(error)}
 
 
 def options() -> list[dict[str, Any]]:
@@ -157,8 +182,11 @@ def main() -> None:
     ]  # its neighbours have common names
     answer: dict[str, Any]
     try:
-        with_options = sys.argv[1:] == ["options"]
-        answer = {"options": options(), "router": router_options()} if with_options else facts()
+        question, *words = sys.argv[1:]
+        if question == "model":
+            answer = served(words[0], words[1], words[2] == "1")
+        else:
+            answer = {"options": options(), "router": router_options()} if question == "options" else facts()
     except BaseException as error:
         traceback.print_exc()
         answer = {"error": f"{type(error).__name__}: {error}"}

@@ -1,12 +1,16 @@
 """The installation that the suite serves with: what is read of it is what its own parser takes."""
 
 import json
+import re
 import subprocess
 
 import pytest
 from raw_server import ENVIRONMENT
 
 from slime_core.errors import ConfigError
+from slime_core.testing.families import family_config
+from slime_sglang.architectures import fallback
+from slime_sglang.command import Command
 from slime_sglang.installation import arguments, read_installation
 from slime_sglang.options import OWN
 
@@ -100,3 +104,21 @@ def test_sglangs_own_parser_reads_our_words_as_they_were_meant(installed, sglang
 def test_a_misspelt_option_of_the_real_one_is_caught(installed):
     with pytest.raises(ConfigError, match="mem_fraction_static"):
         arguments(installed, {"mem-fraction-statik": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "said"),
+    [
+        ("Qwen3ForCausalLM", "^$"),
+        ("NowhereForCausalLM", "does not serve NowhereForCausalLM"),
+        pytest.param("SmolLM3ForCausalLM", "TransformersForCausalLM", marks=pytest.mark.nightly),
+    ],
+)
+def test_the_registry_of_the_real_one_has_the_last_word(installed, tmp_path, architecture, said):
+    family_config("smollm3", 82, architectures=[architecture]).save_pretrained(str(tmp_path))
+    command, words = Command(arguments=(), env=ENVIRONMENT), {"where": "rollout.hf_checkpoint", "cache": tmp_path}
+    try:
+        text = fallback(installed, command, tmp_path, trust=False, **words)
+    except ConfigError as error:
+        text = str(error)
+    assert re.search(said, text)
