@@ -1,8 +1,10 @@
-"""Sampling of one token a row on the device, with its log-prob under the drawn and the plain distribution.
+"""Sampling of one token a row, with its log-prob under the drawn and the plain distribution.
 
     logits -> / temperature -> top-k -> top-p -> softmax -> running sum -> first id above u * total
 
-``u`` is a hash of (request seed, absolute position), as `engines/local/sampling.py` has it on a CPU.
+``u`` is a hash of (request seed, absolute position), so a draw depends on nothing but its own row. Each step of
+:func:`draw` is a row-wise kernel: an elementwise exp or log over the whole matrix would round the tail of a thread's
+share differently.
 """
 
 from __future__ import annotations
@@ -26,6 +28,14 @@ class Sampled(NamedTuple):
     plain_log_probs: Tensor  # float32, under softmax(logits)
 
 
+class Knobs(NamedTuple):
+    """How each of R rows is drawn."""
+
+    temperature: Tensor  # [R] float32; 0 is greedy, the lowest id among equals
+    top_k: Tensor  # [R] int64; 0 is off
+    top_p: Tensor  # [R] float32; 1 is off
+
+
 def sample(
     logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
 ) -> Sampled:
@@ -46,16 +56,27 @@ def sample(
         from slime_core.kernels.sampling_cuda import sample as kernel
 
         return Sampled(*kernel(logits, seeds, positions, temperature, top_k, top_p))
+    return draw(logits, uniforms(seeds, positions), Knobs(temperature, top_k, top_p))
+
+
+def draw(logits: Tensor, u: Tensor, knobs: Knobs | None) -> Sampled:
+    """Draw a token a row from logits [R, V] by inverse transform of ``u``, [R] float64 in [0, 1).
+
+    Without ``knobs`` all rows are at temperature 1 and nothing is left out.
+    """
     plain = logits.float()
-    greedy = temperature == 0
-    shaped = plain / torch.where(greedy, 1.0, temperature)[:, None]
-    shaped = _truncate(shaped, top_k, top_p)
-    total = torch.cumsum(torch.softmax(shaped, -1), -1, dtype=torch.float64)
-    goal = uniforms(seeds, positions)[:, None] * total[:, -1:]
-    tokens = torch.searchsorted(total, goal, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
-    tokens = torch.where(greedy, shaped.argmax(-1), tokens)
-    log_probs = torch.where(greedy, 0.0, _at(shaped, tokens))
-    return Sampled(tokens, log_probs, _at(plain, tokens))
+    plain_logp = torch.log_softmax(plain, -1)
+    if knobs is None:
+        tokens = _inverse(torch.softmax(plain, -1), u)
+        log_probs = plain_logp.gather(-1, tokens)[:, 0]
+        return Sampled(tokens[:, 0], log_probs, log_probs)
+    greedy = knobs.temperature == 0
+    shaped = _truncate(plain / torch.where(greedy, 1.0, knobs.temperature)[:, None], knobs)
+    tokens = shaped.argmax(-1, keepdim=True)
+    if not greedy.all():
+        tokens = torch.where(greedy[:, None], tokens, _inverse(torch.softmax(shaped, -1), u))
+    log_probs = torch.log_softmax(shaped, -1).gather(-1, tokens)[:, 0]
+    return Sampled(tokens[:, 0], torch.where(greedy, 0.0, log_probs), plain_logp.gather(-1, tokens)[:, 0])
 
 
 def log_softmax_at(logits: Tensor, ids: Tensor, temperature: Tensor | None = None) -> Tensor:
@@ -94,16 +115,25 @@ def _at(logits: Tensor, ids: Tensor) -> Tensor:
     return torch.log_softmax(logits, -1).gather(-1, ids[:, None])[:, 0]
 
 
-def _truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def _inverse(probs: Tensor, u: Tensor) -> Tensor:
+    total = torch.cumsum(probs, -1, dtype=torch.float64)
+    goal = u[:, None] * total[:, -1:]
+    return torch.searchsorted(total, goal, right=True).clamp_(max=probs.shape[-1] - 1)
+
+
+def _truncate(logits: Tensor, knobs: Knobs) -> Tensor:
     """Set what top-k, then top-p over the rest, leaves out to -inf. Rows without either keep every bit."""
-    if not bool(((top_p < 1) | (top_k > 0)).any()):
+    rows = ((knobs.top_p < 1) | (knobs.top_k > 0)).nonzero()[:, 0]
+    if not len(rows):
         return logits
-    ranked, ids = logits.sort(dim=-1, descending=True, stable=True)
+    ranked, ids = logits[rows].sort(dim=-1, descending=True, stable=True)
     vocab = logits.shape[-1]
+    top_k, p = knobs.top_k[rows, None], knobs.top_p[rows, None].double()
     rank = torch.arange(vocab, device=logits.device)
-    ranked = ranked.masked_fill(rank >= torch.where(top_k > 0, top_k, vocab)[:, None], -torch.inf)
+    ranked = ranked.masked_fill(rank >= torch.where(top_k > 0, top_k, vocab), -torch.inf)
     probs = torch.softmax(ranked, -1)
     before = torch.cumsum(probs, -1, dtype=torch.float64) - probs
-    p = top_p.double()[:, None]
     ranked = ranked.masked_fill((before >= p) & (p < 1) & (rank > 0), -torch.inf)
-    return torch.empty_like(ranked).scatter_(-1, ids, ranked)
+    out = logits.clone()
+    out[rows] = torch.empty_like(ranked).scatter_(-1, ids, ranked)
+    return out

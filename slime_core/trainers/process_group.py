@@ -44,6 +44,13 @@ def join_group(rank: int, world: int, device: str, rendezvous: str | Path | None
         atexit.register(_leave)
 
 
+def least(value: int) -> int:
+    """The least of all ranks' values; each of them calls it."""
+    tensor = torch.tensor(value)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+    return int(tensor)
+
+
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()

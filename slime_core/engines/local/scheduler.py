@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from slime_core.engines.local.attention import Segment
-from slime_core.engines.local.sampling import Knobs, draw, uniforms
 from slime_core.engines.local.slots import Slots, check_size, fitting, free_memory, slot_length
 from slime_core.errors import EngineError
+from slime_core.kernels.sampling import Knobs, draw, uniforms
 from slime_core.memory import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -260,12 +260,12 @@ class Scheduler:
         count = self.served.counts.pad(slots.rows)
         rows = np.flatnonzero(slots.active)
         logits = self.served.decode(slots, count)
-        u = uniforms(slots.seed[:count], slots.position[:count] + 1)
-        knobs = Knobs(slots.temperature[:count], slots.top_p[:count], slots.top_k[:count])
-        draws = draw(logits, knobs if (slots.shaped & slots.active).any() else None, u)
-        return self._settle(
-            rows, draws.tokens[rows], draws.log_probs[rows], draws.plain_log_probs[rows], self.served.version
-        )
+        columns = slots.seed.view(np.int64), slots.position, slots.temperature, slots.top_k, slots.top_p
+        seeds, positions, *knobs = (torch.from_numpy(column[:count]).to(logits.device) for column in columns)
+        shaped = (slots.shaped & slots.active).any()
+        draws = draw(logits, uniforms(seeds, positions + 1), Knobs(*knobs) if shaped else None)
+        tokens, log_probs, plain = (column.cpu().numpy()[rows] for column in draws)
+        return self._settle(rows, tokens, log_probs, plain, self.served.version)
 
     def _settle(
         self,

@@ -33,7 +33,6 @@ import numpy as np
 import torch
 
 from slime_core.engines.admission import check_params, check_vocabulary, room
-from slime_core.engines.local.sampling import MASK64
 from slime_core.errors import EngineError
 from slime_core.memory import available_memory
 from slime_core.types import Completion
@@ -76,7 +75,7 @@ class EngineJob:
     @property
     def seed(self) -> int:
         """64 bits, unsigned."""
-        return self.request.seed & MASK64
+        return self.request.seed & ((1 << 64) - 1)
 
     def history(self) -> NDArray[np.int64]:
         """Prompt and new tokens."""

@@ -13,6 +13,7 @@ keyword argument ``segments`` of the model's forward.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -31,6 +32,8 @@ FILLING = 0.125  # of a batched call's rows, at most
 ROWS = 2048  # of a run on a CPU: what is made of them stays in its caches, and calls do not add up
 LONG = 1024  # tokens of a mean sequence from which a call each costs nothing on a GPU
 SHORT = 128  # tokens up to which plain products beat the flash kernel on a CPU
+
+RowMove = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(slots=True, frozen=True)
@@ -127,26 +130,17 @@ class SharedRows:
         return grad.index_select(0, self.gather) * self.used
 
 
-class _EndToEnd(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, shared: SharedRows) -> torch.Tensor:
-        ctx.shared = shared
-        return shared.spread(x)
+class _Rearranged(torch.autograd.Function):
+    """Rows rearranged by one method of :class:`SharedRows`, and their gradient by its counterpart."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.shared.spread_backward(grads[0].flatten(1)).view(-1, *grads[0].shape[1:]), None
-
-
-class _Packed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, shared: SharedRows) -> torch.Tensor:
-        ctx.shared = shared
-        return shared.pick(x)
+    def forward(ctx: Any, x: torch.Tensor, move: RowMove, move_back: RowMove) -> torch.Tensor:
+        ctx.move_back = move_back
+        return move(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.shared.pick_backward(grads[0].flatten(1)).view(-1, *grads[0].shape[1:]), None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.move_back(grads[0].flatten(1)).view(-1, *grads[0].shape[1:]), None, None
 
 
 @dataclass(frozen=True)
@@ -323,14 +317,16 @@ def _varlen(
 
 def end_to_end(segments: PackSegments, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """Rows of whole sequences, those of shared prompts repeated in each."""
-    if segments.shared is None:
+    if (shared := segments.shared) is None:
         return list(tensors)
-    return [_EndToEnd.apply(x, segments.shared) for x in tensors]  # type: ignore[no-untyped-call]
+    return [_Rearranged.apply(x, shared.spread, shared.spread_backward) for x in tensors]  # type: ignore[no-untyped-call]
 
 
 def as_packed(segments: PackSegments, out: torch.Tensor) -> torch.Tensor:
     """Rows of the pack again."""
-    return out if segments.shared is None else _Packed.apply(out, segments.shared)  # type: ignore[no-untyped-call,no-any-return]
+    if (shared := segments.shared) is None:
+        return out
+    return _Rearranged.apply(out, shared.pick, shared.pick_backward)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _by_kernel(

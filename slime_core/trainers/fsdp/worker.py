@@ -30,6 +30,7 @@ from slime_core.trainers.fsdp.model import (
 )
 from slime_core.trainers.fsdp.precision import in_dtype
 from slime_core.trainers.optimizer_step import LossSums, to_device
+from slime_core.trainers.process_group import least
 from slime_core.trainers.verify import slow_model
 from slime_core.trainers.worker import Tensors, Worker
 from slime_core.types import WeightUpdate
@@ -66,7 +67,7 @@ class FsdpWorker(Worker):
         self.actor: FsdpLearner = FsdpLearner(self.policy, self.rank, self.world)
         self.frozen: FsdpFrozen = FsdpFrozen(self.folder, self.mesh, self.dtype, self.device)
         self.dp_rank = DataParallelRank(
-            number=self.rank, size=self.world, flops=Flops.of(self.folder.config), tokens=self._tokens()
+            number=self.rank, size=self.world, flops=Flops.of(self.folder.config), tokens=least(self._tokens())
         )
 
     def _tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""The kernels' PyTorch references against transformers' attention and norms, and numpy's sampling."""
+"""The kernels' PyTorch references against transformers' attention and norms."""
 
 import numpy as np
 import pytest
@@ -7,10 +7,9 @@ from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward a
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as sink_attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
-from slime_core.engines.local.sampling import Knobs, draw, uniforms as cpu_uniforms
 from slime_core.kernels.attention import AttentionBatch, paged_attention, varlen_attention
 from slime_core.kernels.cache import norm_rotate_store, store
-from slime_core.kernels.sampling import log_softmax_at, sample, uniforms
+from slime_core.kernels.sampling import sample
 
 pytestmark = pytest.mark.unit
 
@@ -115,38 +114,6 @@ def test_heads_are_normalised_rotated_and_stored_as_by_transformers(norm, rotate
             if place >= 0:
                 reference[place // PAGE, place % PAGE] = new[row]
         torch.testing.assert_close(pool, reference, rtol=1e-6, atol=1e-6)
-
-
-def _knobs(rows):
-    draws = np.random.default_rng(3)
-    return Knobs(
-        draws.choice([0, 0.5, 1, 1.7], rows).astype(np.float32),
-        draws.choice([0.3, 0.9, 1], rows).astype(np.float32),
-        draws.choice([0, 1, 5, 40], rows).astype(np.int64),
-    )
-
-
-def test_uniforms_are_those_of_the_cpu_engine_bit_for_bit():
-    draws = np.random.default_rng(4)
-    seeds = draws.integers(0, 1 << 64, 300, dtype=np.uint64)
-    positions = draws.integers(0, 1 << 20, 300)
-    ours = uniforms(torch.from_numpy(seeds.view(np.int64)), torch.from_numpy(positions))
-    assert np.array_equal(ours.numpy(), cpu_uniforms(seeds, positions))
-
-
-def test_samples_are_those_of_the_cpu_engine():
-    rows, vocab = 200, 90
-    draws = torch.Generator().manual_seed(5)
-    logits = (torch.randn(rows, vocab, generator=draws) * 3).round(decimals=0)  # with ties
-    knobs = _knobs(rows)
-    seeds, positions = np.arange(rows, dtype=np.uint64), np.arange(rows) * 7
-    reference = draw(logits, knobs, cpu_uniforms(seeds, positions))
-    arrays = (seeds.view(np.int64), positions, knobs.temperature, knobs.top_k, knobs.top_p)
-    ours = sample(logits, *map(torch.from_numpy, arrays))
-    assert np.array_equal(ours.tokens.numpy(), reference.tokens)
-    assert np.array_equal(ours.log_probs.numpy(), reference.log_probs)
-    assert np.array_equal(ours.plain_log_probs.numpy(), reference.plain_log_probs)
-    assert torch.equal(log_softmax_at(logits, ours.tokens), ours.plain_log_probs)
 
 
 def test_logits_that_are_not_finite_are_seen_in_the_log_prob():

@@ -14,7 +14,7 @@ from slime_core.algorithms.shared.terms import role_columns
 from slime_core.plugins import load_plugins
 from slime_core.testing import tiny_model
 from slime_core.threads import TorchThread
-from slime_core.trainers.fsdp import FsdpTrainer
+from slime_core.trainers.fsdp import FsdpTrainer, worker as fsdp_worker
 from slime_core.weights.folder import ModelFolder
 
 pytestmark = pytest.mark.integration
@@ -36,6 +36,7 @@ def train_rank(case: str, folder: Path, out: Path, thread: TorchThread, rank: in
     if case == "skipping":
         settings["max_nonfinite_steps"] = 4
     config = made.config_of(folder, **settings)
+    fsdp_worker.FEW_TOKENS *= world - rank  # as if the devices were unlike: the last has room for least
     trainer = FsdpTrainer(
         config, load_plugins(config), ModelFolder.open(folder), thread=thread, rank=rank, world=world,
         rendezvous=out / "meet" if world > 1 else None, errors=out / f"{case}-errors",
@@ -56,6 +57,7 @@ def train_rank(case: str, folder: Path, out: Path, thread: TorchThread, rank: in
     if case in ("broken", "skipping"):
         batch.columns["advantages"][0] = float("inf")
     metrics = []
+    found = {"most tokens": torch.tensor(worker.dp_rank.tokens)}
     try:
         metrics = [thread.call(worker.step, batch) for _ in range(2)]
     except RuntimeError as error:
@@ -67,7 +69,7 @@ def train_rank(case: str, folder: Path, out: Path, thread: TorchThread, rank: in
     thread.call(worker.restore, out / f"{case}-saved")
     update = thread.call(worker.publish, 2)
     if rank == 0:
-        found = {name: tensor.clone() for name, tensor in update.tensors.items()}
+        found |= {name: tensor.clone() for name, tensor in update.tensors.items()}
         found |= {f"score.{role}": torch.from_numpy(values.copy()) for role, values in role_columns(scored).items()}
         for i, row in enumerate(metrics):
             found |= {f"metric.{i}.{name}": torch.tensor(value).double() for name, value in row.items()}

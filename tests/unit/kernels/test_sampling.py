@@ -4,18 +4,26 @@ import numpy as np
 import pytest
 import torch
 
-from slime_core.engines.local.sampling import Knobs, draw, uniforms
+from slime_core.kernels import sampling
+from slime_core.kernels.sampling import Knobs, Sampled
 
 pytestmark = pytest.mark.unit
 
 LOGITS = np.log(np.array([0.5, 0.25, 0.125, 0.125], dtype=np.float32))
 
 
+def uniforms(seeds, positions):
+    return sampling.uniforms(torch.from_numpy(seeds.view(np.int64)), torch.from_numpy(positions)).numpy()
+
+
+def draw(values, shaping, u):
+    """Arrays of what is drawn."""
+    return Sampled(*(column.numpy() for column in sampling.draw(values, torch.from_numpy(u), shaping)))
+
+
 def knobs(rows, temperature=1.0, top_p=1.0, top_k=0):
     return Knobs(
-        np.full(rows, temperature, dtype=np.float32),
-        np.full(rows, top_p, dtype=np.float32),
-        np.full(rows, top_k, dtype=np.int64),
+        torch.full((rows,), float(temperature)), torch.full((rows,), top_k), torch.full((rows,), float(top_p))
     )
 
 
@@ -59,7 +67,7 @@ def test_uniforms_are_spread_evenly_over_seeds_and_positions():
 )
 def test_a_draw_inverts_the_running_sum(u, token):
     done = draw(logits(1), knobs(1), np.array([u]))
-    assert done.tokens.tolist() == [token]
+    assert done.tokens.tolist() == draw(logits(1), None, np.array([u])).tokens.tolist() == [token]
     assert done.log_probs[0] == pytest.approx(LOGITS[token], abs=1e-6)
     assert done.plain_log_probs[0] == done.log_probs[0]
 
@@ -129,15 +137,12 @@ def test_a_row_does_not_depend_on_its_neighbours(rows, vocab):
     """Mixed temperatures, nuclei and greedy rows around it."""
     generator = np.random.default_rng(1)
     values = torch.from_numpy(generator.normal(size=(100, vocab)).astype(np.float32) * 4)
-    mixed = Knobs(
-        generator.choice([0, 0.7, 1, 1.3], 100).astype(np.float32),
-        generator.choice([0.5, 1, 1], 100).astype(np.float32),
-        generator.choice([0, 0, 3], 100).astype(np.int64),
-    )
+    temperature, top_p = (generator.choice(of, 100).astype(np.float32) for of in ([0, 0.7, 1, 1.3], [0.5, 1, 1]))
+    mixed = Knobs(*map(torch.from_numpy, (temperature, generator.choice([0, 0, 3], 100), top_p)))
     u = generator.random(100)
     whole = draw(values, mixed, u)
     pick = generator.permutation(100)[:rows]
-    some = draw(values[pick], Knobs(mixed.temperature[pick], mixed.top_p[pick], mixed.top_k[pick]), u[pick])
+    some = draw(values[pick], Knobs(*(column[pick] for column in mixed)), u[pick])
     for name in ("tokens", "log_probs", "plain_log_probs"):
         assert (getattr(some, name) == getattr(whole, name)[pick]).all(), name
 
