@@ -26,7 +26,7 @@ SKIPPED = {".git", "runs", "dist", "build", "wandb", "__pycache__", "node_module
 TEXT = {".py", ".md", ".toml", ".txt", ".json", ".yaml", ".yml", ".cfg", ".sh", ""}
 MARKDOWN = (
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "docs/*/*.md", "tools/README.md"),
-    *("plugins/*/README.md", "examples/*/README.md"),
+    *("plugins/*/README.md", "examples/*/README.md", "tools/*/README.md"),
 )
 PLUGIN_FOLDERS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
 PLUGIN_COMMANDS = {"buffer", "convert", "kernelbench", "models"}

@@ -88,6 +88,7 @@ def measured(model: Path, chosen: argparse.Namespace, engine: str) -> dict[str, 
                 str(HERE / "trl_grpo.py"),
                 str(model),
                 *(word for k, v in sizes.items() for word in (f"--{k}", v)),
+                *("--limit", str(chosen.trl_seconds)),
             ]
         else:
             words = ["-m", "slime_cli.main", *flags(model, chosen, engine), "--run-dir", f"{work}/run"]
@@ -158,6 +159,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=96)
     parser.add_argument("--dtype", default="")
     parser.add_argument("--verify", type=int, default=0)
+    parser.add_argument("--trl-seconds", type=float, default=240.0, help="After them TRL begins no further step.")
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="More flags of `slime run`, to the end.")
     chosen = parser.parse_args()
     model = chosen.folder.resolve() / "model"

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +53,14 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--length", type=int, default=96)
+    parser.add_argument("--limit", type=float, default=1e9, help="Seconds after which no step begins.")
     parser.add_argument("--paged", action="store_true")
     chosen = parser.parse_args()
+    until = time.monotonic() + chosen.limit
     import torch
     from datasets import Dataset
     from reward import score
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     questions = [
@@ -66,6 +69,10 @@ def main() -> None:
 
     def reward(completions: list[Any], label: list[str], **_: Any) -> list[float]:
         return [score(said[0]["content"], right) for said, right in zip(completions, label, strict=True)]
+
+    class Limit(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = control.should_training_stop or time.monotonic() > until
 
     with tempfile.TemporaryDirectory() as out:
         config = GRPOConfig(
@@ -78,7 +85,7 @@ def main() -> None:
         )  # fmt: skip
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(chosen.model, dtype=torch.float32), args=config,
-            reward_funcs=reward, train_dataset=Dataset.from_list(questions),
+            reward_funcs=reward, train_dataset=Dataset.from_list(questions), callbacks=[Limit()],
             processing_class=AutoTokenizer.from_pretrained(chosen.model),
         )  # fmt: skip
         trainer.train()
