@@ -40,6 +40,7 @@ CONFINED = {
     "ray": ("plugins/slime_ray/",),
     "wandb": ("cli/slime_cli/wandb_sink.py",),
     "sglang": ("plugins/slime_sglang/src/slime_sglang/launcher.py",),
+    "verifiers": ("plugins/slime_verifiers/src/slime_verifiers/worker/",),
 }
 ELSEWHERE = ("plugins/slime_sglang/src/slime_sglang/launcher.py", "plugins/slime_sglang/src/slime_sglang/probe.py")
 """Run as scripts by the Python of SGLang's own environment: the only files that load it, and nobody imports them."""
@@ -50,7 +51,7 @@ READS_PICKLES = "plugins/slime_megatron/src/slime_megatron/convert/unpickle.py"
 RUNS_CANDIDATES = "plugins/slime_kernelbench/src/slime_kernelbench/judge/module.py"
 """Sources of problems and candidates, in the process of a sandbox."""
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
-LIBRARIES = {"slime_compat", "slime_convert", "slime_sandbox", "slime_service"}
+LIBRARIES = {"slime_chat", "slime_compat", "slime_convert", "slime_sandbox", "slime_service"}
 """Plugins that other plugins may import, as declared dependencies."""
 MAX_LINES = 600
 BACKEND_KEYS = ("rollout_engine", "train_backend", "cluster_backend")

@@ -1,0 +1,166 @@
+"""What environments do wrong costs their own episodes; what is missing is named with the command that brings it."""
+
+import asyncio
+import dataclasses
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from agent_session import LetterTokenizer, LineEngine
+
+from slime_core.config.schema import Config
+from slime_core.context import Context
+from slime_core.types import Group, Sample, SamplingParams
+from slime_verifiers.options import Options
+from slime_verifiers.plugin import Verifiers
+
+pytestmark = [pytest.mark.integration, pytest.mark.environments]
+
+
+class Trial:
+    """The plugin around one environment, and an engine that always says the same."""
+
+    def __init__(self, python, **options):
+        self.plugin = Verifiers()
+        self.options = Options(python=python, heldout=0, env="trouble", **options)
+        self.tokenizer = LetterTokenizer()
+
+    async def play(self, words, n=1, line="4+4|", **options):
+        """An episode of each word, side by side; each word's samples and rewards, and the engine."""
+        args = {"taskset": {"words": words}}
+        ctx = Context(
+            config=Config(), engine=LineEngine(self.tokenizer, [line]), tokenizer=self.tokenizer,
+            sampling=SamplingParams(max_new_tokens=64), options=self.options.model_copy(update={"env_args": args, **options}),
+        )  # fmt: skip
+        rows = await asyncio.to_thread(self.plugin.slime_prompts, "verifiers", ctx)
+        assert len(rows) == len(words)
+
+        async def one(row):
+            prompt = dataclasses.replace(await asyncio.to_thread(rows.at, row), id=f"main/{row}", tokens=[5])
+            samples = [Sample(id=f"main/{row}-{j}", tokens=[5], group_index=row, rollout_id=j) for j in range(n)]
+            group = Group(prompt=prompt, samples=samples, rollouts={j: [j] for j in range(n)})
+            group = await self.plugin.slime_generate(group, ctx)
+            return group.samples, self.plugin.slime_reward(group, ctx)
+
+        episodes = await asyncio.gather(*map(one, range(len(words))))
+        return dict(zip(words, episodes, strict=True)), ctx.engine
+
+    def problem(self, **options):
+        """The only thing that is said of a config."""
+        options = {"env": "trouble", "python": self.options.python, **options}
+        (problem,) = self.plugin.slime_config_rules(Config(plugin={"verifiers": options}))
+        return problem
+
+    def process(self):
+        """The only process there is, None before it starts."""
+        processes = [
+            each for pool in self.plugin._pools.values() for each in pool._processes.get(self.options.python, ())
+        ]
+        return processes[0] if processes else None
+
+
+def below(parent):
+    """Process ids of a process's children."""
+    pids = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            pids += [int(path.parent.name)] * (int(path.read_text().rpartition(")")[2].split()[1]) == parent)
+    return pids
+
+
+def commands():
+    """Of all processes."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            lines.append(path.read_bytes().replace(b"\0", b" ").decode())
+    return lines
+
+
+@pytest.fixture
+def trial(environments_python, environment_path):
+    opened = []
+
+    def trial(**options):
+        opened.append(Trial(environments_python, **options))
+        return opened[-1]
+
+    yield trial
+    for one in opened:
+        one.plugin._close()
+
+
+def kinds(episodes):
+    return {word: {reward.kind for reward in rewards} for word, (_, rewards) in episodes.items()}
+
+
+def test_an_environment_that_fails_costs_its_own_episodes_and_is_started_again(trial):
+    trial = trial(episode_seconds=1200)
+
+    async def run():
+        bad = ["raises", "nan", "waits"]
+        playing = asyncio.ensure_future(trial.play(["fine", *bad], n=2))
+        most = 0
+        while not (most == 8 and trial.process().running == 2):  # only the two that wait
+            await asyncio.sleep(0.02)
+            most = max(most, trial.process().running if trial.process() else 0)
+        (worker,) = below(trial.process().pid)
+        os.kill(worker, signal.SIGKILL)
+        episodes, engine = await playing
+        assert kinds(episodes) == {"fine": {"score"}} | {word: {"infra_error"} for word in bad}
+        samples, rewards = episodes["fine"]
+        assert {reward.value for reward in rewards} == {sum((52, 2 * 43, 3 * 52)) % 101 / 101}
+        drawn = [[-(number + place / 1000) - 0.001 for place in range(4)] for number in range(len(engine.requests))]
+        for sample in samples:
+            assert sample.response_tokens == trial.tokenizer.ids("4+4|")
+            assert sample.rollout_log_probs in drawn
+        assert "JUDGE_API_KEY" in episodes["raises"][1][0].reason
+        assert "judged is nan" in episodes["nan"][1][0].reason
+        assert "signal 9" in episodes["waits"][1][0].reason
+
+        episodes, _ = await trial.play(["aborts"])
+        assert "something went badly wrong" in episodes["aborts"][1][0].reason
+        assert "signal 6" in episodes["aborts"][1][0].reason
+        assert not [line for line in commands() if line.startswith("sleep 3601")]
+        episodes, _ = await trial.play(["fine"])
+        assert kinds(episodes) == {"fine": {"score"}}
+        episodes, _ = await trial.play(["waits"], episode_seconds=0.5)
+        assert "longer than 0.5 s" in episodes["waits"][1][0].reason
+
+    asyncio.run(run())
+    missing = trial.problem(env="textarenna")
+    assert ("did you mean 'textarena'?" in missing.fix, "pip install textarenna" in missing.fix) == (True, True)
+    keyless = trial.problem(env_args={"taskset": {"wants_key": True}})
+    assert "TROUBLE_API_KEY" in keyless.why
+    assert "taskset.wordz" in trial.problem(env_args={"taskset": {"wordz": 1}}).why
+
+
+def test_an_interpreter_without_verifiers_and_none_at_all_are_named(trial):
+    trial = trial()
+    assert 'pip install "verifiers>=0.4"' in trial.problem(python=sys.executable).fix
+    assert "there is no interpreter" in trial.problem(python="/nowhere/python").what
+    trial.plugin._close()
+    late = Verifiers().slime_config_rules(
+        Config(plugin={"verifiers": {"env": "x", "python": "/no", "episode_seconds": 3600.0}})
+    )
+    assert {"rollout.generate_timeout"} <= {".".join(key) for problem in late for key in problem.keys}
+
+
+@pytest.mark.nightly
+def test_hanging_exiting_babbling_leaking_and_hoarding_environments_cost_their_own_episodes(trial):
+    trial = trial(memory_mb=2048)
+
+    async def run():
+        words = (("hangs", 1.0), ("exits", 60.0), ("babbles", 60.0), ("leaks", 60.0), ("sockets", 60.0))
+        for word, seconds in words:
+            for _ in range(4 if word in ("leaks", "sockets") else 1):  # a worn process is replaced
+                episodes, _ = await trial.play([word], episode_seconds=seconds)
+                assert kinds(episodes) == {word: {"infra_error"}}, word
+                assert word != "exits" or "no license" in episodes[word][1][0].reason
+            episodes, _ = await trial.play(["fine"], episode_seconds=60.0)
+            assert kinds(episodes) == {"fine": {"score"}}, word
+
+    asyncio.run(run())
