@@ -117,7 +117,7 @@ def test_a_run_that_is_killed_in_an_episode_goes_on_to_the_same_weights(train, t
     flags = ("--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--save-interval", "1", "--rollout-shuffle")
     flags += ("--no-colocate", "--max-staleness", "1", "--async-schedule", "lockstep")
     whole = train("whole", trouble, *flags)
-    last = [str(sample.prompt) for sample in steps_of(whole, 2)[0][1]][-1]
+    last = str(steps_of(whole, 2)[0][1][-1].prompt).split(":")[1].split()[0]
     train("killed", trouble, *flags, code=-signal.SIGKILL, TROUBLE_KILLS=last)
     train("killed")
     weights = [(tmp_path / name / "final" / "model.safetensors").read_bytes() for name in ("whole", "killed")]

@@ -31,6 +31,7 @@ FRAMES = 3  # of a traceback that are shown, the innermost
 GRACE = 5.0  # seconds to end in order
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SESSION = "X-Session-ID"  # header of a model call: the trace that it belongs to
+IDLE = 2.0  # seconds that a connection to slime may wait for its next call; slime closes one after 5
 KEY = "SLIME_API_KEY"  # variable of the relay's key; subprocesses of an environment get none with API_KEY in its name
 HARNESS = "slime_chat_loop"
 
@@ -91,9 +92,9 @@ class Relay:
         import aiohttp
         from aiohttp import web
 
-        self._client = await stack.enter_async_context(
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), connector=aiohttp.TCPConnector(limit=0))
-        )
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE)
+        session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), connector=connector)
+        self._client = await stack.enter_async_context(session)
         self._secret = os.environ[KEY] = os.urandom(16).hex()
         app = web.Application(client_max_size=1 << 30)
         app.router.add_post("/v1/{path:.*}", self._pass_on)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from contextlib import AsyncExitStack
+from functools import cache
 from typing import Any
 
-import httpx
+import aiohttp
 import verifiers.v1 as vf
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.compaction import bound_tool_message
@@ -47,50 +48,58 @@ class ChatLoop(vf.Harness[vf.HarnessConfig]):
             messages.append({"role": "user", "content": prompt})
         else:
             messages += [message_to_wire(message) for message in prompt or ()]
+        headers = {"authorization": f"Bearer {secret}"}
+        body: dict[str, Any] = {"model": ctx.model, "messages": messages}
         async with AsyncExitStack() as stack:
             servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
             tools, dispatch, connections = await connect_mcp({"mcpServers": servers}, stack)
-            http = await stack.enter_async_context(
-                httpx.AsyncClient(headers={"authorization": f"Bearer {secret}"}, timeout=None, trust_env=False)
-            )
-            body: dict[str, Any] = {"model": ctx.model, "messages": messages} | ({"tools": tools} if tools else {})
+            body |= {"tools": tools} if tools else {}
             while True:
-                response = await http.post(f"{endpoint}/chat/completions", json=body)
-                if response.status_code == 400 and FULL in response.text:
+                status, answer = await _post(f"{endpoint}/chat/completions", headers, body)
+                if status == 400 and FULL in answer:
                     trace.stop("max_total_tokens")
                     break
-                if response.is_error:
-                    raise RuntimeError(f"the model call failed with {response.status_code}: {response.text[:2000]}")
-                message = response.json()["choices"][0]["message"]
+                if status != 200:
+                    raise RuntimeError(f"the model call failed with {status}: {answer[:2000]}")
+                message = json.loads(answer)["choices"][0]["message"]
                 messages.append({name: value for name, value in message.items() if value is not None})
                 for call in message.get("tool_calls") or ():
-                    content = await self._denied(http, tool_interception_url, call)
+                    content = await _denied(tool_interception_url, headers, call)
                     if content is None:
                         content = await _result(call["function"], dispatch, connections)
-                    messages.append(
-                        bound_tool_message(
-                            {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"]}
-                            | {"content": content}
-                        )
-                    )
+                    reply = {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"]}
+                    messages.append(bound_tool_message({**reply, "content": content}))
                 if not message.get("tool_calls"):
                     break
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
-    async def _denied(self, http: httpx.AsyncClient, url: str | None, call: dict[str, Any]) -> Any:
-        """What the task's own hooks say in place of a tool's result, None where they let it run."""
-        if not url:
-            return None
-        function = call["function"]
-        try:
-            arguments = json.loads(function["arguments"] or "{}")
-        except ValueError:
-            arguments = function["arguments"]
-        body = {"tool_call_id": call["id"], "name": function["name"], "arguments": arguments}
-        decision = (await http.post(url, json=body)).raise_for_status().json()
-        if decision["action"] == "stop":
-            raise RuntimeError(decision["reason"])
-        return decision["message"]["content"] if decision["action"] == "deny" else None
+
+async def _denied(url: str | None, headers: dict[str, str], call: dict[str, Any]) -> Any:
+    """What the task's own hooks say in place of a tool's result, None where they let it run."""
+    if not url:
+        return None
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        arguments = function["arguments"]
+    body = {"tool_call_id": call["id"], "name": function["name"], "arguments": arguments}
+    status, answer = await _post(url, headers, body)
+    decision: dict[str, Any] = json.loads(answer) if status == 200 else {"action": "stop", "reason": answer}
+    if decision["action"] == "stop":
+        raise RuntimeError(decision["reason"])
+    return decision["message"]["content"] if decision["action"] == "deny" else None
+
+
+async def _post(url: str, headers: dict[str, str], body: dict[str, Any]) -> tuple[int, str]:
+    async with _client().post(url, json=body, headers=headers) as response:
+        return response.status, await response.text()
+
+
+@cache
+def _client() -> aiohttp.ClientSession:
+    """One of the process, whose calls may take as long as the run lets them."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None))
 
 
 async def _result(function: dict[str, Any], dispatch: dict[str, Any], connections: dict[str, Any]) -> Any:
