@@ -1,33 +1,24 @@
-"""Run the checks of `kernel_cases` over tiny shapes in Triton's interpreter; needs TRITON_INTERPRET=1."""
+"""Run as a script: checks of the parts that are named, each with options, with TRITON_INTERPRET=1."""
 
-import torch
-from kernel_cases import (
-    attention_case,
-    check_cache,
-    check_invariance,
-    check_not_finite,
-    check_paged,
-    check_sampling,
-    check_uniforms,
-    check_varlen,
-    form_options,
-)
-from triton_loops import allow_loops
+import importlib
+import sys
 
-allow_loops()
-torch.set_num_threads(1)
-CPU, SINGLE = "cpu", torch.float32
-for form in ("plain", "together"):
-    mixed = attention_case(CPU, SINGLE, 6, 2, 24, 16, 4, (9, 1, 40, 33), (1, 1, 40, 4))
-    check_paged(mixed, form_options(form, 6, CPU), SINGLE)
-    check_varlen(CPU, SINGLE, 6, 2, 24, 16, (1, 19, 7), form)
-check_paged(attention_case(CPU, SINGLE, 2, 1, 16, 16, 16, (300, 1, 70), (1, 1, 1)), {"scale": 0.2}, SINGLE)
-check_invariance(attention_case(CPU, SINGLE, 3, 1, 16, 16, 16, (70, 5, 33), (70, 5, 33)), {"scale": 0.2})
-for rotated, norm in ((16, True), (8, False)):
-    check_cache(CPU, SINGLE, 6, 2, 16, rotated, norm)
-check_sampling(CPU, SINGLE, 12, 4099, filters=False)
-check_sampling(CPU, torch.bfloat16, 8, 300, filters=True)
-check_sampling(CPU, SINGLE, 4, 130, filters=True, ties=True)
-check_not_finite(CPU)
-check_uniforms(CPU)
-print("all agree")
+from triton.runtime import interpreter
+
+
+def allow_loops():
+    """Let loops have bounds that are arguments, which the interpreter cannot with NumPy 2.4."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
+
+
+if __name__ == "__main__":
+    allow_loops()
+    for argument in sys.argv[1:]:
+        part, *options = argument.split()
+        importlib.import_module(f"interpreted_{part}").check(*options)

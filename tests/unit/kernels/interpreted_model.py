@@ -1,13 +1,8 @@
-"""Run as a script, in Triton's interpreter: one layer of Qwen3 in a pack, prefilled and decoded has the same bits."""
-
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
+"""In Triton's interpreter, one layer of Qwen3 in a pack, prefilled and decoded has the same bits."""
 
 import numpy as np
 import torch
 import transformers
-from triton_loops import allow_loops
 
 from slime_core.engines.local.joined import JoinedPlan
 from slime_core.engines.local.pages import PagedCache, PagedTokens, lay_out, paged_rows
@@ -53,8 +48,7 @@ def sampled(hf, tokens, rows):
     return log_softmax_at(logits, rows.target, rows.temperature)
 
 
-if __name__ == "__main__":
-    allow_loops()
+def check():
     torch.manual_seed(0)
     shape = {"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = transformers.Qwen3Config(

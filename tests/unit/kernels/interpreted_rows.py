@@ -1,11 +1,6 @@
-"""Run as a script: the Triton kernels of rows in Triton's interpreter, against float64, which runs the references."""
-
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
+"""The Triton kernels of rows in Triton's interpreter, against float64, which runs the references."""
 
 import torch
-from triton_loops import allow_loops
 
 from slime_core.kernels import rows_cuda, steps as kernel_steps
 from slime_core.kernels.gated import gated
@@ -71,8 +66,7 @@ def _bits(tensors):
     return [tensor.view(torch.int32) if tensor.is_floating_point() else tensor for tensor in tensors]
 
 
-if __name__ == "__main__":
-    allow_loops()
+def check():
     torch.manual_seed(0)
-    for check in (norms, rotary, gates, many_rows, steps):
-        check()
+    for part in (norms, rotary, gates, many_rows, steps):
+        part()

@@ -1,8 +1,4 @@
-"""Norm, rotary and gated activation: references against transformers' modules, kernels against the references."""
-
-import subprocess
-import sys
-from pathlib import Path
+"""Norm, rotary and gated activation: references against transformers' modules."""
 
 import pytest
 import torch
@@ -70,10 +66,3 @@ def test_gated_activation_has_the_bits_of_the_family_s(ours, theirs, dtype):
     both = _draw(5, 48, dtype=dtype)
     reference = ACT2FN[theirs](both[:, :24]) * both[:, 24:]
     torch.testing.assert_close(gated(both, ours), reference, rtol=0, atol=0)
-
-
-def test_kernels_in_the_interpreter():
-    pytest.importorskip("triton")
-    script = Path(__file__).with_name("interpreted_rows.py")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
