@@ -11,7 +11,12 @@ import pytest
 from slime_core.ledger.ledger import SqliteLedger
 
 HERE = Path(__file__).parent
-SHORT = ("stage.warmup.num_rollout=20", "stage.grpo.num_rollout=2")
+SHORT = (
+    "stage.warmup.num_rollout=20",
+    "stage.grpo.num_rollout=2",
+    "stage.grpo.rollout_batch_size=2",
+    "eval.eval_tasks=[]",
+)
 WITNESS = """
 import dataclasses, importlib.util, json, os
 

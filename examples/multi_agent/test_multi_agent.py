@@ -49,7 +49,8 @@ def evaluations(run):
 
 
 def test_a_short_run_evaluates_the_team_and_its_solver_after_each_stage(train):
-    evaluated = evaluations(train(HERE / "recipe.toml", "stage.warmup.num_rollout=20", "stage.grpo.num_rollout=2"))
+    flags = ("stage.warmup.num_rollout=4", "stage.grpo.num_rollout=2", "stage.grpo.rollout_batch_size=8")
+    evaluated = evaluations(train(HERE / "recipe.toml", *flags))
     assert [metrics["pass@1"] for metrics in evaluated] == [metrics["reward/mean"] for metrics in evaluated]
     assert [0 <= metrics["reward/solver/mean"] <= 1 for metrics in evaluated] == [True, True]
 

@@ -247,7 +247,7 @@ def test_an_aborted_dialogue_goes_on_in_the_turn_in_which_it_was(play, tokenizer
 
 
 def test_a_short_run_searches_and_is_judged(train, scores):
-    flags = ("stage.warmup.num_rollout=20", "stage.grpo.num_rollout=2")
+    flags = ("stage.warmup.num_rollout=5", "stage.grpo.num_rollout=2")
     assert [0 <= score < 0.5 for score in scores(train(HERE / "recipe.toml", *flags), "heldout")] == [True, True]
 
 

@@ -210,7 +210,7 @@ def test_no_held_out_problem_is_in_training_and_guesses_are_wrong():
 
 
 def test_a_short_run_uses_the_interpreter_and_is_judged(train, scores):
-    flags = ("stage.warmup.num_rollout=20", "stage.grpo.num_rollout=2")
+    flags = ("stage.warmup.num_rollout=5", "stage.grpo.num_rollout=2")
     assert [0 <= score < 0.5 for score in scores(train(HERE / "recipe.toml", *flags), "heldout")] == [True, True]
 
 
