@@ -13,7 +13,9 @@ HERE = Path(__file__).parent
 sys.path.append(str(HERE))  # as a run does for a function's file
 
 import make_rows  # noqa: E402
-from reward import score  # noqa: E402
+from reward import ANSWERED, answers, score  # noqa: E402
+
+from slime_core.types import Status  # noqa: E402
 
 CHAT = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
@@ -60,6 +62,20 @@ def test_the_last_whole_number_counts(response, label, value):
     assert score(response, label) == value
 
 
+@pytest.mark.parametrize(
+    ("response", "status", "ends"),
+    [
+        ("2 + 2 = 5.", Status.COMPLETED, True),
+        ("It is **5**\n", Status.COMPLETED, True),
+        ("5 apples", Status.COMPLETED, False),
+        ("2 + 2 = 5", Status.TRUNCATED, False),
+    ],
+)
+def test_an_answer_is_a_number_at_the_end_of_a_response_that_ended_by_itself(response, status, ends):
+    assert answers(response, status) is ends
+    assert 0 < ANSWERED < 1
+
+
 def test_a_short_run_judges_both_tasks_and_evaluates_both_sets(train, tmp_path):
     model = tiny_model(tmp_path / "model", hidden=16, layers=1, context_len=1024, chat_template=CHAT)
     sizes = ("stage.grpo.num_rollout=2", "stage.grpo.rollout_batch_size=4", "stage.grpo.n_samples_per_prompt=2")
@@ -81,4 +97,5 @@ def test_a_short_run_judges_both_tasks_and_evaluates_both_sets(train, tmp_path):
     assert {(line["name"], line["version"]) for line in lines if line["kind"] == "eval"} == {
         (f"{task}_heldout", version) for task in make_rows.TASKS for version in (0, 2)
     }
+    assert all(line["metrics"]["samples"] == 4 * 8 for line in lines if line["kind"] == "eval")
     assert sum(line["kind"] == "step" for line in lines) == 2

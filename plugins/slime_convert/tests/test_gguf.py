@@ -140,9 +140,9 @@ def test_quantised_weights_are_those_that_gguf_reads_back_in_bfloat16(cli, tmp_p
 )
 def test_each_refusal_says_what_is_wrong_and_leaves_nothing(cli, tmp_path, source, code, said):
     model = llama()
-    whole = write(tmp_path / "whole.gguf", model).read_bytes()
+    content = write(tmp_path / "content.gguf", model).read_bytes()
     (tmp_path / "text.gguf").write_text("not a model" * 99)
-    (tmp_path / "cut.gguf").write_bytes(whole[:-999])
+    (tmp_path / "cut.gguf").write_bytes(content[:-999])
     write(tmp_path / "unknown.gguf", model, architecture="clip")
     write(tmp_path / "lacking.gguf", model, without=("model.layers.1.mlp.up_proj.weight",))
     done = cli("convert", "gguf-to-hf", source, "out")

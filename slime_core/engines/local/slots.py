@@ -287,9 +287,9 @@ def fitting(
 
     ``sequences`` is how many may run, ``tokens`` what a slot has now, ``positions`` what memory holds in all.
     """
-    whole = min(context_len, up(max(need, most), STEP))
-    part = min(whole, up(max(need, tokens + tokens // 2), STEP))
-    for length in (whole, part, need):
+    most_needed = min(context_len, up(max(need, most), STEP))
+    part = min(most_needed, up(max(need, tokens + tokens // 2), STEP))
+    for length in (most_needed, part, need):
         if (sequences + 1) * slot_length(length) <= positions:
             return sequences, length
     for length in (part, need):

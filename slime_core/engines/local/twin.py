@@ -107,8 +107,8 @@ class Twin:
         """Make the tensors of a group views of one that is ours."""
         before = [self._tensor(name) for name in group]
         sizes = [len(tensor) for tensor in before]
-        whole = torch.empty(sum(sizes), *before[0].shape[1:], dtype=before[0].dtype, device=self.device)
-        for name, part in zip(group, whole.split(sizes), strict=True):
+        joined = torch.empty(sum(sizes), *before[0].shape[1:], dtype=before[0].dtype, device=self.device)
+        for name, part in zip(group, joined.split(sizes), strict=True):
             self._place(name, part)
             self._writable.add(name)
 

@@ -157,14 +157,18 @@ class PackSegments:
     def of(cls, cu_seqlens: Any, prefix: Any, device: torch.device | str) -> PackSegments:
         """From the boundaries and prefixes of a `MicroBatch`."""
         bounds, before = np.asarray(cu_seqlens, dtype=np.int64), np.asarray(prefix, dtype=np.int64)
-        whole = np.setdiff1d(np.arange(len(before)), before)  # a segment that others continue is no sequence itself
-        heads = np.where(before[whole] >= 0, np.diff(bounds)[before[whole]], 0)
-        lengths = heads + np.diff(bounds)[whole]
+        sequences = np.setdiff1d(
+            np.arange(len(before)), before
+        )  # a segment that others continue is no sequence itself
+        heads = np.where(before[sequences] >= 0, np.diff(bounds)[before[sequences]], 0)
+        lengths = heads + np.diff(bounds)[sequences]
         cu = np.concatenate([[0], np.cumsum(lengths)])
         within = np.arange(cu[-1]) - np.repeat(cu[:-1], lengths)
-        tails = np.repeat(bounds[whole] - heads, lengths) + within
-        flat = np.where(within < np.repeat(heads, lengths), np.repeat(bounds[before[whole]], lengths) + within, tails)
-        shared = SharedRows.of(flat, int(bounds[-1]), device) if len(whole) < len(before) else None
+        tails = np.repeat(bounds[sequences] - heads, lengths) + within
+        flat = np.where(
+            within < np.repeat(heads, lengths), np.repeat(bounds[before[sequences]], lengths) + within, tails
+        )
+        shared = SharedRows.of(flat, int(bounds[-1]), device) if len(sequences) < len(before) else None
         long = bool(cu[-1] >= LONG * len(lengths) > 0)
         on_device = to_device(cu.astype(np.int32), torch.device(device))
         return cls(on_device, int(lengths.max(initial=0)), long, shared, tuple(np.split(flat, cu[1:-1])))

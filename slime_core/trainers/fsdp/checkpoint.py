@@ -103,11 +103,11 @@ def save(worker: Worker, path: Path) -> None:
     starts = {kind: layout.starts() for kind, layout in layouts.items()}
     for part in parts:
         local_parts = owner[part.owner] == worker.rank
-        whole = worker.offload.readable(part.shard)
+        tensor = worker.offload.readable(part.shard)
         if worker.world > 1:
-            whole = full(like(whole.to(worker.device), part.parameter))
+            tensor = full(like(tensor.to(worker.device), part.parameter))
         if local_parts:
-            staging.copy(starts[part.kind][part.name], whole, temporary=worker.world > 1)
+            staging.copy(starts[part.kind][part.name], tensor, temporary=worker.world > 1)
     name = file_name(GENERATORS, worker.rank, worker.world, ".json")
     texts = {name: json.dumps(generators()).encode()}
     if worker.rank == 0:
@@ -302,7 +302,7 @@ def _rows(info: TensorInfo, first: int, shape: torch.Size) -> TensorInfo:
     return replace(info, shape=tuple(shape), begin=begin, end=begin + 4 * shape.numel())
 
 
-def write_folder(path: Path, hf: Any, whole: Tensors, tokenizer: Any) -> None:
+def write_folder(path: Path, hf: Any, tensors: Tensors, tokenizer: Any) -> None:
     """A Hugging Face folder: config, model.safetensors, tokenizer; tied tensors once. Prints nothing.
 
     Raises:
@@ -314,7 +314,7 @@ def write_folder(path: Path, hf: Any, whole: Tensors, tokenizer: Any) -> None:
     logging.disable_progress_bar()
     try:
         path.mkdir(parents=True, exist_ok=True)
-        hf.save_pretrained(str(path), state_dict=whole)
+        hf.save_pretrained(str(path), state_dict=tensors)
         tokenizer.save_pretrained(str(path))
     except OSError as error:
         raise StorageError("the model folder cannot be written", where=str(path), why=str(error)) from error

@@ -41,8 +41,8 @@ class Masters:
         self._names = {id(parameter): name for name, parameter in self.copies.items()}
         ordered = sorted(self.copies.items(), key=lambda item: item[1].ndim < 2)  # matrices of a layer side by side
         sizes = [-(-parameter.numel() // ALIGNED) * ALIGNED for _, parameter in ordered]
-        whole = torch.empty(sum(sizes), dtype=dtype, device=next(iter(named.values())).device)
-        for (name, parameter), part in zip(ordered, whole.split(sizes)):
+        storage = torch.empty(sum(sizes), dtype=dtype, device=next(iter(named.values())).device)
+        for (name, parameter), part in zip(ordered, storage.split(sizes)):
             parameter.data = part[: parameter.numel()].view(parameter.shape).copy_(parameter.data)
             parameter.register_post_accumulate_grad_hook(partial(self._add, name))
 

@@ -49,12 +49,12 @@ def _gather_during(layer: nn.Module, hf: nn.Module, shards: dict[str, torch.Tens
 
 def _fill(hf: nn.Module, shards: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
     """Give modules their whole parameters; those that are tied are gathered once. A collective."""
-    whole: dict[int, nn.Parameter] = {}
+    gathered: dict[int, nn.Parameter] = {}
     for name, shard in shards.items():
-        if id(shard) not in whole:
-            whole[id(shard)] = nn.Parameter(full(shard.detach()).to(dtype), requires_grad=False)
+        if id(shard) not in gathered:
+            gathered[id(shard)] = nn.Parameter(full(shard.detach()).to(dtype), requires_grad=False)
         module, leaf = _place(hf, name)
-        module._parameters[leaf] = whole[id(shard)]
+        module._parameters[leaf] = gathered[id(shard)]
 
 
 def _place(hf: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -74,8 +74,8 @@ class FsdpWorker(Worker):
         """Tokens of a micro-batch, by the memory of a device of this kind and not by what is free: a resume's too."""
         if self.device.type != "cuda":
             return FEW_TOKENS
-        whole = torch.cuda.get_device_properties(self.device).total_memory
-        return micro_batch_tokens(self.folder.config, whole, fused=self.policy.fused and self.policy.exact is None)
+        memory = torch.cuda.get_device_properties(self.device).total_memory
+        return micro_batch_tokens(self.folder.config, memory, fused=self.policy.fused and self.policy.exact is None)
 
     def prepare_stage(self) -> None:
         self.policy.chunk = self.train.logprob_chunk_tokens
@@ -179,14 +179,14 @@ class FsdpWorker(Worker):
         """Every tensor of the model's state on rank 0, tied names as one tensor; nothing on the others."""
         parameters = self.policy.all_names()
         gathered: dict[Any, torch.Tensor] = {}
-        whole: Tensors = {}
+        tensors: Tensors = {}
         for name, tensor in (self.policy.hf.state_dict() | parameters).items():
             owner = id(parameters.get(name, name))
             if owner not in gathered:
                 one = full(tensor.detach())
                 gathered[owner] = one.cpu().contiguous() if self.rank == 0 else torch.empty(0)
-            whole[name] = gathered[owner]
-        return whole if self.rank == 0 else {}
+            tensors[name] = gathered[owner]
+        return tensors if self.rank == 0 else {}
 
     def reserve(self) -> None:
         checkpoint.reserve(self)

@@ -97,11 +97,11 @@ def test_score_gives_the_plain_log_probs_of_any_tokens(bench, name):
             assert (await engine.score(tokens, 90)).shape == (0,)
             return await engine.score(tokens, 1), await engine.score(tokens, 60)
 
-    whole, part = b.run(go)
+    all_rows, part = b.run(go)
     own = own_log_probs(b.model, tokens, 1)[np.arange(89), tokens[1:]]
-    assert whole.dtype == np.float32
-    np.testing.assert_allclose(whole, own, atol=2e-4, rtol=0)
-    assert (whole[59:] == part).all()
+    assert all_rows.dtype == np.float32
+    np.testing.assert_allclose(all_rows, own, atol=2e-4, rtol=0)
+    assert (all_rows[59:] == part).all()
 
 
 def test_a_long_window_is_kept_by_the_lean_plan(bench, ask):

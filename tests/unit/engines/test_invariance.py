@@ -37,10 +37,10 @@ def requests(ask, vocab, count, *, longest=40, seed=0):
     """Prompts of 1 to 150 tokens, some with common beginnings; responses from 3 tokens; all kinds of sampling."""
     draws = random.Random(seed)
     heads = [[draws.randrange(3, vocab) for _ in range(n)] for n in (40, 1, 7)]
-    made = []
+    drawn = []
     for index in range(count):
         tail = [draws.randrange(3, vocab) for _ in range(draws.choice([0, 0, 3, 60, 110]))]
-        made.append(
+        drawn.append(
             ask(
                 str(index),
                 heads[index % 3] + tail,
@@ -51,7 +51,7 @@ def requests(ask, vocab, count, *, longest=40, seed=0):
                 top_k=draws.choice([0, 0, 5]),
             )
         )
-    return made
+    return drawn
 
 
 @pytest.mark.parametrize(("name", "dtype", "threads"), CASES, ids=lambda value: str(value))
@@ -72,8 +72,8 @@ def test_a_request_gives_the_same_bits_however_it_is_served(bench, ask, name, dt
             for r, one in list(zip(asked, full, strict=True))[: 2 if small else 4]:
                 assert same(await wide.generate(r), one), f"request {r.id}: alone"
                 kept = len(one.tokens) // 2
-                left = replace(r.params, max_new_tokens=r.params.max_new_tokens - kept)
-                rest = await narrow.generate(replace(r, tokens=r.tokens + one.tokens[:kept], params=left, kept=kept))
+                params = replace(r.params, max_new_tokens=r.params.max_new_tokens - kept)
+                rest = await narrow.generate(replace(r, tokens=r.tokens + one.tokens[:kept], params=params, kept=kept))
                 assert one.tokens[:kept] + rest.tokens == one.tokens, f"request {r.id}: continued"
                 assert one.log_probs[:kept] + rest.log_probs == one.log_probs, f"request {r.id}: continued"
 
@@ -115,8 +115,8 @@ def test_a_cache_that_grows_or_loses_slots_changes_nothing(bench, ask, monkeypat
                 grow(cache, tokens, used)
 
             monkeypatch.setattr(slots.KVCache, "grow", grown)
-            found = await asyncio.gather(*(tight.generate(r) for r in asked))
-            assert all(same(one, other) for one, other in zip(wanted, found, strict=True))
+            completions = await asyncio.gather(*(tight.generate(r) for r in asked))
+            assert all(same(one, other) for one, other in zip(wanted, completions, strict=True))
             assert lengths
             assert (roomy._scheduler.sequences, roomy._scheduler.tokens) == (20, 512)
             assert tight._scheduler.sequences < 10
@@ -228,8 +228,8 @@ def test_models_without_a_replaceable_attention_recompute_and_stay_invariant(ben
             together = await asyncio.gather(*(engine.generate(r) for r in asked))
             for r, one in zip(asked, together, strict=True):
                 assert same(await engine.generate(r), one)
-                left = replace(r, tokens=r.tokens + one.tokens[:2], params=replace(r.params, max_new_tokens=4))
-                assert (await engine.generate(left)).tokens == one.tokens[2:]
+                request = replace(r, tokens=r.tokens + one.tokens[:2], params=replace(r.params, max_new_tokens=4))
+                assert (await engine.generate(request)).tokens == one.tokens[2:]
 
     bench("mamba").run(go)
     assert "every token recomputes its whole sequence" in caplog.text
@@ -245,15 +245,15 @@ def test_rows_that_depend_on_their_neighbours_are_noticed(bench, caplog):
         async with b.engine(load=False) as engine:
             from slime_core.engines.local.twin import Twin
 
-            made = Twin(b.folder.config, torch.float32, "cpu", False)
-            made.model.gpt_neox.final_layer_norm.register_forward_hook(leak)
+            twin = Twin(b.folder.config, torch.float32, "cpu", False)
+            twin.model.gpt_neox.final_layer_norm.register_forward_hook(leak)
             await b.thread.run(engine._load, b.update())
             assert engine._scheduler.served.batch_invariant
             from slime_core.engines.local import verify
 
-            made.load(b.update())
-            found = await b.thread.run(torch.no_grad()(verify.choose), made.model, 64, "cpu")
-            assert (found.plan.name, found.batch_invariant) == ("packed", False)
+            twin.load(b.update())
+            choice = await b.thread.run(torch.no_grad()(verify.choose), twin.model, 64, "cpu")
+            assert (choice.plan.name, choice.batch_invariant) == ("packed", False)
             assert "depend on their neighbours" in caplog.text
 
     bench("neox").run(go)

@@ -188,12 +188,12 @@ def test_samples_of_a_prompt_share_its_pages_and_turns_share_all_before_them(ben
 def test_a_stop_is_noticed_one_pass_late_and_its_surplus_dropped(bench, ask):
     async def go(b):
         async with b.engine(slots=1, paged=True) as engine:
-            whole = await engine.generate(ask("a", new=12))
-            stop = next(i for i, t in enumerate(whole.tokens) if i > 2 and t not in whole.tokens[:i])
+            completion = await engine.generate(ask("a", new=12))
+            stop = next(i for i, t in enumerate(completion.tokens) if i > 2 and t not in completion.tokens[:i])
             rows = watched(engine)
-            first = ask("a", new=12, stop_token_ids=(whole.tokens[stop],))
+            first = ask("a", new=12, stop_token_ids=(completion.tokens[stop],))
             ended, after = await asyncio.gather(engine.generate(first), engine.generate(ask("b", new=3)))
-            assert (ended.tokens, ended.finish) == (whole.tokens[: stop + 1], "stop")
+            assert (ended.tokens, ended.finish) == (completion.tokens[: stop + 1], "stop")
             assert len(ended.log_probs) == len(ended.versions) == stop + 1
             assert len(after.tokens) == 3
             prefill, steps, surplus = 1, stop, 1
@@ -314,11 +314,11 @@ def test_weights_multiplied_as_one_lie_behind_one_another_and_loads_write_into_t
             assert (await engine.generate(ask())).tokens != before.tokens
             await engine.load(b.update(2))
             assert (await engine.generate(ask())).tokens == before.tokens
-            whole = torch.cat([changed[f"model.layers.0.self_attn.{n}_proj.weight"] for n in "qkv"])
-            parts = dict(zip("qkv", whole.split([64, 32, 32]), strict=True))
+            joined = torch.cat([changed[f"model.layers.0.self_attn.{n}_proj.weight"] for n in "qkv"])
+            parts = dict(zip("qkv", joined.split([64, 32, 32]), strict=True))
             changed |= {f"model.layers.0.self_attn.{n}_proj.weight": part for n, part in parts.items()}
             await engine.load(b.update(3, "shared", changed))
-            assert layer.qkv.weight.data_ptr() == whole.data_ptr()
+            assert layer.qkv.weight.data_ptr() == joined.data_ptr()
             norm = "model.norm.weight"
             assert twin.model.state_dict()[norm].data_ptr() == changed[norm].data_ptr()
 

@@ -81,14 +81,14 @@ def test_rows_keep_their_bits_at_every_allowed_count(threads, dtype, inputs, out
     thread = bench(threads=threads).thread
     counts = thread.call(measure, [Product(inputs, outputs, dtype, layer, False)], threads)
     assert REFERENCE in counts.allowed
-    made = torch.randn(counts.most, inputs, generator=torch.Generator().manual_seed(9)).to(dtype)
+    rows = torch.randn(counts.most, inputs, generator=torch.Generator().manual_seed(9)).to(dtype)
 
     def check():
-        whole = torch.cat(
-            [layer(made[i : i + REFERENCE]) for i in range(0, len(made) // REFERENCE * REFERENCE, REFERENCE)]
+        reference = torch.cat(
+            [layer(rows[i : i + REFERENCE]) for i in range(0, len(rows) // REFERENCE * REFERENCE, REFERENCE)]
         )
         for count in counts.allowed:
-            some = layer(made[:count])[: len(whole)]
-            assert torch.equal(some, whole[: len(some)]), count
+            some = layer(rows[:count])[: len(reference)]
+            assert torch.equal(some, reference[: len(some)]), count
 
     thread.call(check)

@@ -284,7 +284,11 @@ def test_close_ends_waiting_requests_and_leaves_nothing(bench, ask):
     bench().run(go)
 
 
-def test_a_request_that_ends_while_the_engine_is_closed_is_answered(bench, ask):
+def test_a_request_that_ends_while_the_engine_is_closed_is_answered(bench, ask, monkeypatch):
+    from slime_core.engines.local import engine as engine_module
+
+    monkeypatch.setattr(engine_module, "HOP_SECONDS", 60.0)  # all of its tokens in one hop, however slow
+
     async def go(b):
         async with b.engine() as engine:
             hop, begun, rest = engine._hop, threading.Event(), threading.Event()

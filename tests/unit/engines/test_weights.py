@@ -25,8 +25,8 @@ def test_shared_weights_are_the_trainers_own_storage(bench, ask, name):
             live = {key: tensor.clone() for key, tensor in b.model.state_dict().items()}
             await engine.load(b.update(1, "shared", live))
             before = await engine.generate(ask())
-            mine = engine._scheduler.served._twin.model.state_dict()
-            assert all(mine[key].data_ptr() == live[key].data_ptr() for key in live)
+            served = engine._scheduler.served._twin.model.state_dict()
+            assert all(served[key].data_ptr() == live[key].data_ptr() for key in live)
             for tensor in live.values():
                 tensor.add_(torch.linspace(-0.2, 0.2, tensor.shape[-1]))
             await engine.load(b.update(2, "shared", live))

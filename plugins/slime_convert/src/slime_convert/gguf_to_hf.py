@@ -131,8 +131,8 @@ def _model(source: Path, dtype: torch.dtype) -> Any:
 def _tensors(model: Any) -> list[TensorRows]:
     """What a model folder stores: tied weights once, each expert's matrices apart."""
     ties = set(getattr(model, "all_tied_weights_keys", None) or ())
-    whole = ((name, tensor.detach()) for name, tensor in model.state_dict().items() if name not in ties)
-    return [MemoryRows(part.name, part.cut(t)) for name, t in whole for part in parts_of(name, t.shape)]
+    tensors = ((name, tensor.detach()) for name, tensor in model.state_dict().items() if name not in ties)
+    return [MemoryRows(part.name, part.cut(t)) for name, t in tensors for part in parts_of(name, t.shape)]
 
 
 def _write_config(model: Any, ids: dict[str, int], folder: Path) -> None:
