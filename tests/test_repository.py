@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 import shlex
@@ -128,11 +129,15 @@ def test_every_long_option_of_the_documentation_exists() -> None:
     keys = slime("config", "keys", "--json")
     assert keys.returncode == 0, keys.stderr
     flags = {f"--{name.rsplit('.', 1)[-1].replace('_', '-')}" for name in re.findall(r'"([a-z_.0-9]+)"', keys.stdout)}
+    flags.add("--plugin")  # of every command that reads a config
     missing = []
     for line in (line for page in pages() for line in shell_lines(page) if line.startswith("slime ")):
         words = shlex.split(line, comments=True)
         path = [word for word in words[1:3] if re.fullmatch(r"[a-z]+", word)]
         text = slime(*path[:2], "--help").stdout + slime(*path[:1], "--help").stdout
+        for name in (name for word, name in itertools.pairwise(words) if word == "--plugin"):
+            shown = slime("plugins", "show", name).stdout.replace("_", "-")
+            text += shown.replace(f"plugin.{name.replace('_', '-')}.", "--")
         for flag in (word.split("=")[0] for word in words if word.startswith("--")):
             if flag not in flags and not re.search(rf"{flag}\b", text):
                 missing.append(f"{flag} in `{line}`")

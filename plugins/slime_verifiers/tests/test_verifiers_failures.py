@@ -28,15 +28,15 @@ class Trial:
         self.options = Options(python=python, heldout=0, env="trouble", **options)
         self.tokenizer = LetterTokenizer()
 
-    async def play(self, words, n=1, line="4+4|", **options):
+    async def play(self, words, n=1, lines=("4+4|",), **options):
         """An episode of each word, side by side; each word's samples and rewards, and the engine."""
-        args = {"taskset": {"words": words}}
+        options = {"env_args": {"taskset": {"words": words}}, **options}
         ctx = Context(
-            config=Config(), engine=LineEngine(self.tokenizer, [line]), tokenizer=self.tokenizer,
-            sampling=SamplingParams(max_new_tokens=64), options=self.options.model_copy(update={"env_args": args, **options}),
+            config=Config(), engine=LineEngine(self.tokenizer, lines), tokenizer=self.tokenizer,
+            sampling=SamplingParams(max_new_tokens=64), options=self.options.model_copy(update=options),
         )  # fmt: skip
         rows = await asyncio.to_thread(self.plugin.slime_prompts, "verifiers", ctx)
-        assert len(rows) == len(words)
+        assert len(rows) >= len(words)
 
         async def one(row):
             prompt = dataclasses.replace(await asyncio.to_thread(rows.at, row), id=f"main/{row}", tokens=[5])
@@ -130,6 +130,24 @@ def test_an_environment_that_fails_costs_its_own_episodes_and_is_started_again(t
         episodes, _ = await trial.play(["waits"], episode_seconds=0.5)
         assert "longer than 0.5 s" in episodes["waits"][1][0].reason
 
+        episodes, _ = await trial.play(["a"], lines=("4+4|", "well|"), env="two-voices", env_args={})
+        (samples, rewards) = episodes["a"]
+        assert [(s.role, s.response, s.remove_sample) for s in samples] == [
+            ("writer", "4+4", False),
+            ("critic", "well", True),
+        ]
+        assert [(reward.value, reward.terms) for reward in rewards] == [
+            (1.0, {"agreement": 1.0}),
+            (0.25, {"agreement": 0.25}),
+        ]
+        args = {"id": "best-of-n", "n": 2}
+        episodes, _ = await trial.play(["a"], lines=("45|", "4x|"), env="digit-share", env_args=args)
+        (samples, rewards) = episodes["a"]
+        assert [(s.role, reward.terms["digits"]) for s, reward in zip(samples, rewards, strict=True)] == [
+            ("policy", 1),
+            ("policy", 0.5),
+        ]
+
     asyncio.run(run())
     missing = trial.problem(env="textarenna")
     assert ("did you mean 'textarena'?" in missing.fix, "pip install textarenna" in missing.fix) == (True, True)
@@ -147,6 +165,13 @@ def test_an_interpreter_without_verifiers_and_none_at_all_are_named(trial):
         Config(plugin={"verifiers": {"env": "x", "python": "/no", "episode_seconds": 3600.0}})
     )
     assert {"rollout.generate_timeout"} <= {".".join(key) for problem in late for key in problem.keys}
+
+
+def test_the_environment_of_the_page_is_the_one_that_trains():
+    page = Path(__file__).parents[3] / "docs" / "environments.md"
+    code = (Path(__file__).parent / "environments" / "digit_share" / "digit_share" / "__init__.py").read_text()
+    assert len(code.splitlines()) <= 30
+    assert f"```python\n{code}```" in page.read_text()
 
 
 @pytest.mark.nightly

@@ -122,3 +122,13 @@ def test_a_run_that_is_killed_in_an_episode_goes_on_to_the_same_weights(train, t
     train("killed")
     weights = [(tmp_path / name / "final" / "model.safetensors").read_bytes() for name in ("whole", "killed")]
     assert weights[0] == weights[1]
+
+
+@pytest.mark.nightly
+def test_a_random_model_learns_an_environment(train):
+    learning = RECIPE.replace("num_rollout = 2", "num_rollout = 25") + "[plugin.verifiers]\nenv = 'digit-share'\n"
+    run = train("learns", learning, "--rollout-batch-size", "4", "--n-samples-per-prompt", "16")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rewards = [line["metrics"]["reward/mean"] for line in lines if line["kind"] == "step"]
+    assert rewards[0] < 0.8
+    assert rewards[-1] > 1.6  # of 2: four letters in five are digits

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from slime_core import ConfigError, Context, Group, Prompt, Reward, Sample, Status
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 TASK, HELDOUT = "verifiers", "_heldout"
 EPISODE = "episode"
-"""Key of a sample's metadata: ``traces``, as the worker sums them up, or ``failed``."""
+"""Key of a sample's metadata: ``trace``, as the worker sums it up, or ``failed``."""
+POLICY = "policy"
 OPENING = "(the environment speaks first)"
 
 
@@ -115,25 +116,21 @@ async def play(group: Group, ctx: Context, pool: WorkerPool) -> Group:
 
 
 def note_trace(sample: Sample) -> None:
-    """Role and status of a sample by the trace that it belongs to."""
-    traces = sample.metadata.get(EPISODE, {}).get("traces", ())
-    trace = trace_of(sample, traces)
+    """Give a sample the trace under whose name it spoke, and that trace's agent and status."""
+    episode = sample.metadata.get(EPISODE, {})
+    traces = {trace["id"]: trace for trace in episode.get("traces", ())}
+    if sample.role == POLICY and len(traces) == 1:  # the model was never asked
+        (sample.role,) = traces
+    trace = traces.get(sample.role)
+    sample.role = POLICY
     if trace is None:
         return
-    if len(traces) > 1:
+    sample.metadata[EPISODE] = {"trace": {name: value for name, value in trace.items() if name != "id"}}
+    if len({trace["agent"] for trace in traces.values()}) > 1:
         sample.role = trace["agent"]
         sample.remove_sample = not trace["trainable"]
     if trace["truncated"] and sample.status is Status.COMPLETED:
         sample.status = Status.TRUNCATED
-
-
-def trace_of(sample: Sample, traces: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The trace whose dialogue a sample is: the only one, or those that end with its answer, if they agree."""
-    if len(traces) < 2:
-        return traces[0] if traces else None
-    answer = sample.metadata["chat"]["answer"].strip()
-    same = [trace for trace in traces if answer in (reply.strip() for reply in trace["replies"])]
-    return same[0] if len({(trace["agent"], trace["reward"]) for trace in same}) == 1 else None
 
 
 def reward_of(sample: Sample) -> Reward:
@@ -141,7 +138,7 @@ def reward_of(sample: Sample) -> Reward:
     episode = sample.metadata.get(EPISODE, {"failed": "no episode was played"})
     if "failed" in episode:
         return Reward(value=0.0, kind="infra_error", reason=episode["failed"])
-    trace = trace_of(sample, episode["traces"])
-    if trace is None:
-        return Reward(value=0.0, kind="infra_error", reason="agents with different rewards gave this same answer")
+    if "trace" not in episode:
+        return Reward(value=0.0, kind="infra_error", reason="an attempt that the environment made again")
+    trace = episode["trace"]
     return Reward(value=trace["reward"], terms={**trace["metrics"], **trace["rewards"]})

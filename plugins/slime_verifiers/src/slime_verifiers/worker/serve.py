@@ -31,6 +31,7 @@ FRAMES = 3  # of a traceback that are shown, the innermost
 GRACE = 5.0  # seconds to end in order
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SESSION = "X-Session-ID"  # header of a model call: the trace that it belongs to
+ROLE = "x-slime-role"  # header that names a dialogue to slime: here the trace too
 IDLE = 2.0  # seconds that a connection to slime may wait for its next call; slime closes one after 5
 KEY = "SLIME_API_KEY"  # variable of the relay's key; subprocesses of an environment get none with API_KEY in its name
 HARNESS = "slime_chat_loop"
@@ -107,13 +108,14 @@ class Relay:
     async def _pass_on(self, request: Any) -> Any:
         from aiohttp import web
 
-        session = self.sessions.get(request.headers.get(SESSION, ""))
+        trace = request.headers.get(SESSION, "")
+        session = self.sessions.get(trace)
         if session is None or request.headers.get("authorization") != f"Bearer {self._secret}":
             return web.json_response(
                 {"error": {"message": "no episode of this run", "code": "no_session"}}, status=401
             )
         base_url, key = session
-        headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+        headers = {"authorization": f"Bearer {key}", "content-type": "application/json", ROLE: trace}
         async with self._client.post(
             f"{base_url}/{request.match_info['path']}", data=await request.read(), headers=headers
         ) as response:
@@ -218,6 +220,7 @@ def error_line(error: Any) -> str:
 def summary(trace: Any) -> Reply:
     """What a run needs of a trace."""
     return {
+        "id": trace.id,
         "agent": trace.agent.name,
         "trainable": trace.agent.trainable,
         "reward": trace.reward,
@@ -227,7 +230,6 @@ def summary(trace: Any) -> Reply:
         "stop": trace.stop_condition,
         "truncated": trace.is_truncated or trace.is_timeout,
         "turns": trace.num_turns,
-        "replies": [branch.messages[-1].content or "" for branch in trace.branches if branch.messages],
     }
 
 
