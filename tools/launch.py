@@ -65,7 +65,6 @@ OTHERS: dict[str, Other] = {
     **_needless("a run goes on by slime run --resume RUN_DIR", "load", values=1),
     **_needless("a run's directory has final/", "save-hf", values=1),
     "--calculate-per-token-loss": Other(0, to="--loss-aggregation", value="token_mean"),
-    **_needless("the template tells which tokens are the model's", "loss-mask-type", values=1),
     **_needless("packs are as long as they are", "data-pad-size-multiplier", values=1),
     **_needless("servers are asked by the engine itself", "use-distributed-post"),
     **_needless("there is no Ray object store in the way", "rollout-data-transport", values=1),

@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from slime_core.config.schema import Config
 
 
-SFT = "sft_loss"
-
-
 @click.group("config")
 def command() -> None:
     """Show, list and check keys."""
@@ -73,8 +70,8 @@ def card_comments(config: Config) -> str:
 
     lines: list[str] = []
     parts = stages(config)
-    for part in [one for one in parts if one.train.loss_type != SFT] or parts:
-        name = "sft" if part.train.loss_type == SFT else part.train.advantage_estimator
+    for part in [one for one in parts if not one.train.offline] or parts:
+        name = part.train.estimator
         card_of = card(name)
         text = card_text(card_of, part) if card_of else f"{name}: of a plugin, which has no card here\n"
         lines += [f"stage {stage_name(part)}", ""] if len(config.stage) > 1 else []

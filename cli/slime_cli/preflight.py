@@ -67,7 +67,6 @@ def check_inputs(settings: Settings, config: Config) -> None:
     from slime_cli.first_rows import first_rows
     from slime_core.builtin import no_reward
     from slime_core.plugins.boundary import CORE
-    from slime_core.plugins.router import SFT
     from slime_core.weights.folder import read_config, resolve
 
     rollout = config.rollout
@@ -78,7 +77,7 @@ def check_inputs(settings: Settings, config: Config) -> None:
     for stage in stages(config):
         for name, row in first_rows(stage, provided).items():
             judged = any((hook, name) in answered for hook in ("slime_reward", "slime_generate", "slime_rollout"))
-            if judged or stage.train.loss_type == SFT or ("slime_sample_done", "*") in answered or row is None:
+            if judged or stage.train.offline or ("slime_sample_done", "*") in answered or row is None:
                 continue
             task = next((task for task in stage.data.tasks if task.name == name), None)
             if not (row.metadata.get("rm_type") or (task and task.reward) or stage.reward.rm_type):

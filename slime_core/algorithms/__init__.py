@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from slime_core.types import Batch, Columns
 
 DEFAULT = "grpo"
+OFFLINE = {"sft_loss": "sft", "dpo_loss": "dpo"}
+"""Losses whose responses are the data's, so that nothing is generated or judged: each with its algorithm."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

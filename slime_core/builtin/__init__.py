@@ -1,8 +1,8 @@
 """Core's own plugin, registered through the same hooks as any other and of the lowest rank.
 
-slime_generate   one model turn a sample          slime_rollout    labels become responses (`sft_loss`)
+slime_generate   one model turn a sample          slime_rollout    replies of the data (`sft_loss`, `dpo_loss`)
 slime_reward     by rm_type                       slime_sampling   the config's
-slime_advantage  `slime_core.algorithms`          slime_loss       policy_loss, sft_loss
+slime_advantage  `slime_core.algorithms`          slime_loss       policy_loss, sft_loss, dpo_loss
 slime_sample_done  the teacher's log-probs, where it is an engine
 """
 
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from slime_core.algorithms import Algorithm, algorithms
 from slime_core.builtin.losses import losses
+from slime_core.data.chat import decode
+from slime_core.data.prompts import REPLIES
 from slime_core.errors import ConfigError, DataError, EngineError
 from slime_core.hookspecs import hookimpl
 from slime_core.plugins.boundary import together
@@ -67,10 +69,14 @@ class Core:
 
     @hookimpl
     def slime_rollout(self, groups: list[Group], ctx: Context) -> list[Group]:
-        """Supervised: the label's tokens, then the end token, become the response of every sample."""
+        """The data's replies become responses: of conversations and pairs, or the label and the end token."""
         for group in groups:
-            for sample in group.samples:
-                _respond_with_label(sample, group, ctx)
+            for number, sample in enumerate(group.samples):
+                replies = sample.metadata.pop(REPLIES, ())
+                if not replies:
+                    _respond_with_label(sample, group, ctx)
+                elif not sample.response_length:
+                    _respond_with_reply(sample, number, replies, ctx)
         return groups
 
     @hookimpl
@@ -80,7 +86,7 @@ class Core:
 
     @hookimpl
     def slime_loss(self) -> list[Loss]:
-        """``policy_loss``: clipped ratio, KL and entropy. ``sft_loss``: negative log-prob."""
+        """``policy_loss``: clipped ratio, KL and entropy. ``sft_loss``: negative log-prob. ``dpo_loss``: pairs."""
         return losses()
 
 
@@ -115,6 +121,14 @@ def no_reward(task: str) -> ConfigError:
         "reward.rm_type=TYPE   (with the plugin that provides the type: --plugin NAME)\n"
         "--plugin NAME   (a plugin that implements slime_reward)",
     )
+
+
+def _respond_with_reply(sample: Sample, number: int, replies: list[dict[str, Any]], ctx: Context) -> None:
+    """The reply of a conversation; of a pair, the chosen one for its first sample, whose reward is 1."""
+    reply = replies[number if len(replies) > 1 else 0]
+    ids, text = reply["tokens"], decode(ctx.tokenizer, reply["tokens"])
+    sample.append_response(ids, [0.0] * len(ids), reply["loss_mask"], text=text)
+    sample.status, sample.reward = Status.COMPLETED, float(len(replies) > 1 and number == 0)
 
 
 def _respond_with_label(sample: Sample, group: Group, ctx: Context) -> None:

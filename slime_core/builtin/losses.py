@@ -21,7 +21,7 @@ MEAN_WEIGHT = "tis_mean_weight"
 
 
 def losses() -> list[Loss]:
-    """``policy_loss``: ratio, corrections, KL and entropy. ``sft_loss``: negative log-prob."""
+    """``policy_loss``: ratio, corrections, KL and entropy. ``sft_loss``: negative log-prob. ``dpo_loss``: pairs."""
     return [
         Loss(
             name="policy_loss",
@@ -32,6 +32,7 @@ def losses() -> list[Loss]:
             prepare=_policy_prepare,
         ),
         Loss(name="sft_loss", fn=_sft_loss, local=lambda train: True),
+        Loss(name="dpo_loss", fn=_dpo_loss, columns=("advantages", "returns"), local=lambda train: True),
     ]
 
 
@@ -164,3 +165,9 @@ def _sft_loss(log_probs: Any, entropy: Any, columns: Mapping[str, Any], train: A
     from slime_core.algorithms.shared.losses import sft_loss
 
     return sft_loss(log_probs, columns["loss_mask"])
+
+
+def _dpo_loss(log_probs: Any, entropy: Any, columns: Mapping[str, Any], train: Any) -> tuple[Any, dict[str, Any]]:
+    from slime_core.algorithms.shared.losses import dpo_loss
+
+    return dpo_loss(log_probs, columns["advantages"], columns["returns"], train)

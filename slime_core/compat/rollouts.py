@@ -107,7 +107,7 @@ def _trainable(sample: CoreSample, ctx: Context) -> CoreSample:
     reward: Any = sample.reward
     if isinstance(reward, dict):
         reward = reward[ctx.config.reward.reward_key]
-    if reward is None and ctx.config.train.loss_type != "sft_loss" and not ctx.evaluation:
+    if reward is None and not ctx.config.train.offline and not ctx.evaluation:
         raise ValueError(f"sample {sample.id} was returned without a reward; a rollout function sets sample.reward")
     sample.reward = None if reward is None and ctx.evaluation else float(reward or 0.0)
     return sample

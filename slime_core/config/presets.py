@@ -20,7 +20,7 @@ def settle(train: Any) -> Any:
     ``eps_clip`` 0 becomes 0.2 where the algorithm says nothing, ``eps_clip_high`` 0 becomes ``eps_clip``; a
     ``tis_clip_low`` above 0 turns ``tis_mode`` truncate to clip.
     """
-    algorithm = algorithms().get(train.advantage_estimator)
+    algorithm = algorithms().get(train.estimator)
     presets = algorithm.presets if algorithm else {}
     update: dict[str, Any] = {
         key: presets.get(key, default) for key, default in DEFAULTS.items() if getattr(train, key) == "auto"

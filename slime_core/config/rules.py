@@ -33,15 +33,15 @@ def conflicts(config: Config) -> list[Problem]:
     if problems := [*_backends(config)]:
         return problems
     cluster, data, rollout, train = config.cluster, config.data, config.rollout, config.train
-    plugins, supervised = [plugin_name(entry) for entry in config.plugins], train.supervised
-    algorithm = None if supervised else train.algorithm
+    plugins, offline = [plugin_name(entry) for entry in config.plugins], train.offline
+    algorithm = train.algorithm
     routed = engine_of(config).spreads(config)
     return [
         *data.conflicts(plugins),
-        *rollout.conflicts(cluster, data, supervised=supervised),
+        *rollout.conflicts(cluster, data, offline=offline),
         *train.conflicts(data, rollout, log_probs_of_samples=_log_probs_of_samples(config)),
         *(algorithm.conflicts(config) if algorithm and algorithm.conflicts else ()),
-        *config.reward.conflicts(rollout.rollout_max_response_len, supervised=supervised),
+        *config.reward.conflicts(rollout.rollout_max_response_len, offline=offline),
         *config.eval.conflicts(cluster, data, rollout, plugins, engines=engines(config), routed=routed),
         *backend_problems(config),
     ]
@@ -65,7 +65,7 @@ def incomplete(config: Config) -> list[Problem]:
 def notices(config: Config) -> list[str]:
     """Sentences about settings that are legal and seldom meant."""
     rollout, train = config.rollout, config.train
-    algorithm = None if train.supervised else train.algorithm
+    algorithm = train.algorithm
     return [
         *rollout.notices(),
         *train.notices(rollout, log_probs_of_samples=_log_probs_of_samples(config)),

@@ -6,6 +6,7 @@ the engine, and nothing encodes them again.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -104,11 +105,13 @@ def render(
 
 
 def check_prompt(value: Any, where: str, key: str, root: Path | None) -> str | list[Message]:
-    """A row's prompt: a text, or messages whose roles, contents and media references are sound.
+    """A row's prompt: a text, or messages whose roles, contents, tool calls and media references are sound.
+
+    Arguments of tool calls that are JSON texts, as in OpenAI's format, become values, as chat templates read them.
 
     Raises:
-        DataError: DAT24 another type, DAT25 a message without role or content, DAT33 media outside the data's folder,
-            DAT36 a text that no tokenizer can take.
+        DataError: DAT24 another type, DAT25 a message without role or content, or a malformed tool call, DAT33 media
+            outside the data's folder, DAT36 a text that no tokenizer can take.
     """
     if isinstance(value, str):
         check_text(value, where)
@@ -123,9 +126,7 @@ def check_prompt(value: Any, where: str, key: str, root: Path | None) -> str | l
             why=f"expected {EXPECTED}",
             fix="fix the row, or set data.input_key to the column that holds the prompt",
         )
-    for number, message in enumerate(value):
-        _check_message(message, f"{where}: {key}[{number}]", root)
-    return value
+    return [_checked_message(message, f"{where}: {key}[{number}]", root) for number, message in enumerate(value)]
 
 
 def check_text(text: str, where: str) -> None:
@@ -146,7 +147,7 @@ def check_text(text: str, where: str) -> None:
         ) from error
 
 
-def _check_message(message: Message, where: str, root: Path | None) -> None:
+def _checked_message(message: Message, where: str, root: Path | None) -> Message:
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         message_error = (
@@ -168,6 +169,29 @@ def _check_message(message: Message, where: str, root: Path | None) -> None:
         for name in MEDIA:
             if name in part:
                 check_media(part[name], where, root)
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_checked_call(call, where) for call in calls]} if calls else message
+
+
+def _checked_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    problem = "is no object with a function and its name"
+    if isinstance(function, dict) and isinstance(function.get("name"), str):
+        arguments = function.get("arguments", {})
+        try:
+            values = json.loads(arguments) if isinstance(arguments, str) else arguments
+            problem = "" if isinstance(values, dict) else "has arguments that are no JSON object"
+        except ValueError as error:
+            problem = f"has arguments that are no JSON: {error}"
+        if not problem:
+            parsed = {**function, "arguments": values}
+            return {**call, "function": parsed} if "function" in call else parsed
+    raise DataError(
+        f"a tool call {problem}",
+        code="DAT25",
+        where=where,
+        fix='a call is {"type": "function", "function": {"name": "...", "arguments": {...}}}',
+    )
 
 
 def _texts(content: Any) -> list[str]:

@@ -6,13 +6,14 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_core.config.paths import folder_of_set
 from slime_core.config.sections.data import DataTask
 from slime_core.config.sections.evaluation import EvalTask
+from slime_core.data.conversations import LAST_TURN, ReplyEncoder
 from slime_core.data.hub import HubRows, is_hub_name
 from slime_core.data.jsonl import JsonlRows
 from slime_core.data.parquet import ParquetRows
@@ -58,14 +59,13 @@ def open_source(config: Config, plugins: Plugins, tokenizer: Any, ctx: Context) 
         DataError: DAT17-DAT34 and DAT36 as the checks find them, TOK41 no chat template.
         PluginError: a plugin's source that raised.
     """
-    encoder = encoder_of(config, tokenizer, config.rollout.rollout_max_response_len)
     bad = BadRows(config.data.max_bad_rows, ctx.run_dir / REJECTED if ctx.run_dir else None)
     sources = kept_sources(ctx.run_dir / KEPT) if ctx.run_dir else {}
     saved = sources.get(ctx.stage, {})
     streams = []
     for task, key in train_tasks(config):
         mark = saved.get("tasks", {}).get(task.name, {}).get("file")
-        supply = _supply(config, task, plugins, encoder, bad, ctx, key, mark)
+        supply = _supply(config, task, plugins, train_encoder(config, task, tokenizer), bad, ctx, key, mark)
         streams.append(Stream(task.name, task.weight, supply, _keys(config, ctx.stage, task)))
     source = DataSource(streams, stage=ctx.stage, seed=seed_of(config.seed, "order", ctx.stage))
     if saved:
@@ -239,6 +239,17 @@ def _keys(config: Config, stage: str, task: DataTask) -> Any:
     if not config.data.rollout_shuffle:
         return None
     return lambda epoch: seed_of(config.seed, "shuffle", stage, task.name, epoch)
+
+
+def train_encoder(config: Config, task: DataTask, tokenizer: Any) -> Encoder:
+    """What turns a task's rows into prompts; where they bring their replies, the context holds both."""
+    data, keys = config.data, Keys.of(config, task)
+    replies_in_rows = config.train.offline and task.prompt_data and (keys.replies or not keys.label)
+    if not replies_in_rows:
+        return encoder_of(config, tokenizer, config.rollout.rollout_max_response_len)
+    last = data.loss_mask_type in LAST_TURN
+    replies = ReplyEncoder(tokenizer, last_turn=last, kwargs=dict(data.apply_chat_template_kwargs))
+    return replace(encoder_of(config, tokenizer, 0), replies=replies)
 
 
 def encoder_of(config: Config, tokenizer: Any, response_len: int) -> Encoder:

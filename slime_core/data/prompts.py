@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_core.config.sections.evaluation import EvalTask
-from slime_core.data.chat import check_media, check_prompt, check_text, encode, render, require_template
+from slime_core.data.chat import check_media, check_prompt, check_text, decode, encode, render, require_template
+from slime_core.data.conversations import Reply, ReplyEncoder
 from slime_core.data.rows import DataRows
 from slime_core.data.strict import check_value
 from slime_core.data.template_trial import try_template
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     from slime_core.config.sections.data import DataTask
 
 MAX_ID = 512
+PAIRS = "dpo_loss"
 CATEGORY = "category"  # in the metadata of an evaluation set's prompts
+REPLIES = "replies"  # in the metadata of a prompt: the data's replies, tokens and loss_mask each
 MEDIA = "multimodal_inputs"  # in the metadata of a prompt: kind -> references; the sample has them as its own field
 
 
@@ -39,6 +42,7 @@ class Parsed:
     tools: list[Any] | None
     row_id: str
     where: str
+    replies: tuple[str | list[Message], ...] = ()  # the chosen and the rejected one
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -51,6 +55,7 @@ class Keys:
     tools: str
     id: str
     category: str = ""  # of evaluation sets
+    replies: tuple[str, ...] = ()  # columns of the chosen and of the rejected reply
     media: Mapping[str, str] = field(default_factory=dict)  # kind -> column
     columns: frozenset[str] = field(init=False, compare=False)  # all of them, for readers that decode by column
     required: tuple[tuple[str, str], ...] = field(init=False, compare=False)  # key of every row, and its setting
@@ -59,7 +64,9 @@ class Keys:
     def of(cls, config: Config, task: DataTask) -> Keys:
         """The section's keys, the task's own where it has some."""
         data = config.data
+        evaluation = isinstance(task, EvalTask)
         category = task.category_key or config.eval.eval_category_key if isinstance(task, EvalTask) else ""
+        pairs = config.train.loss_type == PAIRS and not evaluation
         return cls(
             input=task.input_key or data.input_key,
             label=task.label_key or data.label_key,
@@ -68,13 +75,16 @@ class Keys:
             id=data.id_key,
             category=category,
             media=data.multimodal_keys,
+            replies=(data.chosen_key, data.rejected_key) if pairs else (),
         )
 
     def __post_init__(self) -> None:
         media = self.media.values()
-        plain = (self.input, self.label, self.metadata, self.tools, self.id, self.category, *media)
+        plain = (self.input, self.label, self.metadata, self.tools, self.id, self.category, *media, *self.replies)
         named = (self.label, "label_key"), (self.id, "id_key"), *((name, "multimodal_keys") for name in media)
-        needed = [(self.input, "data.input_key"), *((name, f"data.{key}") for name, key in named if name)]
+        prompts = [(self.input, "data.input_key")] if not self.replies else []  # pairs may begin with their prompt
+        prompts += zip(self.replies, ("data.chosen_key", "data.rejected_key"))
+        needed = [*prompts, *((name, f"data.{key}") for name, key in named if name)]
         if self.category:
             needed.append((self.category, "eval.eval_category_key"))
         object.__setattr__(self, "columns", frozenset(filter(None, plain)))
@@ -100,8 +110,12 @@ def parse_row(row: dict[str, Any], keys: Keys, where: str, root: Path | None) ->
             )
     values = {name: row[name] for name in keys.columns if name in row}
     check_value(values, where)
+    replies = tuple(check_prompt(row[name], where, name, root) for name in keys.replies)
     return Parsed(
-        prompt=check_prompt(row[keys.input], where, keys.input, root),
+        replies=replies,
+        prompt=check_prompt(row[keys.input], where, keys.input, root)
+        if keys.input in row or not replies
+        else _shared(replies, where),
         label=row[keys.label] if keys.label else None,
         metadata=_metadata(row.get(keys.metadata), keys.metadata, where) | _more(row, keys, where, root),
         tools=_tools(row.get(keys.tools) if keys.tools else None, keys.tools, where),
@@ -159,6 +173,7 @@ class Encoder:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     limit: int = 0
     overlong: str = "drop"  # or truncate, error
+    replies: ReplyEncoder | None = None  # of rows that bring replies, whose tokens count too
     wider: str = "raise data.rollout_max_prompt_len"
     dropped: tuple[int, int] = (0, 0)  # tokens of the shortest and the longest prompt that were dropped
 
@@ -177,8 +192,56 @@ class Encoder:
         if parsed.tools is not None:
             metadata["tools"] = parsed.tools
         prompt = Prompt(id=id, task=task, position=position, label=parsed.label, metadata=metadata, where=parsed.where)
+        if self.replies is not None:
+            return self._with_replies(prompt, parsed, self.replies)
         text = self._text(parsed)
         return self._filled(prompt, text, encode(self.tokenizer, text), parsed.where)
+
+    def _with_replies(self, prompt: Prompt, parsed: Parsed, encoder: ReplyEncoder) -> Prompt | None:
+        replies = self._encoded(parsed, encoder)
+        first, where = replies[0].prompt, parsed.where
+        if not first:
+            raise empty(where)
+        if any(reply.prompt != first for reply in replies):
+            raise DataError(
+                "the two replies do not follow the same prompt",
+                code="DAT25",
+                where=where,
+                why="the chat template writes the prompt in another way before each",
+                fix="give both replies the same roles, or leave such rows out with data.max_bad_rows",
+            )
+        longest = max(len(first) + len(reply.tokens) for reply in replies)
+        if self.overlong == "truncate" and self.limit and longest > self.limit:
+            replies = [reply.cut(self.limit) for reply in replies]
+            longest = self.limit if all(any(reply.loss_mask) for reply in replies) else longest
+        if self.limit and longest > self.limit:
+            if self.overlong == "error":
+                raise self._too_long("the conversation", longest, where)
+            self._count_dropped(longest)
+            return None
+        kept = [{"tokens": reply.tokens, "loss_mask": reply.loss_mask} for reply in replies]
+        metadata = {**prompt.metadata, REPLIES: kept}
+        return replace(prompt, prompt=decode(self.tokenizer, first), tokens=first, metadata=metadata)
+
+    def _encoded(self, parsed: Parsed, encoder: ReplyEncoder) -> list[Reply]:
+        prompt, where = parsed.prompt, parsed.where
+        if not parsed.replies:
+            if isinstance(prompt, str):
+                raise no_reply(where)
+            return [encoder.conversation(self._messages(prompt, where), parsed.tools, where)]
+        if not self.template and isinstance(prompt, str):
+            texts = [reply for reply in parsed.replies if isinstance(reply, str)]
+            if len(texts) == len(parsed.replies):
+                return [encoder.text(prompt, reply) for reply in texts]
+        messages = self._messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, where)
+        turns = [[{"role": "assistant", "content": r}] if isinstance(r, str) else r for r in parsed.replies]
+        turns = [turn[len(messages) :] if turn[: len(messages)] == messages else turn for turn in turns]
+        return [encoder.reply([*messages, *turn], len(messages), parsed.tools, where) for turn in turns]
+
+    def _messages(self, messages: list[Message], where: str) -> list[Message]:
+        if not self.template:
+            render(messages, self.tokenizer, template=False, where=where)  # which says how to apply one
+        return messages
 
     def tokens(self, parsed: Parsed) -> list[int]:
         """All tokens of a prompt, whatever the longest may have.
@@ -238,18 +301,52 @@ class Encoder:
         if not self.limit or len(tokens) <= self.limit:
             return tokens
         if self.overlong == "drop":
-            shortest, longest = self.dropped
-            self.dropped = min(shortest or len(tokens), len(tokens)), max(longest, len(tokens))
+            self._count_dropped(len(tokens))
             return None
         if self.overlong == "truncate":
             metadata["prompt_tokens"] = len(tokens)
             return tokens[-self.limit :]
-        raise DataError(
-            f"the prompt has {len(tokens)} tokens, more than {self.limit}",
+        raise self._too_long("the prompt", len(tokens), where)
+
+    def _count_dropped(self, length: int) -> None:
+        shortest, longest = self.dropped
+        self.dropped = min(shortest or length, length), max(longest, length)
+
+    def _too_long(self, subject: str, length: int, where: str) -> DataError:
+        return DataError(
+            f"{subject} has {length} tokens, more than {self.limit}",
             code="DAT26",
             where=where,
             fix=f"{self.wider}\nor set data.overlong_prompt to drop or truncate",
         )
+
+
+def no_reply(where: str) -> DataError:
+    """DAT18: a row of an offline stage without a reply."""
+    return DataError(
+        "the row has no reply to train on",
+        code="DAT18",
+        where=where,
+        why="the prompt is a text, and no label is read",
+        fix="set data.label_key to the column of the answers, or data.input_key to one of conversations (messages)",
+    )
+
+
+def _shared(replies: tuple[str | list[Message], ...], where: str) -> list[Message]:
+    """The messages with which both conversations of a pair begin."""
+    count = 0
+    one, other = (reply if isinstance(reply, list) else [] for reply in replies)
+    while count < min(len(one), len(other)) and one[count] == other[count]:
+        count += 1
+    if not count:
+        raise DataError(
+            "the two replies share no prompt",
+            code="DAT18",
+            where=where,
+            why="there is no prompt column, and the two conversations begin with different messages",
+            fix="set data.input_key to the column of the prompt",
+        )
+    return one[:count]
 
 
 def empty(where: str) -> DataError:

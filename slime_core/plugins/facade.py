@@ -160,7 +160,7 @@ class Plugins:
         return source  # type: ignore[no-any-return]
 
     def replaces_rollout(self, task: str, config: Config, *, evaluation: bool = False) -> bool:
-        """Whether :meth:`rollout` makes this task's groups; core's own does for the supervised loss alone."""
+        """Whether :meth:`rollout` makes this task's groups; core's own does for offline losses alone."""
         return self._router.replaces_rollout(task, config, evaluation)
 
     def ends_run(self, error: PluginError, config: Config) -> bool:
@@ -221,7 +221,7 @@ class Plugins:
         """
         scored = replace(batch, columns={**batch.columns, **role_columns(columns)})
         estimator = self._router.estimator(train)
-        registered = self._router.named["slime_advantage"].impl(self._router.estimator_name(train))
+        registered = self._router.named["slime_advantage"].impl(train.estimator)
         impl = replace(registered, fn=estimator.fn, takes=None)
         arguments, about = {"batch": scored, "train": train}, f"step {batch.version}"
         with self._watched(impl, arguments, about, self._router.check_hooks) or nullcontext():

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 OWNER_HOOKS = tuple(name for name, info in HOOKS.items() if info.kind == "owner")
 LISTENER_HOOKS = tuple(name for name, info in HOOKS.items() if info.kind in ("vote", "event"))
 DEFAULT_TASK = "default"
-SFT = "sft_loss"
 INFRA = "rollout_buffer_error"  # in the metadata of a sample that did not come from a rollout buffer
 
 NAMED_HOOKS = {
@@ -114,19 +113,15 @@ class HookRouter:
         return self._listeners[key]
 
     def replaces_rollout(self, task: str, config: Config, evaluation: bool) -> bool:
-        """Whether `slime_rollout` makes this task's groups; core's does for the supervised loss alone."""
+        """Whether `slime_rollout` makes this task's groups; core's does for offline losses alone."""
         impl = self.owner("slime_rollout", task, config, evaluation)
         if impl is None:
             return False
-        return impl.provider.source != "core" or (config.train.loss_type == SFT and not evaluation)
-
-    def estimator_name(self, train: Any) -> str:
-        """The name that a [train] section means: the supervised loss has an estimator of its own."""
-        return "sft" if train.loss_type == SFT else str(train.advantage_estimator)
+        return impl.provider.source != "core" or (config.train.offline and not evaluation)
 
     def estimator(self, train: Any) -> Estimator:
-        """The estimator of a [train] section; the supervised loss has its own."""
-        registered = self.named["slime_advantage"].value(self.estimator_name(train))
+        """The estimator of a [train] section; offline losses have their own."""
+        registered = self.named["slime_advantage"].value(train.estimator)
         return self._functions.estimator(registered, train)  # type: ignore[no-any-return]
 
     def loss(self, name: str) -> Loss:
@@ -183,7 +178,7 @@ class HookRouter:
                 yield hook, f"{task} (evaluation)" if evaluation else task, str(impl.provider)
         for hook in LISTENER_HOOKS:
             yield from ((hook, "*", str(impl.provider)) for impl in self.listeners(hook, config))
-        names = {"slime_advantage": self.estimator_name(config.train), "slime_loss": config.train.loss_type}
+        names = {"slime_advantage": config.train.estimator, "slime_loss": config.train.loss_type}
         for hook, name in names.items():
             yield hook, name, str(self.named[hook].impl(name).provider)
 
@@ -273,7 +268,7 @@ def task_named(config: Config, name: str, evaluation: bool = False) -> DataTask 
 
 def made_elsewhere(config: Config, evaluation: bool) -> bool:
     """Whether a rollout buffer makes the samples: in training, unless labels become responses."""
-    return bool(config.rollout.rollout_buffer_url) and not evaluation and config.train.loss_type != SFT
+    return bool(config.rollout.rollout_buffer_url) and not evaluation and not config.train.offline
 
 
 def is_name(reward: str) -> bool:

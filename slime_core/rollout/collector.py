@@ -80,7 +80,7 @@ class Collector(GroupSource):
     def _step_selection(self, ctx: Context) -> StepSelection:
         config, rollout, groups = ctx.config, ctx.config.rollout, self._groups
         over_samples = rollout.over_sampling_batch_size > rollout.rollout_batch_size
-        if over_samples and config.train.loss_type != "sft_loss" and ctx.engine is not None:
+        if over_samples and not config.train.offline and ctx.engine is not None:
             engine = SuspendableEngine(ctx.engine, ctx.tokenizer, self._tasks.wake)
             if rollout.partial_rollout:
                 return PartialRollout(config, groups, engine, self._ledger)

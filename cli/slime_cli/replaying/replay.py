@@ -262,7 +262,7 @@ class _Making:
 def stage_draws(config: Config, stage: str) -> bool:
     """Whether an engine drew the tokens of a stage, so that log-probs can be compared."""
     named = {stage_name(part): part for part in stages(config)}
-    return stage not in named or named[stage].train.loss_type != "sft_loss"
+    return stage not in named or not named[stage].train.offline
 
 
 def nearest(folder: Path, version: int, note: Note) -> LoadedCheckpoint | None:

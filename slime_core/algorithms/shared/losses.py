@@ -206,3 +206,26 @@ def _kl_overflow(
     """Where the KL estimate or the ratio before it was cut, bool [R]."""
     cut = ratio.log_ratio > LOG_LIMIT if unbiased else torch.zeros_like(ratio.overflow)
     return cut | (log_probs - ref_log_probs < -LOG_LIMIT) if kind in ("k3", "low_var_kl") else cut
+
+
+def dpo_loss(
+    log_probs: torch.Tensor, advantages: torch.Tensor, margins: torch.Tensor, train: Any
+) -> tuple[torch.Tensor, Metrics]:
+    """The loss of a token's pair, with the gradient -A_t d(log pi_t); see `slime_core.algorithms.dpo`.
+
+    Args:
+        log_probs: [R], with a gradient
+        advantages: [R], of `dpo.advantages`
+        margins: [R], the pair's margin h, at all tokens of both responses
+
+    Metrics, each token has its pair's: ``dpo/margin``, and ``dpo/accuracy``, 1 where the margin is above 0.
+    """
+    if train.dpo_objective == "ipo":
+        value = (margins - 1 / (2 * train.dpo_beta)) ** 2
+    else:
+        smoothing = train.dpo_label_smoothing
+        agrees, disagrees = (torch.nn.functional.logsigmoid(sign * margins) for sign in (1, -1))
+        value = -(1 - smoothing) * agrees - smoothing * disagrees
+    surrogate = -advantages * log_probs
+    metrics = {"dpo/margin": margins, "dpo/accuracy": (margins > 0).to(margins.dtype)}
+    return value + surrogate - surrogate.detach(), metrics

@@ -35,6 +35,14 @@ class DataSection(Section):
     label_key: str = key("", "Column of the label, handed to the reward.", PROMPTS)
     metadata_key: str = key("metadata", "Column of a JSON object kept in Prompt.metadata.", PROMPTS)
     tool_key: str = key("", "Column of tool definitions for the chat template.", PROMPTS)
+    chosen_key: str = key("chosen", "Of dpo_loss: column of the preferred reply, a text or messages.", PROMPTS)
+    rejected_key: str = key("rejected", "Of dpo_loss: column of the other reply.", PROMPTS)
+    loss_mask_type: Literal["assistant", "last", "qwen", "qwen3", "qwen3_5", "distill_qwen"] = key(
+        "assistant",
+        "Which turns of a conversation train: all of the assistant, or the last. slime's names: qwen, qwen3 and "
+        "qwen3_5 are assistant, distill_qwen is last.",
+        PROMPTS,
+    )
     id_key: str = key("", "Column of a row's own id; duplicates are errors.", PROMPTS)
     multimodal_keys: dict[str, str] = key(
         {}, "Kind of media (image, video, audio) to its column; checked, and kept in the sample.", PROMPTS

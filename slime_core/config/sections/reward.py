@@ -36,7 +36,7 @@ class RewardSection(Section):
         False, "With sandbox_level = none: that code runs with your rights; only time and memory end it.", LIMIT
     )
 
-    def conflicts(self, limit: int, *, supervised: bool) -> Iterator[Problem]:
+    def conflicts(self, limit: int, *, offline: bool) -> Iterator[Problem]:
         """What cannot hold together, with responses of at most ``limit`` tokens."""
         if self.group_rm and not self.custom_rm_path:
             yield conflict(
@@ -45,14 +45,14 @@ class RewardSection(Section):
                 why="group_rm says how custom_rm_path is called",
                 fix="name the function: --custom-rm-path FILE.py:FUNCTION",
             )
-        if self.overlong_buffer_len > limit and not supervised:
+        if self.overlong_buffer_len > limit and not offline:
             yield conflict(
                 f"overlong_buffer_len = {self.overlong_buffer_len} is more than rollout_max_response_len = {limit}",
                 ["reward.overlong_buffer_len", "rollout.rollout_max_response_len"],
                 why="the penalty grows over the last overlong_buffer_len tokens of a longest response",
                 fix=f"set overlong_buffer_len to at most {limit}; a fifth of it is usual",
             )
-        if self.reward_terms_normalize and not self.reward_weights and not supervised:
+        if self.reward_terms_normalize and not self.reward_weights and not offline:
             yield conflict(
                 "reward_terms_normalize without reward_weights",
                 ["reward.reward_terms_normalize", "reward.reward_weights"],

@@ -179,10 +179,10 @@ class RolloutSection(Section):
         own_sizes = [task.n_samples_per_prompt or self.n_samples_per_prompt for task in data.tasks]
         return own_sizes or [self.n_samples_per_prompt]
 
-    def conflicts(self, cluster: ClusterSection, data: DataSection, *, supervised: bool) -> Iterator[Problem]:
-        """What cannot hold together; a ``supervised`` stage neither generates nor judges."""
+    def conflicts(self, cluster: ClusterSection, data: DataSection, *, offline: bool) -> Iterator[Problem]:
+        """What cannot hold together; an ``offline`` stage neither generates nor judges."""
         yield from self._lengths(data)
-        if not supervised:
+        if not offline:
             yield from self._over_sampling()
             yield from self._partial()
             yield from self._groups(data)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Literal
 
-from slime_core.algorithms import Algorithm, algorithms
+from slime_core.algorithms import OFFLINE, Algorithm, algorithms
 from slime_core.config.presets import settle
 from slime_core.config.problems import Problem, conflict
 from slime_core.config.sections import LIMIT, MACHINE, MODEL, ResumeClass, Section, fact, key
@@ -45,7 +45,12 @@ class TrainSection(Section):
         KIND,
         once=True,
     )
-    loss_type: str = key("policy_loss", "policy_loss, sft_loss, or a name from slime_loss.", LOSS)
+    loss_type: str = key("policy_loss", f"policy_loss, {', '.join(OFFLINE)}, or a name from slime_loss.", LOSS)
+    dpo_beta: float = key(0.1, "Of dpo_loss: weight of the log-ratio to the reference model.", LOSS, gt=0)
+    dpo_objective: Literal["sigmoid", "ipo"] = key("sigmoid", "Of dpo_loss.", LOSS)
+    dpo_label_smoothing: float = key(
+        0.0, "Of dpo_loss with sigmoid: the share of pairs whose order is wrong.", LOSS, ge=0, lt=0.5
+    )
     advantage_estimator: str = key(
         "grpo",
         ", ".join(one.name for one in algorithms().values() if one.terms) + ", or a name from slime_advantage.",
@@ -149,14 +154,19 @@ class TrainSection(Section):
     custom_megatron_before_train_step_hook_path: str = megatron_hook("", "Function by path, before a step.", LOSS)
 
     @property
-    def supervised(self) -> bool:
-        """Whether the stage neither generates nor judges."""
-        return self.loss_type == "sft_loss"
+    def offline(self) -> bool:
+        """Whether the stage neither generates nor judges: its responses are the data's."""
+        return self.loss_type in OFFLINE
+
+    @property
+    def estimator(self) -> str:
+        """The advantage estimator's name; offline losses have their own."""
+        return OFFLINE.get(self.loss_type, self.advantage_estimator)
 
     @property
     def algorithm(self) -> Algorithm | None:
         """The estimator, if it is one of the core and no function replaces it."""
-        return None if self.custom_advantage_function_path else algorithms().get(self.advantage_estimator)
+        return None if self.custom_advantage_function_path else algorithms().get(self.estimator)
 
     @property
     def _policy_loss(self) -> bool:
@@ -180,7 +190,7 @@ class TrainSection(Section):
         yield from self._schedule()
         if self.true_on_policy_mode:
             yield from self._true_on_policy(rollout)
-        if self.supervised:
+        if self.offline:
             return
         yield from self._kl()
         yield from self._teacher(rollout, log_probs_of_samples)
@@ -194,7 +204,7 @@ class TrainSection(Section):
 
     def notices(self, rollout: RolloutSection, *, log_probs_of_samples: bool) -> Iterator[str]:
         """Sentences about settings that are legal and seldom meant."""
-        if self.supervised:
+        if self.offline:
             return
         yield from self._teacher_notices(log_probs_of_samples)
         yield from self._staleness_notices(rollout)

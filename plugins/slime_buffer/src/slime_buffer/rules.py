@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from slime_core.config.schema import Config
 
 KEY = "rollout.rollout_buffer_url"
-SFT = "sft_loss"  # its stages make their responses themselves
 OTHERS = ("rollout_function_path", "custom_generate_function_path", "load_debug_rollout_data")
 
 
@@ -23,7 +22,7 @@ def conflicts(config: Config) -> Iterator[Problem]:
     if not rollout.rollout_buffer_url:
         return
     yield from _url(rollout.rollout_buffer_url)
-    for key in OTHERS if config.train.loss_type != SFT else ():
+    for key in OTHERS if not config.train.offline else ():  # offline stages have their responses
         if getattr(rollout, key):
             yield conflict(
                 f"{key} and rollout_buffer_url are both set",

@@ -1,0 +1,189 @@
+"""Replies of the data: which tokens of a conversation train, whatever the chat template, and what is refused."""
+
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+import trl
+from speakers import speaker
+from transformers import PreTrainedTokenizerFast
+
+from slime_core import DataError
+from slime_core.data.conversations import ReplyEncoder
+
+pytestmark = pytest.mark.unit
+
+TALK = [
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4."},
+    {"role": "user", "content": "and 3?"},
+    {"role": "assistant", "content": "7 (seven)"},
+]
+MARKED = """\
+{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\\n' -}}
+{%- if m.role == 'assistant' -%}{% generation %}{{- m.content -}}{% endgeneration %}{{- '<|im_end|>\\n' -}}
+{%- else -%}{{- m.content + '<|im_end|>\\n' -}}{%- endif -%}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
+
+
+def trained(encoder, reply):
+    """The text of each run of trained tokens."""
+    runs, previous = [], 0
+    for token, mask in zip(reply.tokens, reply.loss_mask, strict=True):
+        if mask and not previous:
+            runs.append([])
+        if mask:
+            runs[-1].append(token)
+        previous = mask
+    return [encoder.tokenizer.decode(run, skip_special_tokens=False) for run in runs]
+
+
+def text_of(encoder, reply):
+    return encoder.tokenizer.decode([*reply.prompt, *reply.tokens], skip_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("style", "answers"),
+    [
+        ("qwen2.5", ["4.<|im_end|>", "7 (seven)<|im_end|>"]),
+        (
+            "qwen3",
+            ["4.<|im_end|>", "<think>\n\n</think>\n\n7 (seven)<|im_end|>"],
+        ),  # writes reasoning into the last one
+        ("llama3", ["4.<|eot_id|>", "7 (seven)<|eot_id|>"]),
+        ("bare", ["4.\n", "7 (seven)\n<|im_end|>"]),  # the template has no end of a turn: the tokenizer's, at the end
+    ],
+)
+def test_every_answer_trains_with_its_end_and_nothing_else_does(style, answers):
+    encoder = ReplyEncoder(speaker(style))
+    reply = encoder.conversation(TALK, None, "rows.jsonl:1")
+    assert trained(encoder, reply) == answers
+    rendered = encoder.tokenizer.apply_chat_template(TALK, tokenize=False)
+    assert rendered.startswith(text_of(encoder, reply).removesuffix("<|im_end|>" if style == "bare" else ""))
+    prompt = encoder.tokenizer.apply_chat_template(TALK[:1], tokenize=False, add_generation_prompt=True)
+    assert reply.prompt == encoder.tokenizer.encode(prompt, add_special_tokens=False)
+
+
+def test_the_last_turn_alone_and_turns_of_weight_0():
+    tokenizer = speaker("llama3")
+    last = ReplyEncoder(tokenizer, last_turn=True)
+    assert trained(last, last.conversation(TALK, None, "r:1")) == ["7 (seven)<|eot_id|>"]
+    for key in ("weight", "step_loss_mask"):
+        every = ReplyEncoder(tokenizer)
+        talk = [{**TALK[1], key: 0} if message is TALK[1] else message for message in TALK]
+        assert trained(every, every.conversation(talk, None, "r:1")) == ["7 (seven)<|eot_id|>"]
+
+
+def test_what_follows_the_last_answer_is_left_out():
+    encoder = ReplyEncoder(speaker("llama3"))
+    longer = encoder.conversation([*TALK, {"role": "user", "content": "thanks"}], None, "r:1")
+    assert longer == encoder.conversation(TALK, None, "r:1")
+
+
+def test_a_template_that_drops_reasoning_trains_the_last_turn_and_is_refused_for_all():
+    encoder = ReplyEncoder(speaker("r1"), last_turn=True)
+    talk = [*TALK[:3], {"role": "assistant", "content": "<think>\n4 and 3\n</think>\n\n7"}]
+    reply = encoder.conversation(talk, None, "r:1")
+    assert trained(encoder, reply) == ["4 and 3\n</think>\n\n7<|im_end|>"]
+    assert text_of(encoder, reply).endswith("<|im_start|>assistant\n<think>\n4 and 3\n</think>\n\n7<|im_end|>")
+    with pytest.raises(DataError, match="writes message 1 in another way") as refusal:
+        ReplyEncoder(speaker("r1")).conversation(talk, None, "rows.jsonl:3")
+    assert refusal.value.where == "rows.jsonl:3"
+    assert "loss_mask_type=last" in refusal.value.fix
+
+
+def test_a_templates_own_markers_decide():
+    tokenizer = clone("qwen2.5", MARKED)  # which do not mark the end
+    encoder = ReplyEncoder(tokenizer)
+    assert trained(encoder, encoder.conversation(TALK, None, "r:1")) == ["4.", "7 (seven)"]
+    last = ReplyEncoder(tokenizer, last_turn=True)
+    assert trained(last, last.conversation(TALK, None, "r:1")) == ["7 (seven)"]
+
+
+PUBLISHED = [
+    "cohere",
+    "cohere2",
+    "gemma",
+    "gemma3",
+    "glm4moe",
+    "lfm2",
+    "llama3",
+    "phi3",
+    "qwen2_5",
+    "qwen3_instruct_2507",
+    "qwen3_vl",
+]
+ENDS = [
+    "<|im_end|>",
+    "<end_of_turn>",
+    "<|eot_id|>",
+    "<|end|>",
+    "</s>",
+    "<|END_OF_TURN_TOKEN|>",
+    "<|user|>",
+    "<|im_start|>",
+]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_templates_train_what_trls_marked_copies_of_them_mark(name):
+    """TRL ships templates as published, and beside each a copy in which it has marked the answers by hand."""
+    folder = Path(trl.__file__).parent / "chat_templates"
+    tokenizer = clone("qwen2.5", (folder / f"{name}_training.jinja").read_text(), ENDS)
+    marked = tokenizer.apply_chat_template(TALK, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    pairs = groupby(zip(marked["input_ids"], marked["assistant_masks"], strict=True), key=lambda pair: pair[1])
+    runs = [tokenizer.decode([token for token, _ in run]) for mask, run in pairs if mask]
+    encoder = ReplyEncoder(clone("qwen2.5", (folder / f"{name}.jinja").read_text(), ENDS))
+    ours = trained(encoder, encoder.conversation(TALK, None, "r:1"))
+    # TRL marks white space around an answer too, and its GLM ends a last answer with a user's turn instead of the end
+    last = {"glm4moe": "<|im_end|>"}.get(name, "")
+    assert ours[-1].endswith(last)
+    ours[-1] = ours[-1].removesuffix(last)
+    assert [run.strip() for run in ours] == [
+        *(run.strip() for run in runs[:-1]),
+        runs[-1].strip().removesuffix("<|user|>" if last else ""),
+    ]
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1"])
+def test_tool_calls_train_and_their_results_do_not(name):
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+    talk = [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "add", "content": "RESULT"},
+        {"role": "assistant", "content": "It is 4."},
+    ]
+    folder = Path(trl.__file__).parent / "chat_templates"
+    encoder = ReplyEncoder(clone("qwen2.5", (folder / f"{name}.jinja").read_text(), ENDS))
+    reply = encoder.conversation(talk, [{"type": "function", "function": {"name": "add", "parameters": {}}}], "r:1")
+    first, second = trained(encoder, reply)
+    assert '"add"' in first
+    assert "It is 4." in second
+    assert "RESULT" not in first + second
+    assert "RESULT" in text_of(encoder, reply)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        (TALK[:1], "no assistant message"),
+        ([TALK[0], {**TALK[1], "weight": 0}], "no assistant message"),
+    ],
+)
+def test_a_conversation_with_nothing_to_train_on_is_refused(messages, message):
+    with pytest.raises(DataError, match=message):
+        ReplyEncoder(speaker("llama3")).conversation(messages, None, "rows.jsonl:1")
+
+
+def clone(style, template, specials=()):
+    """The tokenizer of a style with another chat template, and more special tokens."""
+    base = speaker(style)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=base.backend_tokenizer,
+        eos_token=base.eos_token,
+        bos_token="<s>",
+        additional_special_tokens=[*base.all_special_tokens, *specials],
+    )
+    tokenizer.chat_template = template
+    return tokenizer
