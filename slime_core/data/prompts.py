@@ -111,6 +111,10 @@ def parse_row(row: dict[str, Any], keys: Keys, where: str, root: Path | None) ->
     values = {name: row[name] for name in keys.columns if name in row}
     check_value(values, where)
     replies = tuple(check_prompt(row[name], where, name, root) for name in keys.replies)
+    for name, reply in zip(keys.replies, replies, strict=True):
+        if isinstance(reply, str) and not reply.strip():
+            fix = "fix the row, or skip such rows with data.max_bad_rows"
+            raise DataError("the reply is empty", code="DAT24", where=f"{where}: {name}", fix=fix)
     return Parsed(
         replies=replies,
         prompt=check_prompt(row[keys.input], where, keys.input, root)

@@ -141,7 +141,7 @@ def batch_metrics(batch: Batch) -> Metrics:
     policy = np.asarray(columns["policy"], dtype=np.float64)[trained]
     for teacher in {"teacher", "teacher_log_probs"} & set(columns):
         metrics["opd_reverse_kl"] = float((policy - np.asarray(columns[teacher], dtype=np.float64)[trained]).mean())
-    if "rollout_log_probs" in columns:
+    if "rollout_log_probs" in columns and columns["rollout_log_probs"].any():  # replies of the data have zeros
         apart = np.abs(policy - np.asarray(columns["rollout_log_probs"], dtype=np.float64)[trained])
         metrics["train_rollout_logprob_abs_diff"] = float(apart.mean())
         metrics["train_rollout_logprob_abs_diff/max"] = float(apart.max())

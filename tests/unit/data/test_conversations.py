@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from slime_core import DataError
 from slime_core.data.conversations import ReplyEncoder
+from slime_core.data.prompts import Encoder, Keys, parse_row
 
 pytestmark = pytest.mark.unit
 
@@ -174,6 +175,64 @@ def test_tool_calls_train_and_their_results_do_not(name):
 def test_a_conversation_with_nothing_to_train_on_is_refused(messages, message):
     with pytest.raises(DataError, match=message):
         ReplyEncoder(speaker("llama3")).conversation(messages, None, "rows.jsonl:1")
+
+
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "{not JSON"}}]}
+PAIR = {"prompt": "2+2?", "chosen": "4", "rejected": "5"}
+
+
+@pytest.mark.parametrize(
+    ("row", "code", "message"),
+    [
+        ({**PAIR, "chosen": " "}, "DAT24", "the reply is empty"),
+        ({"prompt": "2+2?", "chosen": "4"}, "DAT18", "no 'rejected'"),
+        ({"chosen": TALK[:2], "rejected": TALK[2:]}, "DAT18", "share no prompt"),
+        ({**PAIR, "prompt": [*TALK[:1], CALL]}, "DAT25", "arguments that are no JSON"),
+        ({**PAIR, "prompt": [{"role": "robot", "content": "x"}]}, "DAT25", "unknown role 'robot'"),
+    ],
+)
+def test_bad_pairs_are_refused_with_their_row(row, code, message):
+    with pytest.raises(DataError, match=message) as refusal:
+        parse_row(row, PAIRS, "rows.jsonl:7", None)
+    assert refusal.value.code == code
+    assert refusal.value.where.startswith("rows.jsonl:7")
+
+
+PAIRS = Keys(input="prompt", label="", metadata="", tools="", id="", replies=("chosen", "rejected"))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        PAIR,
+        {"prompt": [{"role": "user", "content": "2+2?"}], "chosen": [TALK[1] | {"content": "4"}], "rejected": "5"},
+        {side: [TALK[0], {"role": "assistant", "content": PAIR[side]}] for side in ("chosen", "rejected")},
+    ],
+)
+def test_pairs_of_texts_of_messages_and_of_whole_conversations_are_the_same(row):
+    tokenizer = speaker("llama3")
+    encoder = Encoder(tokenizer, template=True, replies=ReplyEncoder(tokenizer))
+    prompt = encoder.prompt(parse_row(row, PAIRS, "rows.jsonl:7", None), id="p", task="t", position=0)
+    chosen, rejected = prompt.metadata["replies"]
+    assert prompt.prompt.endswith("2+2?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n")
+    assert tokenizer.decode(chosen["tokens"]) == "4<|eot_id|>"
+    assert tokenizer.decode(rejected["tokens"]) == "5<|eot_id|>"
+    assert chosen["loss_mask"] == [1, 1]
+
+
+@pytest.mark.parametrize(("policy", "length"), [("drop", None), ("truncate", 5), ("error", "DAT26")])
+def test_a_conversation_beyond_the_context_follows_the_policy(policy, length):
+    tokenizer = speaker("llama3")
+    encoder = Encoder(tokenizer, template=True, replies=ReplyEncoder(tokenizer), overlong=policy)
+    talk = Keys(input="messages", label="", metadata="", tools="", id="")
+    parsed = parse_row({"messages": TALK}, talk, "rows.jsonl:7", None)
+    encoder.limit = len(encoder.prompt(parsed, id="p", task="t", position=0).tokens) + 5
+    if policy == "error":
+        with pytest.raises(DataError, match="the conversation has"):
+            encoder.prompt(parsed, id="p", task="t", position=0)
+        return
+    prompt = encoder.prompt(parsed, id="p", task="t", position=0)
+    assert (prompt and len(prompt.metadata["replies"][0]["tokens"])) == length
 
 
 def clone(style, template, specials=()):
