@@ -184,7 +184,7 @@ def _checked_call(call: Any, where: str) -> dict[str, Any]:
         except ValueError as error:
             problem = f"has arguments that are no JSON: {error}"
         if not problem:
-            parsed = {**function, "arguments": values}
+            parsed = {**function, "arguments": values} if "arguments" in function else function
             return {**call, "function": parsed} if "function" in call else parsed
     raise DataError(
         f"a tool call {problem}",

@@ -15,7 +15,7 @@ from slime_core.errors import TrainerError
 
 pytestmark = pytest.mark.unit
 
-POLICY, SFT = losses()
+POLICY, SFT, _ = losses()
 OFF_POLICY = {"policy", "rollout_log_probs", "reference"}
 
 
