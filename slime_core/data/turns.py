@@ -42,6 +42,7 @@ class Speech:
     template: bool  # whether prompts went through the chat template
     kwargs: Mapping[str, Any] = field(default_factory=dict)  # of the template, as for prompts
     plain: str = "\n\n{{feedback}}\n\n"  # without a template: the text around words between two answers
+    _heads: dict[str, list[int]] = field(default_factory=dict)  # ids of texts before a border, of which there are few
     _header: tuple[list[int], list[int]] | None = None
     _open: bool | None = None
 
@@ -156,7 +157,9 @@ class Speech:
 
     def _exact(self, head: str, tail: str) -> list[int] | None:
         """The ids of ``tail`` after ``head``; None where they are not apart."""
-        before, whole = encode(self.tokenizer, head), encode(self.tokenizer, head + tail)
+        if head not in self._heads:
+            self._heads[head] = encode(self.tokenizer, head)
+        before, whole = self._heads[head], encode(self.tokenizer, head + tail)
         return whole[len(before) :] if whole[: len(before)] == before else None
 
     def _render(self, messages: list[Message], *, generation: bool = True) -> str:

@@ -271,3 +271,49 @@ def test_a_request_belongs_to_the_hook_whose_clock_stands_while_the_run_holds_it
         return engine.scope is scope
 
     assert asyncio.run(hook())
+
+
+def test_an_agent_that_hangs_fails_its_own_sample(context, issue):
+    async def agent(session):
+        async with Client(session) as client:
+            await client.say([HI])
+        if session.sample.id == "main/5-1":
+            await asyncio.Event().wait()
+
+    group = asyncio.run(converse(issue(3), context("one|"), agent, agent_timeout=1))
+    assert [sample.status for sample in group.samples] == ["completed", "failed", "completed"]
+    assert "agent_timeout = 1 s" in group.samples[1].metadata["chat"]["failed"]
+
+
+def test_an_agent_that_rages_harms_no_other(context, issue, monkeypatch):
+    """Ten megabytes, nonsense, and more silent connections than are kept, while another agent works."""
+    monkeypatch.setattr("slime_compat.loopback.MOST_SILENT", 20)
+
+    async def rage(session):
+        host, port = session.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+        async with Client(session) as client:
+            large = await client.post([{"role": "user", "content": "x" * 10_000_000}])
+            assert (large.status_code, large.json()["error"]["message"]) == (413, "a body may have 8388608 bytes")
+        pairs = [await asyncio.open_connection(host, port) for _ in range(200)]
+        for _, writer in pairs[-10:]:
+            writer.write(b"\x16\x03\x01 nonsense\r\n\r\n")
+        answers = [await asyncio.wait_for(reader.read(), 20) for reader, _ in pairs[:150]]
+        assert set(answers) == {b""}, "the first of too many silent ones are closed"
+        assert (await asyncio.wait_for(pairs[-1][0].read(), 20)).startswith(b"HTTP/1.1 400")
+        for _, writer in pairs:
+            writer.close()
+        raise ConnectionError("enough")
+
+    async def work(session):
+        async with Client(session) as client:
+            said = [HI]
+            for _ in range(20):
+                said += [await client.say(said), HI]
+
+    async def agent(session):
+        await (rage if session.sample.id == "main/5-0" else work)(session)
+
+    ctx = context("one|")
+    group = asyncio.run(converse(issue(2), ctx, agent, tolerate=(ConnectionError,)))
+    assert [sample.status for sample in group.samples] == ["failed", "completed"]
+    assert sum(group.samples[1].loss_mask) == 20 * len("one|")

@@ -36,6 +36,7 @@ ToolParser = str | Callable[[str], tuple[str, Calls]]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 SHARED = "chat"  # key of `Context.shared`
 POLICY = "policy"
+MAX_BODY = 8 << 20  # bytes of a request: two million tokens of text
 ROLE = "x-slime-role"  # header that names the role of a request
 METHODS = {
     "chat/completions": Session.complete,
@@ -88,7 +89,9 @@ class Endpoint:
 
             routes = {f"POST /v1/{path}": self._handler(method) for path, method in METHODS.items()}
             routes |= {"GET /v1/models": self._models, f"GET /v1/models/{POLICY}": self._model}
-            self._server = LoopbackServer(routes, asyncio.get_running_loop(), self._authorize)
+            self._server = LoopbackServer(
+                routes, asyncio.get_running_loop(), self._authorize, threaded=False, max_body=MAX_BODY
+            )
         speech = self._speech(ctx, template_kwargs)
         parser = self._parser(speech) if tool_parser == "auto" else parser_of(tool_parser)
         key = self._key(self._opened)
@@ -111,7 +114,7 @@ class Endpoint:
             await session.close()
             if not self._sessions and self._server is not None:
                 server, self._server = self._server, None
-                await asyncio.to_thread(server.close)
+                await server.aclose()
 
     def _speech(self, ctx: Context, more: Mapping[str, Any]) -> Speech:
         kwargs = {**ctx.config.data.apply_chat_template_kwargs, **more}
@@ -216,12 +219,14 @@ async def converse(
     branches: Branches | None = None,
     template_kwargs: Mapping[str, Any] = NOTHING,
     tolerate: tuple[type[Exception], ...] = (),
+    agent_timeout: float | None = None,
 ) -> Group:
     """Let ``agent`` work on every pending sample of a group, side by side; the group with the samples that came.
 
-    A sample whose session the run stopped comes back ABORTED, whatever the agent made of it. Exceptions of the types
-    ``tolerate`` make an agent's sample FAILED, which drops it; others end the whole group. Other arguments and errors
-    are those of :func:`open_session`.
+    A sample whose session the run stopped comes back ABORTED, whatever the agent made of it. An agent that is not done
+    in ``agent_timeout`` seconds is cancelled; it and one that raises an exception of the types ``tolerate`` make their
+    own sample FAILED, which drops it. Other exceptions end the whole group. Other arguments and errors are those of
+    :func:`open_session`.
 
     Example:
         async def generate(group, ctx):
@@ -240,10 +245,14 @@ async def converse(
             branches=branches,
             template_kwargs=template_kwargs,
         ) as session:
+            clock = asyncio.timeout(agent_timeout)
             try:
-                await agent(session)
+                async with clock:
+                    await agent(session)
             except Exception as error:
-                if isinstance(error, tolerate):
+                if clock.expired():
+                    session.fail(f"the agent is not done in agent_timeout = {agent_timeout} s")
+                elif isinstance(error, tolerate):
                     session.fail(f"{type(error).__name__}: {error}")
                 elif not session.aborted:
                     raise

@@ -1,4 +1,4 @@
-"""An HTTP server before a run's engine, for programs on this machine: uvicorn on its own thread.
+"""An HTTP server before a run's engine, for programs on this machine: uvicorn, on its own thread or the engine's loop.
 
     client -> head -> authorized? -> body, parsed -> [the engine's loop: handler] -> JSON, or server-sent events
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import resource
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Mapping
@@ -18,12 +19,15 @@ from contextlib import suppress
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from slime_compat.handlers import LOOPBACK, Authorize, Events, Handler, HttpError, NamedEvents, Request
 from slime_core.errors import SlimeError
 
 MAX_BODY = 64 << 20
 MAX_HEAD = 64 << 10
+MOST_SILENT = 256
+"""Connections that have not asked anything; the first of more is closed. At most an eighth of this process's files."""
 CLOSE_SECONDS = 1.0  # for a client to read its response when the server closes
 
 
@@ -37,8 +41,34 @@ def require_token(token: str) -> Authorize:
     return authorize
 
 
+class _Connection(H11Protocol):
+    """A connection that gives way to others while it says nothing."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Close the longest silent connection where there are too many."""
+        super().connection_made(transport)
+        silent = self.app_state.setdefault("silent", {})
+        silent[self] = None
+        most = min(MOST_SILENT, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)
+        if len(silent) > most:
+            next(iter(silent)).transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        """Count it no longer as silent."""
+        self.app_state["silent"].pop(self, None)
+        super().data_received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget it."""
+        self.app_state["silent"].pop(self, None)
+        super().connection_lost(exc)
+
+
 class LoopbackServer(uvicorn.Server):
     """An HTTP server on a free port. ``routes`` maps ``"POST /path"`` to handlers, which run on ``loop``.
+
+    Its own thread can be started and closed from anywhere. Without one (``threaded=False``, from within ``loop``) many
+    small requests are served several times faster: two busy threads wait for the interpreter's lock at every read.
 
     Example:
         server = LoopbackServer({"POST /generate": handle}, asyncio.get_running_loop(), require_token("secret"))
@@ -46,17 +76,26 @@ class LoopbackServer(uvicorn.Server):
         server.close()
     """
 
-    def __init__(self, routes: Mapping[str, Handler], loop: asyncio.AbstractEventLoop, authorize: Authorize) -> None:
+    def __init__(
+        self,
+        routes: Mapping[str, Handler],
+        loop: asyncio.AbstractEventLoop,
+        authorize: Authorize,
+        *,
+        threaded: bool = True,
+        max_body: int = MAX_BODY,
+    ) -> None:
         self._routes, self._engine_loop, self._authorize = dict(routes), loop, authorize
+        self._max_body = max_body
         self._socket = socket.create_server((LOOPBACK, 0), backlog=1024)
         self.port: int = self._socket.getsockname()[1]
-        self._loop = asyncio.new_event_loop()
+        self._loop = asyncio.new_event_loop() if threaded else loop
         self._stop = asyncio.Event()
         super().__init__(
             uvicorn.Config(
                 self._respond,
                 interface="asgi3",
-                http="h11",
+                http=_Connection,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -68,8 +107,12 @@ class LoopbackServer(uvicorn.Server):
                 h11_max_incomplete_event_size=MAX_HEAD,
             )
         )
-        self._thread = threading.Thread(target=self._run, name="slime-loopback", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        if threaded:
+            self._thread = threading.Thread(target=self._run, name="slime-loopback", daemon=True)
+            self._thread.start()
+        else:
+            self._serving = loop.create_task(self._serve(sockets=[self._socket]))
 
     @property
     def orphaned(self) -> bool:
@@ -77,10 +120,15 @@ class LoopbackServer(uvicorn.Server):
         return self._engine_loop.is_closed()
 
     def close(self) -> None:
-        """Stop serving and free the port."""
-        if self._thread.is_alive():
+        """Stop the thread that serves and free the port."""
+        if self._thread is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(5)
+
+    async def aclose(self) -> None:
+        """Stop serving on the engine's loop and free the port."""
+        self._stop.set()
+        await self._serving
 
     def _run(self) -> None:
         try:
@@ -151,8 +199,8 @@ class LoopbackServer(uvicorn.Server):
         handler = self._handler(scope["method"], scope["path"].rstrip("/"))
         if "transfer-encoding" in headers:
             raise HttpError(411, "send a content-length")
-        if int(headers.get("content-length", "0")) > MAX_BODY:
-            raise HttpError(413, f"a body may have {MAX_BODY} bytes")
+        if int(headers.get("content-length", "0")) > self._max_body:
+            raise HttpError(413, f"a body may have {self._max_body} bytes")
         body = await _body_of(receive)
         try:
             payload = json.loads(body) if body or scope["method"] != "GET" else {}
@@ -176,7 +224,11 @@ class LoopbackServer(uvicorn.Server):
 
     async def _handled(self, work: Awaitable[Any], receive: Callable[[], Awaitable[Any]]) -> Any:
         """The value of ``work``, on the engine's loop; cancelled where the client hangs up or the server ends."""
-        value = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_awaited(work), self._engine_loop))
+        value: asyncio.Future[Any]
+        if self._thread is None:
+            value = self._loop.create_task(_awaited(work))
+        else:
+            value = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_awaited(work), self._engine_loop))
         ends = [self._loop.create_task(_hung_up(receive)), self._loop.create_task(self._stop.wait())]
         await asyncio.wait([value, *ends], return_when=asyncio.FIRST_COMPLETED)
         for end in ends:
