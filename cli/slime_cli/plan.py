@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,11 @@ def stage_plan(config: Config, settings: Settings, tokenizer: Any) -> dict[str, 
     ctx = stage_context(config, tokenizer)
     dump = rollout.load_debug_rollout_data
     first = first_prompt(Path(dump)) if dump else open_source(config, settings.plugins, tokenizer, ctx).next(1)[0]
-    evaluated = [] if rollout.debug_train_only else eval_sets(config, settings.plugins, tokenizer, ctx)
+    evaluated = (
+        []
+        if rollout.debug_train_only
+        else eval_sets(config, settings.plugins, tokenizer, replace(ctx, evaluation=True))
+    )
     return {
         "name": stage_name(config),
         "steps": rollout.num_rollout,

@@ -259,5 +259,6 @@ def _value(word: Word, path: KeyPath, annotation: Any) -> Any:
         )
     if len(word.values) == 1:
         return typed(word.values[0], annotation)
-    kind = element(annotation) if is_sequence(annotation) and not is_model(element(annotation)) else annotation
-    return [typed(value, kind) for value in word.values]
+    if is_sequence(annotation) and is_model(element(annotation)):
+        return [table for value in word.values for table in typed(value, annotation)]
+    return [typed(value, element(annotation) if is_sequence(annotation) else annotation) for value in word.values]

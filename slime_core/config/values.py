@@ -23,7 +23,8 @@ _INTEGER = re.compile(r"[+-]?\d+(_\d+)*")
 def typed(text: str, annotation: Any) -> Any:
     """The value that ``text`` stands for under a type; text that does not fit comes back as it is.
 
-    Arrays and tables are written as in TOML or JSON. Where the type is open, text that is no TOML value is a string.
+    Arrays and tables are written as in TOML or JSON, an array of named tables also as ``NAME,NAME``. Where the type is
+    open, text that is no TOML value is a string.
     """
     kind = unwrap(annotation)
     if kind is str or typing.get_origin(kind) is Literal:
@@ -36,7 +37,10 @@ def typed(text: str, annotation: Any) -> Any:
         return _number(text)
     if is_sequence(kind):
         value = _parsed(text)
-        return value if isinstance(value, list) else [typed(text, element(kind))]
+        if isinstance(value, list):
+            return value
+        names = is_model(element(kind)) and not isinstance(value, dict)
+        return text.split(",") if names else [typed(text, element(kind))]
     if typing.get_origin(kind) is dict or kind in (Any, list):
         return _parsed(text)
     return _parsed(text) if text[:1] in "[{" else text

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from slime_core.config.problems import Problem, conflict
 from slime_core.config.sections import LIMIT, PROMPTS, Section, key
+from slime_core.config.values import typed
 
 
 class DataTask(Section):
@@ -23,6 +24,18 @@ class DataTask(Section):
     input_key: str = key("", "As data.input_key, for this task.")
     label_key: str = key("", "As data.label_key, for this task.")
     n_samples_per_prompt: int = key(0, "Samples a prompt; 0 takes the section's.", ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def short_form(cls, data: Any) -> Any:
+        """Take ``NAME`` or ``NAME:WEIGHT`` as a task."""
+        if not isinstance(data, str):
+            return data
+        name, colon, text = data.partition(":")
+        weight = typed(text, float) if colon else 1.0
+        if isinstance(weight, str):
+            raise ValueError(f"a task is NAME or NAME:WEIGHT, and '{text}' is no number")
+        return {"name": name, "weight": weight}
 
 
 class DataSection(Section):

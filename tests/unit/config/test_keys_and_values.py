@@ -255,3 +255,23 @@ def test_a_secret_that_the_environment_brought_is_known_and_not_warned_about(rec
     loaded = read(recipe('[plugin.judge]\naccess = "${JUDGE_TOKEN}"\n'))
     assert loaded.notices == ()
     assert "canary-998" in loaded.secrets
+
+
+@pytest.mark.parametrize(
+    ("words", "tasks"),
+    [
+        pytest.param(["--tasks", "a:0.5,b"], [("a", 0.5), ("b", 1.0)], id="commas"),
+        pytest.param(["--tasks", "a:0.5", "b:2"], [("a", 0.5), ("b", 2.0)], id="words"),
+        pytest.param(["--tasks", '{name="a", weight=2.0}', "b"], [("a", 2.0), ("b", 1.0)], id="a table and a name"),
+        pytest.param(["data.tasks=['a', {name='b', weight=0.5}]"], [("a", 1.0), ("b", 0.5)], id="an array"),
+    ],
+)
+def test_tasks_are_named_in_short(words, tasks):
+    config = load_config(None, [*words, "--eval-tasks", "c.1,d"])
+    assert [(task.name, task.weight) for task in config.data.tasks] == tasks
+    assert [task.name for task in config.eval.eval_tasks] == ["c.1", "d"]
+
+
+def test_a_weight_that_is_no_number_is_refused(refused):
+    error = refused(None, "--tasks", "a:x")
+    assert "NAME:WEIGHT" in error.what + error.why
