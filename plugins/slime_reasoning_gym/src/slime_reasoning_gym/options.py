@@ -16,9 +16,8 @@ class Options(BaseModel):
     system_prompt: str = Field(
         "default", description="One of reasoning_gym's system prompts by name, or a text of your own; empty: none."
     )
-    answer: Literal["tag", "boxed", "last_line", "response"] = Field(
-        "tag",
-        description="Where the answer is: the last <answer> tag, the last \\boxed{}, the last line, or all of it.",
+    answer: Literal["tag", "boxed", "number", "last_line", "response"] = Field(
+        "tag", description="The last <answer> tag, \\boxed{}, number or line of a response, or all of it."
     )
     heldout: float = Field(0.2, gt=0, lt=1, description="Share of questions that are never trained on.")
     heldout_rows: int = Field(100, ge=1, description="Held-out questions of a task that an evaluation asks, at most.")
