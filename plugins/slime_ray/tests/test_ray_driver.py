@@ -283,16 +283,11 @@ def test_a_driver_whose_machine_is_lost_goes_on_on_another(detach, forked_slime,
         pytest.param((), {"RAY_ADDRESS": ""}, "no address is given", id="no address"),
     ],
 )
-def test_a_run_that_would_not_outlive_the_command_is_refused(detach, more, env, told):
-    done, path = detach("refused", *more, **env)
+def test_a_run_that_would_not_outlive_the_command_is_refused(flags, forked_slime, work, more, env, told):
+    """Before any cluster is looked for."""
+    ray = ("--cluster", "ray", "--detach")
+    done = forked_slime("run", *flags("refused"), *ray, *more, **{"RAY_ADDRESS": "127.0.0.1:1", **env})
     assert done.returncode == 2
     assert "error CFG04" in done.stderr
     assert told in done.stderr
-    assert not path.exists()
-
-
-def test_a_run_that_is_too_large_is_refused_before_it_has_a_folder(detach):
-    done, path = detach("large", "--actor-num-gpus-per-node", 9)
-    assert done.returncode == 2
-    assert "error CFG18" in done.stderr
-    assert not path.exists()
+    assert not (work / "refused").exists()

@@ -237,7 +237,11 @@ def test_a_part_that_is_killed_ends_the_run_with_its_cause_and_a_resumed_one_los
 
 def test_a_run_that_is_too_large_is_told_what_is_wanted_and_what_is_there(run, cluster):
     address, env = cluster
-    done, _ = run("large", "--actor-num-gpus-per-node", 9, "--cluster", "ray", "--ray-address", address, **env)
+    flags = ("--actor-num-gpus-per-node", 9, "--cluster", "ray", "--ray-address", address)
+    detached, path = run("detached", *flags, "--detach", **env)
+    assert (detached.returncode, path.exists()) == (2, False)
+    assert "error CFG18" in detached.stderr
+    done, _ = run("large", *flags, **env)
     assert done.returncode == 2
     assert "error CFG18" in done.stderr
     assert "wanted: 1 x (9 CPU); free: " in done.stderr

@@ -267,7 +267,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("how", ["killed", "leaves"])
+@pytest.mark.parametrize("how", [pytest.param("killed", marks=pytest.mark.nightly), "leaves"])
 def test_when_the_driver_is_gone_so_is_the_process_and_a_script_without_a_guard_runs_once(how, folder, tmp_path):
     """The kernel ends the child; children are started anew, the script is not imported in them."""
     (tmp_path / "script.py").write_text(DRIVER)
