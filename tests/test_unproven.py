@@ -16,36 +16,38 @@ pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[1]
 SERVED = "plugins/slime_sglang/tests/served/test_facts.py"
+ENVIRONMENTS = "plugins/slime_verifiers/tests/test_verifiers_runs.py"
 OTHERS = "tests/unit/config/test_dump.py"
 
 
 @pytest.fixture(scope="module")
-def without_sglang(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
-    """Some of the suite, as `make test` runs it, where SGLang could not be installed."""
-    missing = tmp_path_factory.mktemp("none") / "python"
-    command = [sys.executable, "-m", "pytest", "-n", "2", "-v", "-p", "no:cacheprovider", OTHERS, SERVED]
+def without_environments(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """Some of the suite, as `make test` runs it, where neither SGLang nor verifiers could be installed."""
+    missing = str(tmp_path_factory.mktemp("none") / "python")
+    command = [sys.executable, "-m", "pytest", "-n", "2", "-v", "-p", "no:cacheprovider", OTHERS, SERVED, ENVIRONMENTS]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    return subprocess.run(
-        command, cwd=ROOT, env={**environment, "SLIME_SGLANG_PYTHON": str(missing)}, capture_output=True, text=True
-    )
+    environment |= {"SLIME_SGLANG_PYTHON": missing, "SLIME_ENVIRONMENTS_PYTHON": missing}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
-def test_the_suite_goes_on_without_sglang_and_names_every_test_that_it_left_out(
-    without_sglang: subprocess.CompletedProcess[str],
+@pytest.mark.parametrize(
+    ("file", "package", "target"), [(SERVED, "SGLang", "sglang"), (ENVIRONMENTS, "verifiers", "environments")]
+)
+def test_the_suite_goes_on_without_an_environment_and_names_every_test_that_it_left_out(
+    without_environments: subprocess.CompletedProcess[str], file: str, package: str, target: str
 ) -> None:
-    assert without_sglang.returncode == 0, without_sglang.stdout + without_sglang.stderr
-    left = re.findall(
-        rf"^not proven: ({SERVED}::\S+) \(no SGLang: .*`make sglang` installs it\)$", without_sglang.stdout, re.M
-    )
-    tests = re.findall(r"^def (test_\w+)", (ROOT / SERVED).read_text(), flags=re.M)
+    said = without_environments.stdout
+    assert without_environments.returncode == 0, said + without_environments.stderr
+    left = re.findall(rf"^not proven: ({file}::\S+) \(no {package}: .*`make {target}` installs it\)$", said, re.M)
+    tests = re.findall(r"^(?:async )?def (test_\w+)", (ROOT / file).read_text(), flags=re.M)
     assert {name.partition("::")[2].partition("[")[0] for name in left} == set(tests)
-    assert re.search(rf"=+ \d+ passed, {len(left)} skipped", without_sglang.stdout)
+    assert re.search(rf"=+ \d+ passed, {said.count('not proven: plugins/')} skipped", said)
 
 
 def test_tests_with_the_server_come_first_and_stay_in_one_worker_while_others_spread(
-    without_sglang: subprocess.CompletedProcess[str],
+    without_environments: subprocess.CompletedProcess[str],
 ) -> None:
-    done = re.findall(r"^\[(gw\d)\] \[ *\d+%\] (?:PASSED|SKIPPED) (\S+)", without_sglang.stdout, re.M)
+    done = re.findall(r"^\[(gw\d)\] \[ *\d+%\] (?:PASSED|SKIPPED) (\S+)", without_environments.stdout, re.M)
     served = [worker for worker, name in done if name.startswith(SERVED)]
     others = [worker for worker, name in done if name.startswith(OTHERS)]
     assert len(set(served)) == 1
