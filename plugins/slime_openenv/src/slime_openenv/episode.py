@@ -1,0 +1,319 @@
+"""One episode of a sample: reset, then answers and observations in turn until something ends it.
+
+    reset -> first message -> [answer -> action -> step -> observation -> ids between] ... -> close
+                               the engine's ids, train            do not train
+
+What it was worth lies in ``metadata["openenv"]``, JSON-ready (:func:`reward_of` makes a Reward of it):
+
+    turn_rewards   of each answer, in order
+    invalid        answers that were no valid action
+    ended          done, answer (no tool was called), turns, cut, context, or fault with the reason in ``fault``
+
+A fault is the environment's: the sample is dropped, and neither its tokens nor a reward of it train.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime_core import Context, DataError, EngineError, Reward, Sample, Status
+from slime_core.data.chat import encode, render
+from slime_core.data.turns import Speech
+from slime_core.plugins.locate import locate
+from slime_core.types import Message
+from slime_openenv.actions import to_action, to_calls
+from slime_openenv.options import Options
+from slime_openenv.servers import POLL, Server, Servers
+from slime_openenv.session import Fault, Full, InvalidAction, Result, Session
+from slime_openenv.templates import plain, rendered, to_json
+
+KEY = "openenv"
+"""Of a sample's metadata."""
+FULL_CONTEXT = "ENG72"  # no room for another answer
+BROKEN_TOOLS = ("timeout", "transport_error")
+"""Errors of a tool's call that are the environment's."""
+
+Words = str | list[Message]
+
+
+@dataclass(slots=True)
+class Turns:
+    """What an episode's turns were worth."""
+
+    rewards: list[float] = field(default_factory=list)
+    invalid: int = 0
+    ended: str = ""
+
+    def facts(self) -> dict[str, Any]:
+        """For the metadata."""
+        return {"turn_rewards": self.rewards, "invalid": self.invalid, "ended": self.ended}
+
+
+@dataclass(slots=True, frozen=True)
+class Start:
+    """An episode that has begun."""
+
+    server: Server
+    session: Session
+    result: Result
+    schema: dict[str, Any]
+    tools: list[dict[str, Any]] | None
+
+
+class Player:
+    """Plays episodes of one environment."""
+
+    def __init__(self, servers: Servers, ctx: Context) -> None:
+        options: Options = servers.options
+        data = ctx.config.data
+        self._servers, self._options, self._ctx = servers, options, ctx
+        self._speech = Speech(
+            ctx.tokenizer,
+            template=data.apply_chat_template,
+            kwargs=dict(data.apply_chat_template_kwargs),
+            plain="\n{{feedback}}\n",
+        )
+        self._observe = _function(options.observation_path, "observation_path")
+        self._act = _function(options.action_path, "action_path")
+
+    async def play(self, sample: Sample) -> None:
+        """Fill a sample with an episode; one that a fault ends is FAILED."""
+        _clear(sample)
+        turns = Turns()
+        try:
+            async with self._begin(sample) as start:
+                await self._open(sample, start)
+                await self._converse(sample, start, turns)
+        except Fault as error:
+            sample.status, turns.ended = Status.FAILED, "fault"
+            sample.metadata[KEY] = {**turns.facts(), "fault": str(error)}
+            return
+        sample.metadata[KEY] = turns.facts()
+
+    @asynccontextmanager
+    async def _begin(self, sample: Sample) -> AsyncIterator[Start]:
+        """A session that has been reset; tried on other connections where that fails, and while servers are full."""
+        options, failed = self._options, set[Server]()
+        tries, wait, waited = options.reset_tries, POLL, 0.0
+        while True:
+            started = False
+            try:
+                async with self._servers.open_session(failed) as (server, session):
+                    schema = {} if options.tools else await self._servers.schema(server)
+                    tools = await self._servers.tools(session) if options.tools else None
+                    result = await session.reset(_arguments(sample, options), options.reset_timeout)
+                    if result.done:
+                        raise Fault("its reset ends the episode")
+                    server.faults, started = 0, True
+                    yield Start(server, session, result, schema, tools)
+                    return
+            except Full:
+                if started or waited > options.start_timeout:
+                    raise
+                await asyncio.sleep(wait)
+                waited, wait = waited + wait, min(2 * wait, 1.0)
+            except Fault:
+                tries -= 1
+                if started or not tries:
+                    raise
+
+    async def _open(self, sample: Sample, start: Start) -> None:
+        """Make the prompt's tokens of the row and the first observation."""
+        messages = list(sample.prompt) if isinstance(sample.prompt, list) else []
+        asked = str(sample.prompt) if not messages else ""
+        if messages and messages[-1]["role"] == "user" and isinstance(messages[-1]["content"], str):
+            asked = messages.pop()["content"]
+        text = await self._text(start.result)
+        values = {"prompt": asked, "text": text, "observation": start.result.observation}
+        first = rendered("prompt_template", self._options.prompt_template, {**values, "schema": start.schema})
+        prompt = [*messages, {"role": "user", "content": first}] if messages or self._speech.template else first
+        words = render(
+            prompt,
+            self._ctx.tokenizer,
+            template=self._speech.template,
+            where=f"sample {sample.id}",
+            kwargs=self._speech.kwargs,
+            tools=start.tools,
+        )
+        sample.prompt, sample.tokens = prompt, encode(self._ctx.tokenizer, words)
+
+    async def _converse(self, sample: Sample, start: Start, turns: Turns) -> None:
+        options, act = self._options, self._call if self._options.tools else self._step
+        known = (0, "")  # tokens and text of the response, before the last observation
+        for turn in range(options.max_turns):
+            begin = len(sample.tokens)
+            try:
+                done = await self._ctx.generate(sample)
+            except EngineError as error:
+                if error.code != FULL_CONTEXT:
+                    raise
+                if not turn:
+                    raise Fault(f"its first message of {begin} tokens leaves no room for an answer") from None
+                _cut(sample, *known)
+                sample.status, turns.ended = Status.TRUNCATED, "context"
+                return
+            if done.finish == "abort":
+                return
+            if done.finish == "length" and options.cut_answer == "end":
+                turns.ended = "cut"
+                return
+            known = (sample.response_length, sample.response)
+            answer = sample.tokens[begin:]
+            words, over = await act(self._said(answer, done.finish), start, turns)
+            if over:
+                sample.status = Status.COMPLETED
+                return
+            if turn + 1 < options.max_turns:
+                self._tell(sample, words, answer)
+        sample.status, turns.ended = Status.TRUNCATED, "turns"
+
+    async def _step(self, text: str, start: Start, turns: Turns) -> tuple[Words, bool]:
+        """Act as an answer says; what follows, and whether the episode is over."""
+        try:
+            action = await self._action(text, start)
+            result = await start.session.step(action, self._options.step_timeout)
+        except InvalidAction as error:
+            turns.invalid += 1
+            turns.rewards.append(self._options.invalid_reward)
+            return f"Invalid action: {error}", False
+        turns.rewards.append(result.reward or 0.0)
+        if result.done:
+            turns.ended = "done"
+        return await self._text(result), result.done
+
+    async def _action(self, text: str, start: Start) -> dict[str, Any]:
+        if self._act is None:
+            return to_action(text, start.schema, self._options.action_field)
+        try:
+            action = await _called(self._act, text)
+        except ValueError as error:
+            raise InvalidAction(str(error)) from error
+        if not isinstance(action, dict):
+            raise TypeError(f"{self._options.action_path} returned a {type(action).__name__}, and no dict")
+        return action
+
+    async def _call(self, text: str, start: Start, turns: Turns) -> tuple[Words, bool]:
+        """Call the tools that an answer names; their results, and whether the episode is over."""
+        calls = to_calls(text, self._options.tools)
+        turns.rewards.append(0.0)
+        messages: list[Message] = []
+        for call in calls:
+            try:
+                result = await start.session.step(call, self._options.step_timeout)
+            except InvalidAction as error:
+                turns.invalid += 1
+                turns.rewards[-1] += self._options.invalid_reward
+                content = f"Invalid call: {error}"
+            else:
+                turns.rewards[-1] += result.reward or 0.0
+                if result.done:
+                    turns.ended = "done"
+                    return messages, True
+                content = _sound(_result_text(result.observation))
+            messages.append({"role": "tool", "name": call["tool_name"], "content": content})
+        if not calls:
+            turns.ended = "answer"
+        return messages, not calls
+
+    def _tell(self, sample: Sample, words: Words, answer: list[int]) -> None:
+        """Append what follows an answer; it does not train."""
+        ids = self._speech.between(words, answer)
+        sample.append_response(ids, mask=0, text=self._ctx.tokenizer.decode(ids))
+
+    def _said(self, answer: list[int], finish: str) -> str:
+        """What an answer says after its reasoning, without the stop string that ended it."""
+        text = self._speech.text(self._speech.visible(answer))
+        stops = self._ctx.sampling.stop if self._ctx.sampling is not None and finish == "stop" else ()
+        return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
+
+    async def _text(self, result: Result) -> str:
+        if self._observe is not None:
+            return _sound(str(await _called(self._observe, result.observation)))
+        own = {"observation": result.observation, "reward": result.reward, "done": result.done}
+        values = {**result.observation, **own, "text": plain(result.observation)}
+        return _sound(rendered("observation_template", self._options.observation_template, values))
+
+
+def reward_of(sample: Sample, options: Options) -> Reward:
+    """The reward of an episode: the sum of its turns', or the last one."""
+    facts = sample.metadata.get(KEY, {})
+    if "fault" in facts:
+        return Reward(value=0.0, kind="infra_error", reason=f"openenv: {facts['fault']}")
+    rewards = facts.get("turn_rewards", [])
+    value = sum(rewards) if options.reward == "sum" else (rewards or [0.0])[-1]
+    terms = {"turns": float(len(rewards)), "invalid": float(facts.get("invalid", 0))}
+    return Reward(value=value, terms={**terms, "done": float(facts.get("ended") == "done")})
+
+
+def _arguments(sample: Sample, options: Options) -> dict[str, Any]:
+    """What the reset gets: a row's own arguments, the config's, and a seed by the prompt's position."""
+    own = sample.metadata.get("reset", {})
+    if not isinstance(own, dict):
+        raise DataError(
+            f"metadata.reset is a {type(own).__name__}",
+            code="DAT24",
+            where=f"the row of sample {sample.id}",
+            fix='make it an object of arguments: {"reset": {"seed": 7}}',
+        )
+    return {"seed": sample.group_index or 0, **options.reset, **own}
+
+
+def _clear(sample: Sample) -> None:
+    """Undo a try that was stopped: its session is gone."""
+    sample.tokens, sample.response, sample.response_length = [], "", 0
+    sample.loss_mask = sample.rollout_log_probs = None
+    sample.weight_versions = []
+
+
+def _cut(sample: Sample, count: int, text: str) -> None:
+    """Leave ``count`` tokens of a response."""
+    end = sample.prompt_length + count
+    del sample.tokens[end:]
+    for values in (sample.loss_mask, sample.rollout_log_probs, sample.weight_versions):
+        if values is not None:
+            del values[count:]
+    sample.response_length, sample.response = count, text
+
+
+def _result_text(observation: Mapping[str, Any]) -> str:
+    """What a tool's call has brought, as text.
+
+    Raises:
+        Fault: the tool's server failed, and not the call.
+    """
+    error, result = observation.get("error"), observation.get("result")
+    if isinstance(error, dict):
+        if error.get("error_type") in BROKEN_TOOLS:
+            raise Fault(f"its tool failed: {error.get('error_type')}: {error.get('message')}")
+        return f"Error: {error.get('message')}"
+    content = result.get("content") if isinstance(result, dict) else None
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content if isinstance(part, dict) and "text" in part)
+    return result if isinstance(result, str) else to_json(result if result is not None else observation)
+
+
+def _sound(text: str) -> str:
+    """A text that a tokenizer can take.
+
+    Raises:
+        Fault: it has half of a character, which JSON can carry.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise Fault("its observation has half of a character, which has no token") from None
+    return text
+
+
+def _function(path: str, key: str) -> Callable[..., Any] | None:
+    return locate(path, f"plugin.openenv.{key}") if path else None
+
+
+async def _called(function: Callable[..., Any], *arguments: Any) -> Any:
+    value = function(*arguments)
+    return await value if inspect.isawaitable(value) else value
