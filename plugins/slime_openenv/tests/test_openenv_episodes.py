@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from slime_core.config.schema import Config
 from slime_core.context import Context
+from slime_core.data.tool_calls import PARSERS
 from slime_core.errors import ConfigError, DataError, PluginError
 from slime_core.testing.models import CHAT_TEMPLATE
 from slime_core.testing.plugins import check_plugin
@@ -257,8 +258,10 @@ def test_answers_become_actions():
         with pytest.raises(InvalidAction):
             to_action(text, number, field)
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    assert to_calls(call, "hermes") == [{"type": "call_tool", "tool_name": "add", "arguments": {"a": 1}}]
-    assert to_calls("add(1)", "hermes") == []
+    assert to_calls(call, PARSERS["hermes"], ()) == [{"type": "call_tool", "tool_name": "add", "arguments": {"a": 1}}]
+    assert to_calls("add(1)", PARSERS["hermes"], ()) == []
+    with pytest.raises(InvalidAction):
+        to_calls("<tool_call>{}", PARSERS["hermes"], ())
 
 
 @pytest.mark.parametrize(
@@ -268,6 +271,7 @@ def test_answers_become_actions():
         ({"url": ["http://a"], "command": ["serve", "{port}"]}, "url and command exclude each other"),
         ({"command": ["serve", "8000"]}, "no word of the command has {port}"),
         ({"observation_template": "{{ text"}, "no Jinja template"),
+        ({"tools": "hermse"}, "'hermse' is no format of tool calls: auto, hermes"),
         ({"tasks": {"chess": {"max_turn": 3}}}, "max_turn"),
     ],
 )

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from slime_chat.parsing import PARSERS
+from slime_core.data.tool_calls import Parser, Tools
 from slime_openenv.session import InvalidAction
 
 DECODER = json.JSONDecoder()
@@ -35,9 +35,16 @@ def to_action(text: str, schema: Mapping[str, Any], field: str = "") -> dict[str
     return _last_object(text)
 
 
-def to_calls(text: str, parser: str) -> list[dict[str, Any]]:
-    """The actions that an answer's tool calls are; none where it calls no tool."""
-    _, calls = PARSERS[parser](text)
+def to_calls(text: str, parser: Parser, tools: Tools) -> list[dict[str, Any]]:
+    """The actions that an answer's tool calls are; none where it calls no tool.
+
+    Raises:
+        InvalidAction: a call that is not well formed.
+    """
+    try:
+        _, calls = parser(text, tools)
+    except ValueError as error:
+        raise InvalidAction(str(error)) from None
     return [{"type": "call_tool", "tool_name": name, "arguments": arguments} for name, arguments in calls]
 
 

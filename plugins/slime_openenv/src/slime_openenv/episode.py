@@ -21,13 +21,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime_core import Context, DataError, EngineError, Reward, Sample, Status
+from slime_core import ConfigError, Context, DataError, EngineError, Reward, Sample, Status
 from slime_core.data.chat import encode, render
+from slime_core.data.tool_calls import PARSERS, Parser, template_tools
 from slime_core.data.turns import Speech
 from slime_core.plugins.locate import locate
 from slime_core.types import Message
 from slime_openenv.actions import to_action, to_calls
-from slime_openenv.options import Options
+from slime_openenv.options import AUTO, Options
 from slime_openenv.servers import POLL, Server, Servers
 from slime_openenv.session import Fault, Full, InvalidAction, Result, Session
 from slime_openenv.templates import plain, rendered, to_json
@@ -80,6 +81,7 @@ class Player:
         )
         self._observe = _function(options.observation_path, "observation_path")
         self._act = _function(options.action_path, "action_path")
+        self._parser = parser_for(options, ctx) if options.tools else None
 
     async def play(self, sample: Sample) -> None:
         """Fill a sample with an episode; one that a fault ends is FAILED."""
@@ -129,8 +131,11 @@ class Player:
         if messages and messages[-1]["role"] == "user" and isinstance(messages[-1]["content"], str):
             asked = messages.pop()["content"]
         text = await self._text(start.result)
-        values = {"prompt": asked, "text": text, "observation": start.result.observation}
-        first = rendered("prompt_template", self._options.prompt_template, {**values, "schema": start.schema})
+        values = {
+            **{"prompt": asked, "text": text, "observation": start.result.observation},
+            **{"schema": start.schema, "tools": start.tools},
+        }
+        first = rendered("prompt_template", self._options.prompt_template, values)
         prompt = [*messages, {"role": "user", "content": first}] if messages or self._speech.template else first
         words = render(
             prompt,
@@ -143,7 +148,7 @@ class Player:
         sample.prompt, sample.tokens = prompt, encode(self._ctx.tokenizer, words)
 
     async def _converse(self, sample: Sample, start: Start, turns: Turns) -> None:
-        options, act = self._options, self._call if self._options.tools else self._step
+        options, act = self._options, self._step if self._parser is None else self._call
         known = (0, "")  # tokens and text of the response, before the last observation
         for turn in range(options.max_turns):
             begin = len(sample.tokens)
@@ -199,9 +204,15 @@ class Player:
 
     async def _call(self, text: str, start: Start, turns: Turns) -> tuple[Words, bool]:
         """Call the tools that an answer names; their results, and whether the episode is over."""
-        calls = to_calls(text, self._options.tools)
+        assert self._parser is not None
         turns.rewards.append(0.0)
         messages: list[Message] = []
+        try:
+            calls = to_calls(text, self._parser, start.tools or ())
+        except InvalidAction as error:
+            turns.invalid += 1
+            turns.rewards[-1] = self._options.invalid_reward
+            return f"Invalid call: {error}", False
         for call in calls:
             try:
                 result = await start.session.step(call, self._options.step_timeout)
@@ -237,6 +248,25 @@ class Player:
         own = {"observation": result.observation, "reward": result.reward, "done": result.done}
         values = {**result.observation, **own, "text": plain(result.observation)}
         return _sound(rendered("observation_template", self._options.observation_template, values))
+
+
+def parser_for(options: Options, ctx: Context) -> Parser:
+    """The parser of tool calls.
+
+    Raises:
+        ConfigError: the chat template offers no tools, or writes no call that is known.
+    """
+    if options.tools != AUTO:
+        return PARSERS[options.tools]
+    trial = template_tools(ctx.tokenizer, ctx.config.data.apply_chat_template_kwargs)
+    if trial.describes and trial.parser:
+        return PARSERS[trial.parser]
+    raise ConfigError(
+        "the chat template " + ("writes no tool call that is known" if trial.describes else "offers no tools"),
+        where="plugin.openenv.tools",
+        why=f"a call is rendered as {trial.example!r}" if trial.describes else "its text of a prompt names none",
+        fix="name the format in plugin.openenv.tools, and offer {{ tools | tojson }} in prompt_template",
+    )
 
 
 def reward_of(sample: Sample, options: Options) -> Reward:

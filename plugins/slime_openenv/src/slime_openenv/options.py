@@ -8,9 +8,11 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from slime_core.data.tool_calls import PARSERS
 from slime_openenv.templates import compiled
 
 PORT = "{port}"
+AUTO = "auto"
 DEFAULT_PROMPT = "You act in an environment. Answer each observation with your next action."
 
 
@@ -40,7 +42,7 @@ class Options(BaseModel):
     prompt: str = Field(DEFAULT_PROMPT, min_length=1, description="Without prompt_data: what every episode asks.")
     prompt_template: str = Field(
         "{{ prompt }}\n\n{{ text }}",
-        description="The first message, of: prompt, text, observation, schema (JSON schema of an action).",
+        description="The first message, of: prompt, text, observation, schema (of an action), tools.",
     )
     observation_template: str = Field(
         "{{ text }}",
@@ -49,8 +51,8 @@ class Options(BaseModel):
     observation_path: str = Field("", description="In its place: a function by path, fn(observation) -> str.")
     action_field: str = Field("", description="The action's field that an answer fills; JSON where it has several.")
     action_path: str = Field("", description="In its place: a function by path, fn(text) -> dict.")
-    tools: Literal["", "hermes", "qwen_xml"] = Field(
-        "", description="The environment's MCP tools are offered, and called in this format."
+    tools: str = Field(
+        "", description="MCP tools are offered, and called in this format: auto (the chat template's), hermes, ..."
     )
     max_turns: int = Field(8, ge=1, description="Answers in an episode.")
     cut_answer: Literal["end", "act"] = Field(
@@ -91,6 +93,13 @@ class Options(BaseModel):
         if words and not any(PORT in word for word in words):
             raise ValueError(f"no word of the command has {PORT}, which slime replaces by a free port")
         return words
+
+    @field_validator("tools")
+    @classmethod
+    def _a_format(cls, name: str) -> str:
+        if name and name not in (AUTO, *PARSERS):
+            raise ValueError(f"'{name}' is no format of tool calls: {AUTO}, {', '.join(PARSERS)}")
+        return name
 
     @field_validator("prompt_template", "observation_template")
     @classmethod
