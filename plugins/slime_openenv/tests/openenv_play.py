@@ -83,7 +83,9 @@ def group_of(count=1, position=0, prompt="go", **metadata):
         for j in range(count)
     ]
     return Group(
-        prompt=Prompt(id=f"main/{position}", tokens=[1]), samples=samples, rollouts={j: [j] for j in range(count)}
+        prompt=Prompt(id=f"main/{position}", prompt=prompt, tokens=[1]),
+        samples=samples,
+        rollouts={j: [j] for j in range(count)},
     )
 
 

@@ -117,6 +117,8 @@ class Faulty:
                 await socket.send_json({"type": "observation", "data": {**data, "observation": None}})
             case "nan":
                 await socket.send_json({"type": "observation", "data": {**data, "reward": float("nan")}})
+            case "huge":
+                await socket.send_json({"type": "observation", "data": {**data, "reward": 10**400}})
             case "surrogate":
                 await socket.send_json({"type": "observation", "data": {**data, "observation": {"hint": "\ud800"}}})
             case "10 MB":

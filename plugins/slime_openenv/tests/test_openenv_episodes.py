@@ -1,9 +1,7 @@
 """Episodes with a server of the published protocol, one that works and one that fails in every way."""
 
 import asyncio
-import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -105,6 +103,7 @@ FAULTS = {
     "other type": "none of the protocol",
     "no data": "no observation",
     "nan": "its reward is no number",
+    "huge": "its reward is no number",
     "surrogate": "half of a character",
     "10 MB": "longer than max_message_bytes",
 }
@@ -212,36 +211,6 @@ def test_a_server_that_does_not_start_ends_the_run_with_what_it_said(tmp_path):
     words = (sys.executable, "-c", "import time; time.sleep(60)", "{port}")
     with pytest.raises(PluginError, match=r"did not answer in 0\.5 s"):
         asyncio.run(play(context(Options(command=words, start_timeout=0.5), obeys), group_of()))
-
-
-def test_a_server_ends_with_a_run_that_is_killed(tmp_path):
-    import subprocess
-
-    code = (
-        "import asyncio, sys, openenv_play as tests; from pathlib import Path\n"
-        "folder = Path(sys.argv[1])\n"
-        "options = tests.Options(command=tests.command(folder))\n"
-        "ctx = tests.context(options, tests.obeys)\n"
-        "async def run():\n"
-        "    await tests.OpenEnv().slime_generate(tests.group_of(), ctx)\n"
-        "    print('played', flush=True)\n"
-        "    await asyncio.sleep(600)\n"
-        "asyncio.run(run())\n"
-    )
-    path = os.pathsep.join([str(HERE), *sys.path])
-    env = {**os.environ, "PYTHONPATH": path}
-    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=env, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout.readline() == "played\n"
-        (pid,) = servers_of(tmp_path)
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-    deadline = time.monotonic() + 30
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not alive(pid)
 
 
 def test_answers_become_actions():

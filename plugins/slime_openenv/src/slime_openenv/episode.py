@@ -24,7 +24,7 @@ from typing import Any
 from slime_core import ConfigError, Context, DataError, EngineError, Reward, Sample, Status
 from slime_core.data.chat import encode, render
 from slime_core.data.tool_calls import PARSERS, Parser, template_tools
-from slime_core.data.turns import Speech
+from slime_core.data.turns import Speech, unspecial
 from slime_core.plugins.locate import locate
 from slime_core.types import Message
 from slime_openenv.actions import to_action, to_calls
@@ -59,7 +59,6 @@ class Turns:
 class Start:
     """An episode that has begun."""
 
-    server: Server
     session: Session
     result: Result
     schema: dict[str, Any]
@@ -83,13 +82,13 @@ class Player:
         self._act = _function(options.action_path, "action_path")
         self._parser = parser_for(options, ctx) if options.tools else None
 
-    async def play(self, sample: Sample) -> None:
-        """Fill a sample with an episode; one that a fault ends is FAILED."""
+    async def play(self, sample: Sample, asked: str | list[Message]) -> None:
+        """Fill a sample with an episode of a row's prompt; one that a fault ends is FAILED."""
         _clear(sample)
         turns = Turns()
         try:
             async with self._begin(sample) as start:
-                await self._open(sample, start)
+                await self._open(sample, asked, start)
                 await self._converse(sample, start, turns)
         except Fault as error:
             sample.status, turns.ended = Status.FAILED, "fault"
@@ -112,29 +111,23 @@ class Player:
                     if result.done:
                         raise Fault("its reset ends the episode")
                     server.faults, started = 0, True
-                    yield Start(server, session, result, schema, tools)
+                    yield Start(session, result, schema, tools)
                     return
-            except Full:
-                if started or waited > options.start_timeout:
+            except Fault as error:
+                tries -= not isinstance(error, Full)
+                if started or not tries or waited > options.start_timeout:
                     raise
-                await asyncio.sleep(wait)
-                waited, wait = waited + wait, min(2 * wait, 1.0)
-            except Fault:
-                tries -= 1
-                if started or not tries:
-                    raise
+            await asyncio.sleep(wait)
+            waited, wait = waited + wait, min(2 * wait, 1.0)
 
-    async def _open(self, sample: Sample, start: Start) -> None:
+    async def _open(self, sample: Sample, row: str | list[Message], start: Start) -> None:
         """Make the prompt's tokens of the row and the first observation."""
-        messages = list(sample.prompt) if isinstance(sample.prompt, list) else []
-        asked = str(sample.prompt) if not messages else ""
+        messages, asked = ([], row) if isinstance(row, str) else (list(row), "")
         if messages and messages[-1]["role"] == "user" and isinstance(messages[-1]["content"], str):
             asked = messages.pop()["content"]
-        text = await self._text(start.result)
-        values = {
-            **{"prompt": asked, "text": text, "observation": start.result.observation},
-            **{"schema": start.schema, "tools": start.tools},
-        }
+        text = unspecial(await self._text(start.result), self._ctx.tokenizer)
+        values: dict[str, Any] = {"prompt": asked, "text": text, "observation": start.result.observation}
+        values |= {"schema": start.schema, "tools": start.tools}
         first = rendered("prompt_template", self._options.prompt_template, values)
         prompt = [*messages, {"role": "user", "content": first}] if messages or self._speech.template else first
         words = render(
@@ -185,7 +178,7 @@ class Player:
         except InvalidAction as error:
             turns.invalid += 1
             turns.rewards.append(self._options.invalid_reward)
-            return f"Invalid action: {error}", False
+            return _sound(f"Invalid action: {error}"), False
         turns.rewards.append(result.reward or 0.0)
         if result.done:
             turns.ended = "done"
@@ -219,7 +212,7 @@ class Player:
             except InvalidAction as error:
                 turns.invalid += 1
                 turns.rewards[-1] += self._options.invalid_reward
-                content = f"Invalid call: {error}"
+                content = _sound(f"Invalid call: {error}")
             else:
                 turns.rewards[-1] += result.reward or 0.0
                 if result.done:

@@ -29,7 +29,7 @@ class Options(BaseModel):
     servers: int = Field(1, ge=1, le=256, description="Processes of `command`.")
     sessions: int = Field(64, ge=1, description="Sessions (connections) of a server at once; it may allow fewer.")
     start_timeout: float = Field(
-        120.0, gt=0, description="Seconds in which `command` answers, or a full server has room."
+        120.0, gt=0, description="Seconds in which `command` answers, and pauses between resets, at most."
     )
     reset_timeout: float = Field(60.0, gt=0, description="Seconds for a connection and a reset.")
     step_timeout: float = Field(60.0, gt=0, description="Seconds for a step.")

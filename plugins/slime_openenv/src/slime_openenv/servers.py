@@ -172,7 +172,7 @@ class Servers:
             for number in range(options.servers if options.command else 0)
         ]
         self._client: aiohttp.ClientSession | None = None
-        self._room = asyncio.Condition()
+        self._room, self._once = asyncio.Condition(), asyncio.Lock()
         self._schema: dict[str, Any] | None = None
         self._tools: list[dict[str, Any]] | None = None
 
@@ -207,17 +207,19 @@ class Servers:
 
     async def schema(self, server: Server) -> dict[str, Any]:
         """The JSON schema of an action; empty where the server has none."""
-        if self._schema is None:
-            answer = await self._get(f"{server.url}/schema")
-            action = answer.get("action") if isinstance(answer, dict) else None
-            self._schema = action if isinstance(action, dict) else {}
-        return self._schema
+        async with self._once:
+            if self._schema is None:
+                answer = await self._get(f"{server.url}/schema")
+                action = answer.get("action") if isinstance(answer, dict) else None
+                self._schema = action if isinstance(action, dict) else {}
+            return self._schema
 
     async def tools(self, session: Session) -> list[dict[str, Any]]:
         """The environment's tools."""
-        if self._tools is None:
-            self._tools = await session.tools(self.options.step_timeout)
-        return self._tools
+        async with self._once:
+            if self._tools is None:
+                self._tools = await session.tools(self.options.step_timeout)
+            return self._tools
 
     async def aclose(self) -> None:
         """End the servers that were started here, and close all connections."""

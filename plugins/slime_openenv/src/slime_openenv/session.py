@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ import aiohttp
 
 LONGEST = 300
 """Characters of a message that an error shows."""
+LARGEST = sys.float_info.max
 FULL = "CAPACITY_REACHED"
 INVALID = "VALIDATION_ERROR"
 
@@ -118,7 +119,7 @@ def _result(data: dict[str, Any]) -> Result:
     observation, reward, done = data.get("observation"), data.get("reward"), data.get("done", False)
     if not isinstance(observation, dict) or not isinstance(done, bool):
         raise Fault(f"its answer has no observation, or no done: {_short(json.dumps(data))}")
-    if reward is not None and not (isinstance(reward, (int, float)) and math.isfinite(reward)):
+    if reward is not None and not (isinstance(reward, (int, float)) and abs(reward) <= LARGEST):
         raise Fault(f"its reward is no number: {_short(json.dumps(reward))}")
     return Result(observation=observation, reward=None if reward is None else float(reward), done=done)
 
