@@ -27,6 +27,7 @@ class Faulty:
     def __init__(self, faults=(), limit=10_000):
         self.limit, self.faults = limit, list(faults)
         self.figures = {"now": 0, "most": 0, "all": 0}  # sessions
+        self.tokens = set()
         self.app = web.Application()
         self.app.router.add_get("/health", self.health)
         self.app.router.add_get("/schema", self.schema)
@@ -39,6 +40,7 @@ class Faulty:
         return web.json_response({"action": SCHEMA, "observation": {}, "state": {}})
 
     async def session(self, request):
+        self.tokens.add(request.headers.get("authorization"))
         if self.faults[:1] == ["http 500"]:
             self._next_fault()
             return web.Response(status=500)

@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 from openenv_play import TOKENIZER, alive, command, context, group_of, obeys, play, servers_of, serving
@@ -22,7 +22,6 @@ from slime_openenv.plugin import OpenEnv
 from slime_openenv.session import InvalidAction
 
 pytestmark = pytest.mark.integration
-HERE = Path(__file__).parent
 
 
 def episode(app=None, say=lambda text: "a", *, template="", metadata=None, context_len=100_000, **options):
@@ -237,7 +236,7 @@ def test_answers_become_actions():
     ("keys", "text"),
     [
         ({"url": ["127.0.0.1:8000"]}, "is not an address"),
-        ({"url": ["http://a"], "command": ["serve", "{port}"]}, "url and command exclude each other"),
+        ({"url": ["http://h"], "command": ["serve", "{port}"]}, "url and command exclude each other"),
         ({"command": ["serve", "8000"]}, "no word of the command has {port}"),
         ({"observation_template": "{{ text"}, "no Jinja template"),
         ({"tools": "hermse"}, "'hermse' is no format of tool calls: auto, hermes"),
@@ -249,15 +248,32 @@ def test_options_that_cannot_be_are_refused(keys, text):
         Options(**keys)
 
 
-def test_rows_seeds_and_tasks():
-    options = Options(episodes=5, url=["http://a"], tasks={"chess": {"max_turns": 9, "heldout_episodes": 2}})
+def test_rows_have_seeds_or_arguments_of_their_own():
+    options = Options(episodes=5, url=["http://h"], tasks={"chess": {"max_turns": 9, "heldout_episodes": 2}})
     ctx = Context(config=Config(), options=options)
     train, heldout = (OpenEnv().slime_prompts(task, ctx) for task in ("default", "chess_heldout"))
     assert [train.at(n).metadata["reset"]["seed"] for n in range(len(train))] == [0, 1, 2, 3, 4]
     assert [heldout.at(n).metadata["reset"]["seed"] for n in range(len(heldout))] == [1_000_000_000, 1_000_000_001]
-    assert options.of("chess").max_turns == 9
     with pytest.raises(DataError, match=r"metadata\.reset is a list"):
         episode(metadata={"reset": [7]})
+
+
+def test_tasks_have_environments_of_their_own(monkeypatch):
+    monkeypatch.setenv("GAME_TOKEN", "secret")
+
+    async def run():
+        async with serving(one := Faulty(), two := Faulty()) as urls:
+            other = {"url": urls[1:], "reward": "last", "max_turns": 2, "token_env": "GAME_TOKEN"}
+            options = Options(url=urls[:1], tasks={"other": other})
+            groups = [group_of(), group_of(1, 1)]
+            groups[1].prompt = replace(groups[1].prompt, task="other_heldout")
+            done = await play(context(options, obeys), *groups)
+            return [reward.value for _, reward in done], one, two
+
+    values, one, two = asyncio.run(run())
+    assert values == [3.0, 1.0]
+    assert one.figures["all"] == two.figures["all"] == 1
+    assert (one.tokens, two.tokens) == ({None}, {"Bearer secret"})
 
 
 def test_the_plugin_keeps_its_contract():
