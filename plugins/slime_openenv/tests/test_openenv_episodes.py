@@ -101,8 +101,8 @@ FAULTS = {
     "bytes": "none of the protocol: bytes",
     "other type": "none of the protocol",
     "no data": "no observation",
-    "nan": "its reward is no number",
-    "huge": "its reward is no number",
+    "nan": "its reward is not a number",
+    "huge": "its reward is not a number",
     "surrogate": "half of a character",
     "10 MB": "longer than max_message_bytes",
 }
@@ -239,7 +239,7 @@ def test_answers_become_actions():
         ({"url": ["http://h"], "command": ["serve", "{port}"]}, "url and command exclude each other"),
         ({"command": ["serve", "8000"]}, "no word of the command has {port}"),
         ({"observation_template": "{{ text"}, "no Jinja template"),
-        ({"tools": "hermse"}, "'hermse' is no format of tool calls: auto, hermes"),
+        ({"tools": "hermse"}, "'hermse' is not a format of tool calls: auto, hermes"),
         ({"tasks": {"chess": {"max_turn": 3}}}, "max_turn"),
     ],
 )

@@ -29,8 +29,8 @@ from slime_core.plugins.locate import locate
 from slime_core.types import Message
 from slime_openenv.actions import to_action, to_calls
 from slime_openenv.options import AUTO, Options
-from slime_openenv.servers import POLL, Server, Servers
-from slime_openenv.session import Fault, Full, InvalidAction, Result, Session
+from slime_openenv.servers import POLL, EnvServer, EnvServers
+from slime_openenv.session import EnvFault, EnvSession, Full, InvalidAction, Result
 from slime_openenv.templates import plain, rendered, to_json
 
 KEY = "openenv"
@@ -59,7 +59,7 @@ class Turns:
 class Start:
     """An episode that has begun."""
 
-    session: Session
+    session: EnvSession
     result: Result
     schema: dict[str, Any]
     tools: list[dict[str, Any]] | None
@@ -68,7 +68,7 @@ class Start:
 class Player:
     """Plays episodes of one environment."""
 
-    def __init__(self, servers: Servers, ctx: Context) -> None:
+    def __init__(self, servers: EnvServers, ctx: Context) -> None:
         options: Options = servers.options
         data = ctx.config.data
         self._servers, self._options, self._ctx = servers, options, ctx
@@ -82,15 +82,15 @@ class Player:
         self._act = _function(options.action_path, "action_path")
         self._parser = parser_for(options, ctx) if options.tools else None
 
-    async def play(self, sample: Sample, asked: str | list[Message]) -> None:
+    async def play(self, sample: Sample, row: str | list[Message]) -> None:
         """Fill a sample with an episode of a row's prompt; one that a fault ends is FAILED."""
         _clear(sample)
         turns = Turns()
         try:
             async with self._begin(sample) as start:
-                await self._open(sample, asked, start)
+                await self._open(sample, row, start)
                 await self._converse(sample, start, turns)
-        except Fault as error:
+        except EnvFault as error:
             sample.status, turns.ended = Status.FAILED, "fault"
             sample.metadata[KEY] = {**turns.facts(), "fault": str(error)}
             return
@@ -99,7 +99,7 @@ class Player:
     @asynccontextmanager
     async def _begin(self, sample: Sample) -> AsyncIterator[Start]:
         """A session that has been reset; tried on other connections where that fails, and while servers are full."""
-        options, failed = self._options, set[Server]()
+        options, failed = self._options, set[EnvServer]()
         tries, wait, waited = options.reset_tries, POLL, 0.0
         while True:
             started = False
@@ -109,11 +109,11 @@ class Player:
                     tools = await self._servers.tools(session) if options.tools else None
                     result = await session.reset(_arguments(sample, options), options.reset_timeout)
                     if result.done:
-                        raise Fault("its reset ends the episode")
+                        raise EnvFault("its reset ends the episode")
                     server.faults, started = 0, True
                     yield Start(session, result, schema, tools)
                     return
-            except Fault as error:
+            except EnvFault as error:
                 tries -= not isinstance(error, Full)
                 if started or not tries or waited > options.start_timeout:
                     raise
@@ -122,11 +122,11 @@ class Player:
 
     async def _open(self, sample: Sample, row: str | list[Message], start: Start) -> None:
         """Make the prompt's tokens of the row and the first observation."""
-        messages, asked = ([], row) if isinstance(row, str) else (list(row), "")
+        messages, question = ([], row) if isinstance(row, str) else (list(row), "")
         if messages and messages[-1]["role"] == "user" and isinstance(messages[-1]["content"], str):
-            asked = messages.pop()["content"]
+            question = messages.pop()["content"]
         text = unspecial(await self._text(start.result), self._ctx.tokenizer)
-        values: dict[str, Any] = {"prompt": asked, "text": text, "observation": start.result.observation}
+        values: dict[str, Any] = {"prompt": question, "text": text, "observation": start.result.observation}
         values |= {"schema": start.schema, "tools": start.tools}
         first = rendered("prompt_template", self._options.prompt_template, values)
         prompt = [*messages, {"role": "user", "content": first}] if messages or self._speech.template else first
@@ -142,7 +142,7 @@ class Player:
 
     async def _converse(self, sample: Sample, start: Start, turns: Turns) -> None:
         options, act = self._options, self._step if self._parser is None else self._call
-        known = (0, "")  # tokens and text of the response, before the last observation
+        before = (0, "")  # tokens and text of the response, before the last observation
         for turn in range(options.max_turns):
             begin = len(sample.tokens)
             try:
@@ -151,8 +151,8 @@ class Player:
                 if error.code != FULL_CONTEXT:
                     raise
                 if not turn:
-                    raise Fault(f"its first message of {begin} tokens leaves no room for an answer") from None
-                _cut(sample, *known)
+                    raise EnvFault(f"its first message of {begin} tokens leaves no room for an answer") from None
+                _cut(sample, *before)
                 sample.status, turns.ended = Status.TRUNCATED, "context"
                 return
             if done.finish == "abort":
@@ -160,9 +160,9 @@ class Player:
             if done.finish == "length" and options.cut_answer == "end":
                 turns.ended = "cut"
                 return
-            known = (sample.response_length, sample.response)
+            before = (sample.response_length, sample.response)
             answer = sample.tokens[begin:]
-            words, over = await act(self._said(answer, done.finish), start, turns)
+            words, over = await act(self._answer_text(answer, done.finish), start, turns)
             if over:
                 sample.status = Status.COMPLETED
                 return
@@ -229,7 +229,7 @@ class Player:
         ids = self._speech.between(words, answer)
         sample.append_response(ids, mask=0, text=self._ctx.tokenizer.decode(ids))
 
-    def _said(self, answer: list[int], finish: str) -> str:
+    def _answer_text(self, answer: list[int], finish: str) -> str:
         """What an answer says after its reasoning, without the stop string that ended it."""
         text = self._speech.text(self._speech.visible(answer))
         stops = self._ctx.sampling.stop if self._ctx.sampling is not None and finish == "stop" else ()
@@ -238,8 +238,8 @@ class Player:
     async def _text(self, result: Result) -> str:
         if self._observe is not None:
             return _sound(str(await _called(self._observe, result.observation)))
-        own = {"observation": result.observation, "reward": result.reward, "done": result.done}
-        values = {**result.observation, **own, "text": plain(result.observation)}
+        parts = {"observation": result.observation, "reward": result.reward, "done": result.done}
+        values = {**result.observation, **parts, "text": plain(result.observation)}
         return _sound(rendered("observation_template", self._options.observation_template, values))
 
 
@@ -275,15 +275,15 @@ def reward_of(sample: Sample, options: Options) -> Reward:
 
 def _arguments(sample: Sample, options: Options) -> dict[str, Any]:
     """What the reset gets: a row's own arguments, the config's, and a seed by the prompt's position."""
-    own = sample.metadata.get("reset", {})
-    if not isinstance(own, dict):
+    arguments = sample.metadata.get("reset", {})
+    if not isinstance(arguments, dict):
         raise DataError(
-            f"metadata.reset is a {type(own).__name__}",
+            f"metadata.reset is a {type(arguments).__name__}",
             code="DAT24",
             where=f"the row of sample {sample.id}",
             fix='make it an object of arguments: {"reset": {"seed": 7}}',
         )
-    return {"seed": sample.group_index or 0, **options.reset, **own}
+    return {"seed": sample.group_index or 0, **options.reset, **arguments}
 
 
 def _clear(sample: Sample) -> None:
@@ -307,12 +307,12 @@ def _result_text(observation: Mapping[str, Any]) -> str:
     """What a tool's call has brought, as text.
 
     Raises:
-        Fault: the tool's server failed, and not the call.
+        EnvFault: the tool's server failed, and not the call.
     """
     error, result = observation.get("error"), observation.get("result")
     if isinstance(error, dict):
         if error.get("error_type") in BROKEN_TOOLS:
-            raise Fault(f"its tool failed: {error.get('error_type')}: {error.get('message')}")
+            raise EnvFault(f"its tool failed: {error.get('error_type')}: {error.get('message')}")
         return f"Error: {error.get('message')}"
     content = result.get("content") if isinstance(result, dict) else None
     if isinstance(content, list):
@@ -324,12 +324,12 @@ def _sound(text: str) -> str:
     """A text that a tokenizer can take.
 
     Raises:
-        Fault: it has half of a character, which JSON can carry.
+        EnvFault: it has half of a character, which JSON can carry.
     """
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise Fault("its observation has half of a character, which has no token") from None
+        raise EnvFault("its observation has half of a character, which has no token") from None
     return text
 
 

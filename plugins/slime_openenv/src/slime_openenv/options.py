@@ -21,7 +21,7 @@ class Options(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
-    url: tuple[str, ...] = Field((), description="Servers that run elsewhere, all with the same environment.")
+    url: tuple[str, ...] = Field((), description="EnvServers that run elsewhere, all with the same environment.")
     token_env: str = Field("", description="Environment variable that holds the bearer token of `url`.")
     command: tuple[str, ...] = Field((), description="A server that slime starts: words, of which one has {port}.")
     command_dir: str = Field("", description="The folder in which `command` runs; the current one by default.")
@@ -59,7 +59,7 @@ class Options(BaseModel):
         "end", description="An answer of rollout_max_response_len tokens: ends the episode, or is an action."
     )
     reward: Literal["sum", "last"] = Field("sum", description="An episode's reward, of those of its turns.")
-    invalid_reward: float = Field(0.0, description="The reward of a turn whose answer is no valid action.")
+    invalid_reward: float = Field(0.0, description="The reward of a turn whose answer is not a valid action.")
 
     tasks: dict[str, dict[str, Any]] = Field({}, description="By task: the keys that differ there.")
 
@@ -67,7 +67,7 @@ class Options(BaseModel):
         """The options of a task."""
         return Options.model_validate({**self.model_dump(exclude={"tasks"}), **self.tasks.get(task, {})})
 
-    def each(self) -> Iterator[tuple[str, Options]]:
+    def tables(self) -> Iterator[tuple[str, Options]]:
         """Key and options of the tables in which an environment is described."""
         if not self.tasks or self.url or self.command:
             yield "plugin.openenv", self
@@ -98,7 +98,7 @@ class Options(BaseModel):
     @classmethod
     def _a_format(cls, name: str) -> str:
         if name and name not in (AUTO, *PARSERS):
-            raise ValueError(f"'{name}' is no format of tool calls: {AUTO}, {', '.join(PARSERS)}")
+            raise ValueError(f"'{name}' is not a format of tool calls: {AUTO}, {', '.join(PARSERS)}")
         return name
 
     @field_validator("prompt_template", "observation_template")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from slime_core.config.problems import Problem
     from slime_core.config.schema import Config
     from slime_openenv.options import Options
-    from slime_openenv.servers import Servers
+    from slime_openenv.servers import EnvServers
 
 HELDOUT = "_heldout"
 FIRST_HELDOUT = 1_000_000_000
@@ -50,7 +50,7 @@ class OpenEnv:
     slime_api = 1
 
     def __init__(self) -> None:
-        self._servers: list[Servers] = []
+        self._servers: list[EnvServers] = []
 
     @hookimpl
     def slime_options(self) -> type[BaseModel]:
@@ -66,14 +66,14 @@ class OpenEnv:
         from slime_openenv.options import Options
 
         options, problems = Options.model_validate(config.plugin.get("openenv", {})), []
-        for key, each in options.each():
-            if not each.url and not each.command:
+        for key, table in options.tables():
+            if not table.url and not table.command:
                 fix = f'set {key}.url=["http://127.0.0.1:8000"], or {key}.command=[...]'
                 problems.append(conflict("it is not said where the OpenEnv environment is", [key], fix=fix))
-            if each.tools and not config.data.apply_chat_template:
+            if table.tools and not config.data.apply_chat_template:
                 problems.append(
                     conflict(
-                        f"tools = {each.tools} without a chat template",
+                        f"tools = {table.tools} without a chat template",
                         [f"{key}.tools", "data.apply_chat_template"],
                         why="the template offers the tools to the model, and writes down their results",
                         fix="set data.apply_chat_template=true",
@@ -112,16 +112,16 @@ class OpenEnv:
     async def slime_run_done(self, ctx: Context) -> None:
         """End the servers."""
         servers, self._servers = self._servers, []
-        for each in servers:
-            await each.aclose()
+        for part in servers:
+            await part.aclose()
 
-    def _of(self, group: Group, ctx: Context) -> Servers:
-        from slime_openenv.servers import Servers
+    def _of(self, group: Group, ctx: Context) -> EnvServers:
+        from slime_openenv.servers import EnvServers
 
         task = group.prompt.task.removesuffix(HELDOUT)
         options: Options = ctx.options.of(task)
-        for each in self._servers:
-            if each.options == options:
-                return each
-        self._servers.append(Servers(options, ctx.run_dir, f"openenv-{len(self._servers)}"))
+        for servers in self._servers:
+            if servers.options == options:
+                return servers
+        self._servers.append(EnvServers(options, ctx.run_dir, f"openenv-{len(self._servers)}"))
         return self._servers[-1]

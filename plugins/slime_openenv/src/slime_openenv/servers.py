@@ -1,6 +1,6 @@
 """The servers of an environment, those that run elsewhere and those that slime starts, and their sessions.
 
-    open_session -> a server with room -> (started and healthy) -> connection -> Session -> closed, place given back
+    open_session -> a server with room -> (started and healthy) -> connection -> EnvSession -> closed, place given back
 
 A session is a connection, and the environment behind it belongs to one episode. A server has ``sessions`` of them at
 most, or fewer where it says so; an episode waits for a place. A server that failed last is asked last.
@@ -23,7 +23,7 @@ import aiohttp
 
 from slime_core import PluginError
 from slime_openenv.options import PORT, Options
-from slime_openenv.session import Fault, Full, Session
+from slime_openenv.session import EnvFault, EnvSession, Full
 
 LOOPBACK = "127.0.0.1"
 POLL = 0.1
@@ -36,7 +36,7 @@ TAIL = 2000
 """Bytes of a log that an error shows."""
 
 
-class Server:
+class EnvServer:
     """One server at ``url``."""
 
     def __init__(self, url: str, limit: int) -> None:
@@ -51,7 +51,7 @@ class Server:
         """End it."""
 
 
-class LocalServer(Server):
+class LocalServer(EnvServer):
     """One that slime starts, and starts again where it has ended."""
 
     def __init__(self, number: int, options: Options, log: Path | None) -> None:
@@ -67,7 +67,7 @@ class LocalServer(Server):
         """Start it where it does not run, and wait until it answers.
 
         Raises:
-            PluginError: PLG70 it has never answered. Fault: it has, but does not any more.
+            PluginError: PLG70 it has never answered. EnvFault: it has, but does not any more.
         """
         async with self._lock:
             if self._process is not None and self._process.poll() is None and self.faults < HUNG:
@@ -126,15 +126,15 @@ class LocalServer(Server):
             return False
 
     async def _give_up(self, why: str) -> None:
-        said = self._tail()
+        output = self._tail()
         await self.stop()
         if self._was_ready:
-            raise Fault(f"{why}; its log ends: {said}")
+            raise EnvFault(f"{why}; its log ends: {output}")
         raise PluginError(
             f"the OpenEnv {self._name} does not start: {why}",
             code="PLG70",
             where="plugin.openenv.command",
-            why=f"{' '.join(self._options.command)} says: {said or 'nothing'}",
+            why=f"{' '.join(self._options.command)} says: {output or 'nothing'}",
             fix="run the command by hand, or raise plugin.openenv.start_timeout"
             + (f"; the whole log is {self._log}" if self._log is not None else ""),
         )
@@ -155,11 +155,11 @@ def _wait(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-class Servers:
+class EnvServers:
     """All servers of an environment.
 
     Example:
-        servers = Servers(options, run_dir)
+        servers = EnvServers(options, run_dir)
         async with servers.open_session(set()) as (server, session):
             result = await session.reset({"seed": 7}, 60.0)
     """
@@ -167,7 +167,7 @@ class Servers:
     def __init__(self, options: Options, run_dir: Path | None, name: str = "openenv") -> None:
         self.options = options
         log = run_dir / "log" if run_dir is not None else None
-        self._servers = [Server(url, options.sessions) for url in options.url] or [
+        self._servers = [EnvServer(url, options.sessions) for url in options.url] or [
             LocalServer(number, options, log / f"{name}-{number}.log" if log is not None else None)
             for number in range(options.servers if options.command else 0)
         ]
@@ -177,13 +177,13 @@ class Servers:
         self._tools: list[dict[str, Any]] | None = None
 
     @asynccontextmanager
-    async def open_session(self, failed: set[Server]) -> AsyncIterator[tuple[Server, Session]]:
+    async def open_session(self, failed: set[EnvServer]) -> AsyncIterator[tuple[EnvServer, EnvSession]]:
         """A session of a server, which ends with the block; of one in ``failed`` only where all are.
 
         A server that fails is added there.
 
         Raises:
-            Fault: no connection. PluginError: PLG70 a server of ours has never answered.
+            EnvFault: no connection. PluginError: PLG70 a server of ours has never answered.
         """
         server = await self._reserve(failed)
         try:
@@ -192,7 +192,7 @@ class Servers:
                 yield server, session
             finally:
                 await session.close()
-        except Fault as error:
+        except EnvFault as error:
             error.args = (f"{server.url}: {error}",)
             if isinstance(error, Full):
                 server.limit = max(1, min(server.limit, error.limit or server.limit))
@@ -205,7 +205,7 @@ class Servers:
                 server.active -= 1
                 self._room.notify_all()
 
-    async def schema(self, server: Server) -> dict[str, Any]:
+    async def schema(self, server: EnvServer) -> dict[str, Any]:
         """The JSON schema of an action; empty where the server has none."""
         async with self._once:
             if self._schema is None:
@@ -214,7 +214,7 @@ class Servers:
                 self._schema = action if isinstance(action, dict) else {}
             return self._schema
 
-    async def tools(self, session: Session) -> list[dict[str, Any]]:
+    async def tools(self, session: EnvSession) -> list[dict[str, Any]]:
         """The environment's tools."""
         async with self._once:
             if self._tools is None:
@@ -235,12 +235,12 @@ class Servers:
             self._client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=headers)
         return self._client
 
-    async def _reserve(self, failed: Collection[Server]) -> Server:
+    async def _reserve(self, failed: Collection[EnvServer]) -> EnvServer:
         choice = [server for server in self._servers if server not in failed] or self._servers
         if not choice:
-            raise Fault("neither plugin.openenv.url nor plugin.openenv.command is set")
+            raise EnvFault("neither plugin.openenv.url nor plugin.openenv.command is set")
 
-        def free() -> list[Server]:
+        def free() -> list[EnvServer]:
             return [server for server in choice if server.active < server.limit]
 
         async with self._room:
@@ -249,7 +249,7 @@ class Servers:
             server.active += 1
             return server
 
-    async def _connect(self, server: Server) -> Session:
+    async def _connect(self, server: EnvServer) -> EnvSession:
         await server.ready(self._http)
         timeout = aiohttp.ClientWSTimeout(ws_close=1.0)  # type: ignore[attr-defined]
         try:
@@ -258,10 +258,10 @@ class Servers:
                     f"{server.url}/ws", max_msg_size=self.options.max_message_bytes, timeout=timeout
                 )
         except TimeoutError:
-            raise Fault(f"no connection in {self.options.reset_timeout:g} s") from None
+            raise EnvFault(f"no connection in {self.options.reset_timeout:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise Fault(f"no connection: {type(error).__name__} {error}") from error
-        return Session(connection)
+            raise EnvFault(f"no connection: {type(error).__name__} {error}") from error
+        return EnvSession(connection)
 
     async def _get(self, url: str) -> Any:
         with suppress(aiohttp.ClientError, OSError, TimeoutError, ValueError):
@@ -271,4 +271,4 @@ class Servers:
                 if response.status == 200:
                     return await response.json()
                 return {} if response.status == 404 else None
-        raise Fault("its schema cannot be read")
+        raise EnvFault("its schema cannot be read")

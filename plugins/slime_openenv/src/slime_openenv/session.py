@@ -25,11 +25,11 @@ FULL = "CAPACITY_REACHED"
 INVALID = "VALIDATION_ERROR"
 
 
-class Fault(Exception):
+class EnvFault(Exception):
     """The environment, its server or the way there failed: an infrastructure error, never the model's."""
 
 
-class Full(Fault):
+class Full(EnvFault):
     """The server has all the sessions that it allows: ``limit``, 0 where it does not say."""
 
     def __init__(self, text: str, limit: int) -> None:
@@ -50,8 +50,8 @@ class Result:
     done: bool = False
 
 
-class Session:
-    """An open session; every method raises `Fault` where the environment fails, and the session is then of no use."""
+class EnvSession:
+    """An open session. Methods raise `EnvFault` where the environment fails; then it can only be closed."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
@@ -61,7 +61,7 @@ class Session:
         try:
             return _result(await self._ask("reset", arguments, "observation", seconds))
         except InvalidAction as error:
-            raise Fault(f"it refuses the reset's arguments: {error}") from None
+            raise EnvFault(f"it refuses the reset's arguments: {error}") from None
 
     async def step(self, action: dict[str, Any], seconds: float) -> Result:
         """Act.
@@ -78,7 +78,9 @@ class Session:
             answer = await self._ask("mcp", {"jsonrpc": "2.0", "method": "tools/list", "id": 1}, "mcp", seconds)
             return [_tool(tool) for tool in answer["result"]["tools"]]
         except (KeyError, TypeError, AttributeError, InvalidAction) as error:
-            raise Fault(f"it has no list of tools: {_short(json.dumps(answer) if answer else str(error))}") from None
+            raise EnvFault(
+                f"it has no list of tools: {_short(json.dumps(answer) if answer else str(error))}"
+            ) from None
 
     async def close(self) -> None:
         """Ask for the session's end and wait for it, a moment at most: until then it takes a place on the server."""
@@ -91,36 +93,36 @@ class Session:
                 pass
         await self._socket.close()
 
-    async def _ask(self, kind: str, data: dict[str, Any], wanted: str, seconds: float) -> Any:
+    async def _ask(self, kind: str, data: dict[str, Any], answer_type: str, seconds: float) -> Any:
         try:
             async with asyncio.timeout(seconds):
                 with suppress(aiohttp.ClientConnectionError):  # the server may have said why before it closed
                     await self._socket.send_str(json.dumps({"type": kind, "data": data}))
                 message = await self._socket.receive()
         except TimeoutError:
-            raise Fault(f"it did not answer a {kind} in {seconds:g} s") from None
+            raise EnvFault(f"it did not answer a {kind} in {seconds:g} s") from None
         except (OSError, aiohttp.ClientError) as error:
-            raise Fault(f"the connection broke: {type(error).__name__} {error}") from error
+            raise EnvFault(f"the connection broke: {type(error).__name__} {error}") from error
         if message.type is not aiohttp.WSMsgType.TEXT:
-            raise Fault(_end(message, self._socket))
+            raise EnvFault(_end(message, self._socket))
         try:
             answer = json.loads(message.data)
             data, kind = answer["data"], answer["type"]
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise Fault(f"its answer is none of the protocol: {_short(message.data)}") from None
+            raise EnvFault(f"its answer is none of the protocol: {_short(message.data)}") from None
         if kind == "error" and isinstance(data, dict):
             raise _error(data)
-        if kind != wanted or not isinstance(data, dict):
-            raise Fault(f"its answer is none of the protocol: {_short(message.data)}")
+        if kind != answer_type or not isinstance(data, dict):
+            raise EnvFault(f"its answer is none of the protocol: {_short(message.data)}")
         return data
 
 
 def _result(data: dict[str, Any]) -> Result:
     observation, reward, done = data.get("observation"), data.get("reward"), data.get("done", False)
     if not isinstance(observation, dict) or not isinstance(done, bool):
-        raise Fault(f"its answer has no observation, or no done: {_short(json.dumps(data))}")
+        raise EnvFault(f"its answer has no observation, or no done: {_short(json.dumps(data))}")
     if reward is not None and not (isinstance(reward, (int, float)) and abs(reward) <= LARGEST):
-        raise Fault(f"its reward is no number: {_short(json.dumps(reward))}")
+        raise EnvFault(f"its reward is not a number: {_short(json.dumps(reward))}")
     return Result(observation=observation, reward=None if reward is None else float(reward), done=done)
 
 
@@ -134,7 +136,7 @@ def _error(data: dict[str, Any]) -> Exception:
         details = [error for error in errors if isinstance(error, dict)] if isinstance(errors, list) else []
         words = [f"{'.'.join(map(str, error.get('loc', ())))}: {error.get('msg')}" for error in details]
         return InvalidAction("; ".join(words) or text)
-    return Fault(f"{code}: {text}")
+    return EnvFault(f"{code}: {text}")
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
