@@ -15,14 +15,12 @@ from raw_server import START_TIMEOUT
 
 from slime_core.testing.families import family_model
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.system, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 BAND = 1e-3  # of the canary in float32
 
 
-@pytest.mark.parametrize(
-    "family", ["smollm3", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("olmo2",))]
-)
+@pytest.mark.parametrize("family", ["smollm3", "olmo2"])
 def test_a_family_of_unknown_layout_trains_with_log_probs_in_the_band(
     sglang_python: str, tmp_path: Path, family: str
 ) -> None:
