@@ -44,7 +44,12 @@ def train(slime, work):
     return run
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+WITNESSES = ("llama", "gpt2", "gemma2", "gpt-oss", "deepseek-v2", "qwen3-moe")  # attention and experts of each kind
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name not in WITNESSES)) for name in FAMILIES]
+)
 def test_a_family_trains_by_flags_alone(train, work, name):
     """Responses go over the windows of 24 tokens; the differences are those of float32."""
     family_model(work / "model", name)
