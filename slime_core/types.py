@@ -150,10 +150,8 @@ class Sample:
         fills = {"tokens": 0, "loss_mask": 1, "weight_versions": -1, "rollout_log_probs": 0.0}
         for (name, fill), more in zip(fills.items(), (tokens, masks, versions, log_probs), strict=True):
             values = getattr(self, name)
-            values = (
-                values if isinstance(values, list) else [type(fill)(one) for one in (() if values is None else values)]
-            )
-            grown.append((name, values, [fill] * (before - len(values)) + [type(fill)(one) for one in more]))
+            values = values if isinstance(values, list) else list(map(type(fill), () if values is None else values))
+            grown.append((name, values, [fill] * (before - len(values)) + list(map(type(fill), more))))
         for name, values, new in grown:  # in place, as in slime: a function may hold one of these lists
             values += new
             setattr(self, name, values)

@@ -206,7 +206,7 @@ class _Suite:
         ctx = self._ctx(config)
         group = self._group(config, ctx)
         issued = list(group.rollouts)
-        done = asyncio.run(plugins.generate(group, ctx))
+        done = asyncio.run(self._generated(plugins, group, ctx))
         if sorted(done.rollouts) != sorted(issued):
             raise Broken(
                 f"rollouts {sorted(done.rollouts)} came back, {sorted(issued)} were issued", "keep every rollout id"
@@ -297,6 +297,10 @@ class _Suite:
                 config = _watching(Config(plugins=(self.entry,)))
                 self._setup = connect({self.name: load_plugin(self.entry)}, [config]), config
         return self._setup
+
+    async def _generated(self, plugins: Plugins, group: Group, ctx: Context) -> Group:
+        async with plugins.running(ctx):  # what the plugin started for it ends with it
+            return await plugins.generate(group, ctx)
 
     def _tasks(self, config: Config) -> list[tuple[DataTask, bool]]:
         training = [(task, False) for task in config.data.tasks] or [(DataTask(name="default"), False)]
