@@ -21,7 +21,7 @@ from slime_core.errors import DataError
 from slime_core.seeds import seed_of
 from slime_core.types import Prompt
 
-ENDLESS_SKIPS = 100_000  # prompts that an endless source may bring in vain, one after another
+ENDLESS_SKIPS = 1000  # prompts that an endless source may bring in vain, one after another
 TEXT_ROWS = 64  # looked at for a few tokens of text
 ROUNDS = 8
 SMALL = 1 << 12  # up to here a permutation is drawn whole, and every one is equally likely

@@ -183,7 +183,9 @@ def test_every_wrong_setting_is_named_with_its_key_and_the_nearest_name(cli, rec
     ):
         assert text in done.err
     flags = ("--plugin", "reasoning_gym", "--tasks", "gcd:2,lcm", "--eval-tasks", "gcd.1", "--heldout-rows", "2")
-    done = cli("run", *flags, "--hf-checkpoint", model, "--no-apply-chat-template", "--dry-run")
+    flags += ("--hf-checkpoint", model, "--no-apply-chat-template", "--dry-run", "--system-prompt", "")
+    assert "overlong" in cli("run", *flags).err  # the recipe's responses leave no room in this model's context
+    done = cli("run", *flags, "--rollout-max-response-len", "8")
     assert done.code == 0, done.err
 
 
