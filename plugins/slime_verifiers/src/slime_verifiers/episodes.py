@@ -56,6 +56,14 @@ class EnvironmentTasks:
         self._count = count
         if evaluation and environment.splits:
             self._count = heldout
+            if not heldout:
+                raise ConfigError(
+                    f"no task of {environment.env} is left for evaluation",
+                    code="CFG05",
+                    where="plugin.verifiers.heldout",
+                    why=f"heldout is {environment.heldout}; tasks: {'endless' if count is None else count}",
+                    fix="--heldout 16   or --eval-env-args JSON with tasks of its own",
+                )
         elif count is not None:
             self._count = count - self._first
 

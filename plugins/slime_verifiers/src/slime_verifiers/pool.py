@@ -166,6 +166,8 @@ async def _in_time(
         await asyncio.wait_for(asyncio.shield(reply), TO_STOP)
     if not reply.done():
         await asyncio.to_thread(process.close)
+        with suppress(ProcessLost):
+            await reply
     raise Failed(f"the episode took longer than {seconds:g} s (plugin.verifiers.episode_seconds)")
 
 

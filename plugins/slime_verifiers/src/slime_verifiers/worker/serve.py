@@ -34,6 +34,7 @@ SESSION = "X-Session-ID"  # header of a model call: the trace that it belongs to
 ROLE = "x-slime-role"  # header that names a dialogue to slime: here the trace too
 IDLE = 2.0  # seconds that a connection to slime may wait for its next call; slime closes one after 5
 KEY = "SLIME_API_KEY"  # variable of the relay's key; subprocesses of an environment get none with API_KEY in its name
+STOPPED = "the episode was stopped"
 HARNESS = "slime_chat_loop"
 
 Reply = dict[str, Any]
@@ -280,15 +281,17 @@ class RequestServer:
         number = request["id"]
         if request["do"] == "cancel":
             if number in self._running:
-                self._running[number].cancel()
+                self._running[number].cancel(STOPPED)
             return
         self._running[number] = asyncio.ensure_future(self._answer(number, request))
 
     async def _answer(self, number: int, request: dict[str, Any]) -> None:
         try:
             reply = await self._do(request)
-        except asyncio.CancelledError:
-            reply = {"error": "CancelledError: the episode was stopped"}
+        except asyncio.CancelledError as error:
+            if error.args != (STOPPED,):
+                raise  # this process ends: an environment has called sys.exit, or slime has closed stdin
+            reply = {"error": STOPPED}
         except (Exception, SystemExit) as error:
             reply = failure(error, request)
         finally:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -50,6 +51,7 @@ class TroubleTask(vf.Task[vf.TaskData]):
             while True:
                 KEPT.append(bytearray(64 << 20))
         if word == "sockets":
+            resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
             for _ in range(10_000):
                 KEPT.append(socket.socket())
         return sum(place * ord(letter) for place, letter in enumerate(trace.last_reply, 1)) % 101 / 101
