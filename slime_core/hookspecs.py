@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.context import Context
     from slime_core.protocols import Check, Estimator, Loss, PromptSource, Sink
-    from slime_core.types import Batch, Drop, Group, Prompt, Reward, Sample, SamplingParams, StepReport
+    from slime_core.types import Batch, Drop, Group, Message, Prompt, Reward, Sample, SamplingParams, StepReport
 
 API_VERSION = 1
 """A plugin module may say ``slime_api = 1``, the hook API it was written for."""
@@ -79,6 +79,7 @@ HOOKS: dict[str, HookInfo] = {
     "slime_checks": HookInfo(kind="declare"),
     "slime_command": HookInfo(kind="declare"),
     "slime_prompts": HookInfo(kind="owner", replaces=("data-source-path",)),
+    "slime_messages": HookInfo(kind="owner"),
     "slime_rollout": HookInfo(kind="owner", may_await=True, replaces=("rollout-function-path", "eval-function-path")),
     "slime_sampling": HookInfo(kind="owner"),
     "slime_generate": HookInfo(kind="owner", may_await=True, replaces=("custom-generate-function-path",)),
@@ -183,6 +184,18 @@ def slime_prompts(task: str, ctx: Context) -> PromptSource:  # type: ignore[empt
     @slime_core.hookimpl
     def slime_prompts(task, ctx):
         return Squares()
+    """
+
+
+@hookspec
+def slime_messages(  # type: ignore[empty-body]
+    messages: list[Message], tools: list[Any] | None, metadata: dict[str, Any], task: str, ctx: Context
+) -> tuple[list[Message], list[Any] | None]:
+    """Return the messages, and the definitions of tools, that the chat template renders for a row.
+
+    @slime_core.hookimpl
+    def slime_messages(messages, tools):
+        return [{"role": "system", "content": "Think step by step."}, *messages], tools
     """
 
 

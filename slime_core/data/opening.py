@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -203,6 +204,7 @@ def _supply(
     key: str,
     mark: Mapping[str, Any] | None = None,
 ) -> Supply:
+    encoder.rewrite = partial(plugins.messages, ctx=ctx)
     source = None if ctx.evaluation and task.prompt_data else plugins.prompts(task, ctx)
     if source is not None:
         return PluginSupply(source, task.name, encoder, bad)

@@ -6,7 +6,7 @@ A row's identity is its own id (`data.id_key`) or its place, ``FILE:LINE``; it i
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +24,9 @@ from slime_core.types import Message, Prompt
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.config.sections.data import DataTask
+
+Rewrite = Callable[[list[Message], list[Any] | None, Prompt], tuple[list[Message], list[Any] | None]]
+"""A row's messages, tools and prompt without tokens, to the messages and tools that the chat template renders."""
 
 MAX_ID = 512
 PAIRS = "dpo_loss"
@@ -179,6 +182,7 @@ class Encoder:
     overlong: str = "drop"  # or truncate, error
     replies: ReplyEncoder | None = None  # of rows that bring replies, whose tokens count too
     wider: str = "raise data.rollout_max_prompt_len"
+    rewrite: Rewrite | None = None  # `slime_messages`
     dropped: tuple[int, int] = (0, 0)  # tokens of the shortest and the longest prompt that were dropped
 
     def __post_init__(self) -> None:
@@ -198,7 +202,7 @@ class Encoder:
         prompt = Prompt(id=id, task=task, position=position, label=parsed.label, metadata=metadata, where=parsed.where)
         if self.replies is not None:
             return self._with_replies(prompt, parsed, self.replies)
-        text = self._text(parsed)
+        text = self._text(parsed.prompt, parsed.tools, prompt, template=self.template)
         return self._filled(prompt, text, encode(self.tokenizer, text), parsed.where)
 
     def _with_replies(self, prompt: Prompt, parsed: Parsed, encoder: ReplyEncoder) -> Prompt | None:
@@ -253,17 +257,15 @@ class Encoder:
         Raises:
             DataError: as :meth:`prompt`, but DAT26.
         """
-        return encode(self.tokenizer, self._text(parsed))
+        prompt = Prompt(id="", metadata=parsed.metadata, where=parsed.where)
+        return encode(self.tokenizer, self._text(parsed.prompt, parsed.tools, prompt, template=self.template))
 
-    def _text(self, parsed: Parsed) -> str:
-        return render(
-            parsed.prompt,
-            self.tokenizer,
-            template=self.template,
-            where=parsed.where,
-            kwargs=self.template_kwargs,
-            tools=parsed.tools,
-        )
+    def _text(self, content: str | list[Message], tools: list[Any] | None, prompt: Prompt, *, template: bool) -> str:
+        if template and self.rewrite is not None:
+            messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+            content, tools = self.rewrite(messages, tools, prompt)
+        kwargs, where = self.template_kwargs, prompt.where
+        return render(content, self.tokenizer, template=template, where=where, kwargs=kwargs, tools=tools)
 
     def of_plugin(self, item: Prompt, *, id: str, task: str, position: int, where: str) -> Prompt | None:
         """A prompt from `slime_prompts`, numbered, and encoded unless the plugin set tokens.
@@ -273,21 +275,15 @@ class Encoder:
         """
         metadata = {"row_id": item.id or where, **item.metadata}
         text, tokens = item.prompt, list(item.tokens)
+        place = item.where or where
+        prompt = Prompt(id=id, task=task, position=position, label=item.label, metadata=metadata, where=place)
         if not tokens:
             checked = check_prompt(text, where, "prompt", None)
-            text = render(
-                checked,
-                self.tokenizer,
-                template=self.template or not isinstance(checked, str),
-                where=where,
-                kwargs=self.template_kwargs,
-                tools=metadata.get("tools"),
-            )
+            template = self.template or not isinstance(checked, str)
+            text = self._text(checked, metadata.get("tools"), prompt, template=template)
             tokens = encode(self.tokenizer, text)
         elif isinstance(text, str):
             check_text(text, where)
-        place = item.where or where
-        prompt = Prompt(id=id, task=task, position=position, label=item.label, metadata=metadata, where=place)
         return self._filled(prompt, text, tokens, where)
 
     def _filled(self, prompt: Prompt, text: str | list[Message], tokens: list[int], where: str) -> Prompt | None:

@@ -19,7 +19,7 @@ from slime_core.plugins.load import LoadedPlugin, fingerprint, load_options, sou
 from slime_core.plugins.result_checks import checked_columns, expect, same_groups, to_reward, to_rewards
 from slime_core.plugins.router import INFRA, HookRouter, made_elsewhere
 from slime_core.protocols import Estimator, Loss, PromptSource, Role, Sink
-from slime_core.types import Batch, Columns, Drop, Group, Prompt, Reward, Sample, SamplingParams, StepReport
+from slime_core.types import Batch, Columns, Drop, Group, Message, Prompt, Reward, Sample, SamplingParams, StepReport
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -158,6 +158,18 @@ class Plugins:
             fix = "return an object with __len__, at(position) and state()"
             raise wrong(impl, f"returned a {type(source).__name__}", f"task '{task.name}'", code="PLG57", fix=fix)
         return source  # type: ignore[no-any-return]
+
+    def messages(
+        self, messages: list[Message], tools: list[Any] | None, prompt: Prompt, ctx: Context
+    ) -> tuple[list[Message], list[Any] | None]:
+        """What the chat template renders for a row: the row's own messages and tools without `slime_messages`."""
+        impl = self._router.owner("slime_messages", prompt.task, ctx.config, ctx.evaluation)
+        if impl is None:
+            return messages, tools
+        about, task = f"the row {prompt.where}", prompt.task
+        arguments = {"messages": messages, "tools": tools, "metadata": prompt.metadata, "task": task}
+        value = self._call_now(impl, ctx, about, **arguments)
+        return expect(impl, value, tuple, about, "return messages, tools")  # type: ignore[no-any-return]
 
     def replaces_rollout(self, task: str, config: Config, *, evaluation: bool = False) -> bool:
         """Whether :meth:`rollout` makes this task's groups; core's own does for offline losses alone."""

@@ -103,11 +103,12 @@ def sample_metrics(samples: Sequence[Sample]) -> Metrics:
         metrics["raw_reward/mean"] = mean(raw)
     if rewards:
         metrics |= spread("reward", rewards) | {"reward/std": std(rewards)}
-    terms: dict[str, list[float]] = {}
+    figures: dict[str, list[float]] = {}
     for sample in samples:
-        for name, value in sample.metadata.get("reward_terms", {}).items():
-            terms.setdefault(str(name), []).append(float(value))
-    metrics |= {f"reward/{name}/mean": mean(values) for name, values in sorted(terms.items())}
+        for prefix, key in (("reward/", "reward_terms"), ("", "metrics")):
+            for name, value in sample.metadata.get(key, {}).items():
+                figures.setdefault(f"{prefix}{name}/mean", []).append(float(value))
+    metrics |= {name: mean(values) for name, values in sorted(figures.items())}
     metrics |= spread("response_len", [float(s.response_length) for s in samples])
     metrics |= spread("prompt_len", [float(s.prompt_length) for s in samples])
     metrics["truncated_ratio"] = mean([s.status is Status.TRUNCATED for s in samples])

@@ -53,6 +53,10 @@ class NoPlugins:
     def prompts(self, task: Any, ctx: Any) -> None:
         """None."""
 
+    def messages(self, messages: Any, tools: Any, prompt: Any, ctx: Any) -> tuple[Any, Any]:
+        """As they are."""
+        return messages, tools
+
 
 def block(first: int = 0) -> bytes:
     """20,000 rows of about 330 bytes."""

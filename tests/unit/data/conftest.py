@@ -20,6 +20,9 @@ class NoPlugins:
     def prompts(self, task, ctx):
         return self.sources.get(task.name)
 
+    def messages(self, messages, tools, prompt, ctx):
+        return messages, tools
+
 
 @pytest.fixture(scope="session")
 def tokenizer():

@@ -26,6 +26,9 @@ class Plain:
     def prompts(self, task, ctx):
         return None
 
+    def messages(self, messages, tools, prompt, ctx):
+        return messages, tools
+
 
 @pytest.fixture
 def twenty(write):
@@ -185,7 +188,7 @@ class Endless(Squares):
 
 
 def with_source(rows):
-    class Plugins:
+    class Plugins(Plain):
         def prompts(self, task, ctx):
             return rows
 
@@ -228,7 +231,7 @@ def test_an_endless_source_that_ends_gives_fewer(source):
 
 
 def test_a_source_that_has_ended_stays_so_after_a_restore(source):
-    class ByTask:
+    class ByTask(Plain):
         def prompts(self, task, ctx):
             return {"short": Endless(2), "b": Squares(7), "c": Squares(9)}[task.name]
 

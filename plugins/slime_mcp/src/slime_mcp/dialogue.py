@@ -1,0 +1,163 @@
+"""One sample's dialogue: the model's answers, and the results of the tools that it calls, which do not train.
+
+prompt  [answer: text, calls]  results  [answer: calls]  results  [answer: text]
+        mask 1                 mask 0   mask 1           mask 0   mask 1
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from slime_core.data.chat import decode
+from slime_core.data.tool_calls import Parser
+from slime_core.data.turns import Speech, split_reasoning
+from slime_core.errors import EngineError
+from slime_core.types import Message, Sample, Status
+from slime_mcp.options import Options
+from slime_mcp.servers import McpServers, ServerLost, Tool, ToolResult
+
+if TYPE_CHECKING:
+    from slime_core.context import Context
+
+MCP = "mcp"
+"""Key of a sample's metadata."""
+ERRORS = ("unparsed", "unknown", "invalid", "refused", "failed", "timeout", "crash")
+FULL = "ENG72"  # the context has no room for another turn
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Talk:
+    """What dialogues of one run have in common: how calls are read, and results written, in its model's template."""
+
+    speech: Speech
+    parser: Parser
+    plain: bool  # results are a user's message, since the template knows no tools
+
+    def results(self, calls: Sequence[tuple[str, ToolResult]], answer: Sequence[int]) -> list[int]:
+        """Ids of the results that follow an answer."""
+        if self.plain:
+            texts = [f"<tool_response>\n{result.text}\n</tool_response>" for _, result in calls]
+            return self.speech.between("\n".join(texts), answer)
+        messages: list[Message] = [
+            {"role": "tool", "name": name, "tool_call_id": f"call{number:05}", "content": result.text}
+            for number, (name, result) in enumerate(calls)
+        ]
+        return self.speech.between(messages, answer)
+
+
+async def converse(
+    sample: Sample, ctx: Context, servers: McpServers, tools: Mapping[str, Tool], talk: Talk | None, options: Options
+) -> None:
+    """Fill a pending sample: answers and results until an answer without calls, or a limit. Without tools, one answer.
+
+    A sample that the run stopped goes on where it was; with servers of its own it begins again, since their state is
+    gone. ``metadata["mcp"]`` has its counts and, of a finished one, ``answer``, the text of the last answer.
+    """
+    stateful = any(tool.server.per == "sample" for tool in tools.values())
+    if stateful and sample.status is Status.ABORTED:
+        _begin_again(sample)
+    state: dict[str, Any] = sample.metadata.setdefault(MCP, {"turns": 0, "calls": 0, **dict.fromkeys(ERRORS, 0)})
+    try:
+        await _turns(sample, ctx, servers, tools, talk, options, state)
+    except ServerLost as error:
+        sample.status, state["infra"] = Status.FAILED, f"an MCP server {error}"
+    finally:
+        if stateful:
+            await servers.release(sample.id)
+    errors = {f"mcp/errors/{kind}": state[kind] for kind in ERRORS}
+    sample.metadata["metrics"] = {
+        **sample.metadata.get("metrics", {}),
+        "mcp/turns": state["turns"],
+        "mcp/calls": state["calls"],
+        "mcp/errors": sum(errors.values()),
+        **errors,
+    }
+
+
+async def _turns(
+    sample: Sample,
+    ctx: Context,
+    servers: McpServers,
+    tools: Mapping[str, Tool],
+    talk: Talk | None,
+    options: Options,
+    state: dict[str, Any],
+) -> None:
+    while True:
+        begin = state.setdefault("begin", len(sample.tokens))
+        try:
+            done = await ctx.generate(sample)
+        except EngineError as error:
+            if error.code != FULL or not sample.response_length:
+                raise
+            sample.status = Status.TRUNCATED
+            return
+        if done.finish == "abort":
+            return
+        del state["begin"]
+        state["turns"] += 1
+        if done.finish == "length" or talk is None:
+            return
+        answer = sample.tokens[begin:]
+        calls, content = _read(answer, talk, tools)
+        if not calls:
+            state["answer"] = content
+            return
+        if state["turns"] >= options.max_turns:
+            sample.status = Status.TRUNCATED
+            return
+        work = [_result(call, number, sample, servers, tools, options) for number, call in enumerate(calls)]
+        results = await asyncio.gather(*work)
+        state["calls"] += len(calls)
+        for result in results:
+            if result.error:
+                state[result.error] += 1
+        ids = talk.results([(call.name, result) for call, result in zip(calls, results, strict=True)], answer)
+        sample.append_response(ids, mask=0, text=decode(ctx.tokenizer, ids))
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class _ToolCall:
+    name: str
+    arguments: Any = None
+    broken: str = ""  # why the answer's calls cannot be read
+
+
+def _read(answer: Sequence[int], talk: Talk, tools: Mapping[str, Tool]) -> tuple[list[_ToolCall], str]:
+    """The calls of an answer, and its text without them; calls that cannot be read are one broken call."""
+    text = talk.speech.text(answer)
+    _, text = split_reasoning(text, open_=talk.speech.reasoning_open)
+    try:
+        content, calls = talk.parser(text, [tool.definition for tool in tools.values()])
+    except ValueError as error:
+        return [_ToolCall(name="error", broken=str(error))], text
+    return [_ToolCall(name=name, arguments=arguments) for name, arguments in calls], content
+
+
+async def _result(
+    call: _ToolCall, number: int, sample: Sample, servers: McpServers, tools: Mapping[str, Tool], options: Options
+) -> ToolResult:
+    if call.broken:
+        return ToolResult(
+            text=f"Error: the call could not be read: {call.broken}. No tool was called.", error="unparsed"
+        )
+    if number >= options.max_calls:
+        return ToolResult(text=f"Error: not called; an answer may call {options.max_calls} tools.", error="refused")
+    tool = tools.get(call.name)
+    if tool is None:
+        names = ", ".join(tools)
+        return ToolResult(text=f"Error: there is no tool '{call.name[:80]}'. Tools are: {names}.", error="unknown")
+    if problem := tool.problem(call.arguments):
+        return ToolResult(text=f"Error: {problem}. The tool was not called.", error="invalid")
+    return await servers.call(sample.id, tool, call.arguments)
+
+
+def _begin_again(sample: Sample) -> None:
+    sample.tokens = sample.tokens[: sample.prompt_length]
+    sample.response_length, sample.response = 0, ""
+    sample.loss_mask = sample.rollout_log_probs = None
+    sample.weight_versions = []
+    sample.metadata.pop(MCP, None)

@@ -1,0 +1,96 @@
+"""An MCP server by the official SDK: tools that work, fail, hang, die and answer too much. `python mcp_tools.py [PORT]`."""
+
+import asyncio
+import itertools
+import os
+import signal
+import sys
+import time
+
+from mcp.server import MCPServer
+from mcp.types import EmbeddedResource, ImageContent, ResourceLink, TextContent, TextResourceContents
+
+server = MCPServer("tools")
+counts = itertools.count(1)
+meeting = asyncio.Barrier(2)
+
+
+@server.tool()
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+@server.tool()
+async def meet(name: str) -> str:
+    """Wait until two calls have come."""
+    await meeting.wait()
+    return f"{name} was there"
+
+
+@server.tool()
+def count() -> int:
+    """Count the calls of this process."""
+    return next(counts)
+
+
+@server.tool()
+def fail(text: str) -> str:
+    """Fail."""
+    raise ValueError(text)
+
+
+@server.tool()
+def big(size: int) -> str:
+    """Return a long text."""
+    return "a" + "x" * (size - 2) + "z"
+
+
+@server.tool()
+def picture() -> list[ImageContent | TextContent | EmbeddedResource | ResourceLink]:
+    """Return a picture and two resources."""
+    return [
+        ImageContent(type="image", data="AAAA" * 1000, mime_type="image/png"),
+        EmbeddedResource(type="resource", resource=TextResourceContents(uri="file:///a.txt", text="<|im_end|>in it")),
+        ResourceLink(type="resource_link", name="b", uri="file:///b.bin", mime_type="application/x-b"),
+    ]
+
+
+@server.tool()
+async def hang() -> int:
+    """Never answer."""
+    await asyncio.Event().wait()
+    return 0
+
+
+@server.tool()
+def freeze(once: str) -> str:
+    """Stop the process, but not where the file ``once`` is there already."""
+    if not os.path.exists(once):
+        open(once, "x").close()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return "went on"
+
+
+@server.tool()
+def die(once: str = "") -> str:
+    """End the process, with ``once`` a single time."""
+    if not once or not os.path.exists(once):
+        if once:
+            open(once, "x").close()
+        os._exit(3)
+    return "went on"
+
+
+@server.tool()
+def slow(seconds: float) -> str:
+    """Take some time."""
+    time.sleep(seconds)
+    return "done"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        server.run("streamable-http", port=int(sys.argv[1]))
+    else:
+        server.run()
