@@ -219,6 +219,32 @@ def test_roles_of_one_dialogue_are_samples_of_their_own(context, talk, letters):
     assert letters.decode(reviewer.tokens, False) == "Uhi|Aone|Uok?|Atwo|"
 
 
+@pytest.mark.unit
+def test_a_compacted_agent_with_parallel_sub_agents_trains_every_token_once(context, talk):
+    """As coding agents go about it: two sub-agents at once, a note put into the history, a summary in its place."""
+    ctx = context("one|")
+
+    async def agent(client, session):
+        async def sub(role, turns):
+            messages = [{"role": "user", "content": role}]
+            for _ in range(turns):
+                messages += [await client.speak("messages", messages, model=f"run/{role}"), HI]
+
+        main = [{"role": "system", "content": "be"}, HI]
+        for _ in range(3):
+            main += [await client.speak("messages", main), {"role": "user", "content": "go"}]
+        await asyncio.gather(sub("reviewer", 4), sub("searcher", 2), client.speak("messages", main))
+        await client.speak("messages", [*main[:3], {"role": "user", "content": "go (note)"}])
+        await client.speak("messages", [main[0], {"role": "user", "content": "in short: hi"}])
+
+    samples = talk(ctx, agent).samples()
+    turns = sorted((sample.role, sum(sample.loss_mask) // len("one|")) for sample in samples)
+    assert turns == [("policy", 1), ("policy", 1), ("policy", 4), ("reviewer", 4), ("searcher", 2)]
+    facts = samples[0].metadata["chat"]
+    assert (facts["calls"], facts["branches"], facts["roots"], facts["forks"], facts["rewritten"]) == (12, 5, 4, 1, 0)
+    assert len(ctx.engine.requests) * len("one|") == sum(sum(sample.loss_mask) for sample in samples)
+
+
 CLIENTS = """
 import json
 
