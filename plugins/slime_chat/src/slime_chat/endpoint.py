@@ -84,6 +84,8 @@ class Endpoint:
         template_kwargs: Mapping[str, Any],
     ) -> AsyncIterator[Session]:
         """See :func:`open_session`."""
+        speech = self._speech(ctx, template_kwargs)
+        parser = self._parser(speech) if tool_parser == "auto" else parser_of(tool_parser)
         if self._server is None or self._server.orphaned:
             from slime_compat.loopback import LoopbackServer
 
@@ -92,8 +94,6 @@ class Endpoint:
             self._server = LoopbackServer(
                 routes, asyncio.get_running_loop(), self._authorize, threaded=False, max_body=MAX_BODY
             )
-        speech = self._speech(ctx, template_kwargs)
-        parser = self._parser(speech) if tool_parser == "auto" else parser_of(tool_parser)
         key = self._key(self._opened)
         self._opened += 1
         url = f"http://{LOOPBACK}:{self._server.port}/v1"
