@@ -202,14 +202,17 @@ async def agents(turns: int) -> None:
     """The process of the agents: a line names a session, and another says that its dialogue is over."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    tasks = set()
+    tasks, beginning = set(), asyncio.Semaphore(64)  # the server closes connections where many say nothing yet
 
     async def dialogue(url: str, key: str) -> None:
         port = int(url.split(":")[2].split("/")[0])
-        connection = await asyncio.open_connection("127.0.0.1", port)
         messages: list[dict[str, Any]] = [{"role": "user", "content": WORDS}]
-        for turn in range(turns):
+        async with beginning:
+            connection = await asyncio.open_connection("127.0.0.1", port)
             answer = await ask(*connection, key, {"messages": messages})
+        for turn in range(turns):
+            if turn:
+                answer = await ask(*connection, key, {"messages": messages})
             messages += [answer["choices"][0]["message"], {"role": "user", "content": f"{turn}: {WORDS}"}]
         connection[1].close()
         os.write(1, f"{key}\n".encode())
