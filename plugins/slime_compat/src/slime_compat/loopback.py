@@ -26,8 +26,8 @@ from slime_core.errors import SlimeError
 
 MAX_BODY = 64 << 20
 MAX_HEAD = 64 << 10
-MOST_SILENT = 256
-"""Connections that have not asked anything; the first of more is closed. At most an eighth of this process's files."""
+MOST_SILENT = 4096
+"""Connections that have not asked anything; the first of more is closed. At most half of this process's files."""
 CLOSE_SECONDS = 1.0  # for a client to read its response when the server closes
 
 
@@ -49,7 +49,7 @@ class _Connection(H11Protocol):
         super().connection_made(transport)
         silent = self.app_state.setdefault("silent", {})
         silent[self] = None
-        most = min(MOST_SILENT, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)
+        most = min(MOST_SILENT, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         if len(silent) > most:
             next(iter(silent)).transport.close()
 
