@@ -111,11 +111,15 @@ def test_one_turn_several_turns_and_tools_train_on_the_tokens_that_the_engine_dr
     assert all(line["metrics"]["train_rollout_logprob_abs_diff"] < 1e-5 for line in lines if line["kind"] == "step")
 
 
-def test_a_run_that_is_killed_in_an_episode_goes_on_to_the_same_weights(train, tmp_path):
+LOCKSTEP = ("--no-colocate", "--max-staleness", "1", "--async-schedule", "lockstep")
+
+
+@pytest.mark.parametrize("ahead", [(), pytest.param(LOCKSTEP, marks=pytest.mark.nightly)], ids=["sync", "lockstep"])
+def test_a_run_that_is_killed_in_an_episode_goes_on_to_the_same_weights(train, tmp_path, ahead):
     trouble = RECIPE + "[[data.tasks]]\nname = 'verifiers'\n[plugin.verifiers]\nenv = 'trouble'\nheldout = 0\n"
     trouble += "env_args.taskset.words = ['a', 'b', 'c', 'd']\n"
     flags = ("--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--save-interval", "1", "--rollout-shuffle")
-    flags += ("--no-colocate", "--max-staleness", "1", "--async-schedule", "lockstep")
+    flags += ahead
     whole = train("whole", trouble, *flags)
     last = str(steps_of(whole, 2)[0][1][-1].prompt).split(":")[1].split()[0]
     train("killed", trouble, *flags, code=-signal.SIGKILL, TROUBLE_KILLS=last)
