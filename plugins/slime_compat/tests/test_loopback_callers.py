@@ -108,3 +108,16 @@ def test_a_caller_who_hangs_up_cancels_what_was_begun():
 def test_a_request_without_the_token_is_refused_before_its_body_is_parsed(given):
     request = post_of(b"no json", b"connection: close").replace(b"bearer secret", given)
     assert with_server(echo, lambda server: talk_to(server, request)).startswith(b"HTTP/1.1 401")
+
+
+def test_many_who_connect_before_anyone_asks_are_all_served():
+    async def work(server):
+        pairs = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(300)]
+        for _, writer in pairs:
+            writer.write(post_of(b'{"a": 1}', b"connection: close"))
+        answers = [await asyncio.wait_for(reader.read(), 30) for reader, _ in pairs]
+        for _, writer in pairs:
+            writer.close()
+        return answers
+
+    assert all(answer.endswith(b'{"a": 1}') for answer in with_server(echo, work))
