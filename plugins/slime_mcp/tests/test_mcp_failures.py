@@ -103,7 +103,7 @@ def test_what_cannot_start_is_named_before_a_row_is_read(context, servers, told)
     ("options", "told"),
     [
         ({"servers": [{"name": "a"}]}, "needs a command or a url"),
-        ({"servers": [{"name": "a", "command": "x y", "url": "http://z"}]}, "needs a command or a url"),
+        ({"servers": [{"name": "a", "command": "x y", "url": "http://h"}]}, "needs a command or a url"),
         ({"servers": [{"name": "a", "command": "x"}, {"name": "a", "url": "y"}]}, "servers need different names"),
         ({"servers": [{"name": "a/b", "command": "x"}]}, "should match pattern"),
     ],
