@@ -106,8 +106,10 @@ def sample_metrics(samples: Sequence[Sample]) -> Metrics:
     figures: dict[str, list[float]] = {}
     for sample in samples:
         for prefix, key in (("reward/", "reward_terms"), ("", "metrics")):
-            for name, value in sample.metadata.get(key, {}).items():
-                figures.setdefault(f"{prefix}{name}/mean", []).append(float(value))
+            values = sample.metadata.get(key)
+            for name, value in values.items() if isinstance(values, dict) else ():
+                if isinstance(value, (int, float)):  # a row's own metadata may be anything
+                    figures.setdefault(f"{prefix}{name}/mean", []).append(float(value))
     metrics |= {name: mean(values) for name, values in sorted(figures.items())}
     metrics |= spread("response_len", [float(s.response_length) for s in samples])
     metrics |= spread("prompt_len", [float(s.prompt_length) for s in samples])

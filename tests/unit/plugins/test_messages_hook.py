@@ -81,3 +81,5 @@ def test_figures_of_samples_are_reported_as_means(generated):
     assert rollout_metrics([generated], 0, {}, 1)["geo/turns/mean"] == 3.0
     second.metadata["metrics"] = {"geo/turns": 2}
     assert evaluation_metrics([generated])["geo/turns/mean"] == 2.5
+    second.metadata["metrics"] = "a row's own word"
+    assert evaluation_metrics([generated])["geo/turns/mean"] == 3.0
