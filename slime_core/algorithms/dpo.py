@@ -125,7 +125,7 @@ ALGORITHM = Algorithm(
         "ratio": "h = beta (d_w - d_l), d = sum over trained tokens of log pi - log pi_ref; ipo: means, without beta",
         "objective": "sigmoid: -(1 - e) log sigma(h) - e log sigma(-h), e = dpo_label_smoothing; "
         "ipo: (h - 1 / (2 beta))^2",
-        "aggregation": f"mean over pairs, by {ROLLOUT_MEAN}",
+        "aggregation": f"{ROLLOUT_MEAN}, which is the mean over pairs",
     },
     source=(
         "Rafailov et al. 2023, Direct Preference Optimization, equation 7",

@@ -13,6 +13,7 @@ from slime_core.builtin import Core
 from slime_core.config.fields import core_keys
 from slime_core.config.load import load_config
 from slime_core.config.presets import settle
+from slime_core.config.sections.train import TrainSection
 
 pytestmark = pytest.mark.unit
 
@@ -47,7 +48,7 @@ def test_a_card_names_keys_cards_and_libraries_that_exist(one):
 def test_an_algorithms_card_has_the_parts_of_a_formula_and_lists_what_it_presets(one):
     assert {"advantage", "ratio", "objective", "aggregation"} <= set(one.formula)
     assert set(one.presets) <= set(one.options)
-    aggregation = settle(load_config(None, ["--advantage-estimator", one.name, "--loss-type", "sft_loss"]).train)
+    aggregation = settle(TrainSection(advantage_estimator=one.name))
     assert one.formula["aggregation"].startswith(aggregation.loss_aggregation)
 
 
