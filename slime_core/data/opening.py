@@ -66,7 +66,8 @@ def open_source(config: Config, plugins: Plugins, tokenizer: Any, ctx: Context) 
     streams = []
     for task, key in train_tasks(config):
         mark = saved.get("tasks", {}).get(task.name, {}).get("file")
-        supply = _supply(config, task, plugins, train_encoder(config, task, tokenizer), bad, ctx, key, mark)
+        encoder = train_encoder(config, task, tokenizer, offline=plugins.takes_replies(task.name, config))
+        supply = _supply(config, task, plugins, encoder, bad, ctx, key, mark)
         streams.append(Stream(task.name, task.weight, supply, _keys(config, ctx.stage, task)))
     source = DataSource(streams, stage=ctx.stage, seed=seed_of(config.seed, "order", ctx.stage))
     if saved:
@@ -243,11 +244,10 @@ def _keys(config: Config, stage: str, task: DataTask) -> Any:
     return lambda epoch: seed_of(config.seed, "shuffle", stage, task.name, epoch)
 
 
-def train_encoder(config: Config, task: DataTask, tokenizer: Any) -> Encoder:
-    """What turns a task's rows into prompts; where they bring their replies, the context holds both."""
+def train_encoder(config: Config, task: DataTask, tokenizer: Any, *, offline: bool) -> Encoder:
+    """What turns a task's rows into prompts; where an ``offline`` stage learns their replies, the context holds both."""
     data, keys = config.data, Keys.of(config, task)
-    replies_in_rows = config.train.offline and task.prompt_data and (keys.replies or not keys.label)
-    if not replies_in_rows:
+    if not (offline and task.prompt_data and (keys.replies or not keys.label)):
         return encoder_of(config, tokenizer, config.rollout.rollout_max_response_len)
     last = data.loss_mask_type in LAST_TURN
     replies = ReplyEncoder(tokenizer, last_turn=last, kwargs=dict(data.apply_chat_template_kwargs))

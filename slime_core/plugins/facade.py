@@ -175,6 +175,10 @@ class Plugins:
         """Whether :meth:`rollout` makes this task's groups; core's own does for offline losses alone."""
         return self._router.replaces_rollout(task, config, evaluation)
 
+    def takes_replies(self, task: str, config: Config) -> bool:
+        """Whether an offline loss is the core's own affair: the data's replies become this task's responses."""
+        return self._router.takes_replies(task, config)
+
     def ends_run(self, error: PluginError, config: Config) -> bool:
         """Whether a hook's error ends the run and not only its group: by ``on_plugin_error``, or it cannot end."""
         return config.rollout.on_plugin_error == "fail" or isinstance(error, Stuck)

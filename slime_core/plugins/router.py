@@ -119,6 +119,11 @@ class HookRouter:
             return False
         return impl.provider.source != "core" or (config.train.offline and not evaluation)
 
+    def takes_replies(self, task: str, config: Config) -> bool:
+        """Whether the core's `slime_rollout` makes this task's groups, of replies that the data bring."""
+        impl = self.owner("slime_rollout", task, config)
+        return bool(config.train.offline and impl and impl.provider.source == "core")
+
     def estimator(self, train: Any) -> Estimator:
         """The estimator of a [train] section; offline losses have their own."""
         registered = self.named["slime_advantage"].value(train.estimator)

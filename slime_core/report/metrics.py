@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, compress
+from numbers import Real
 
 import numpy as np
 
@@ -108,7 +109,7 @@ def sample_metrics(samples: Sequence[Sample]) -> Metrics:
         for prefix, key in (("reward/", "reward_terms"), ("", "metrics")):
             values = sample.metadata.get(key)
             for name, value in values.items() if isinstance(values, dict) else ():
-                if isinstance(value, (int, float)):  # a row's own metadata may be anything
+                if isinstance(value, Real):  # a row's own metadata may be anything
                     figures.setdefault(f"{prefix}{name}/mean", []).append(float(value))
     metrics |= {name: mean(values) for name, values in sorted(figures.items())}
     metrics |= spread("response_len", [float(s.response_length) for s in samples])
