@@ -67,7 +67,7 @@ class ReplyEncoder:
             DataError: DAT25 no assistant message to train on, or messages that the template refuses or rewrites.
         """
         answers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
-        trained = [n for n in answers if n >= first and all(messages[n].get(key, 1) for key in WEIGHTS)]
+        trained = [n for n in answers if n >= first and all(messages[n].get(key) != 0 for key in WEIGHTS)]
         if self.last_turn:
             trained = [n for n in trained if n == answers[-1]]
         if not trained:

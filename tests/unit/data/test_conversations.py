@@ -71,7 +71,7 @@ def test_the_last_turn_alone_and_turns_of_weight_0():
     assert trained(last, last.conversation(TALK, None, "r:1")) == ["7 (seven)<|eot_id|>"]
     for key in ("weight", "step_loss_mask"):
         every = ReplyEncoder(tokenizer)
-        talk = [{**TALK[1], key: 0} if message is TALK[1] else message for message in TALK]
+        talk = [{**message, key: 0 if message is TALK[1] else None} for message in TALK]  # a table's empty cells
         assert trained(every, every.conversation(talk, None, "r:1")) == ["7 (seven)<|eot_id|>"]
 
 
