@@ -18,7 +18,7 @@ from itertools import groupby
 from typing import Any
 
 from slime_core.data.chat import decode, encode, render
-from slime_core.data.turns import MARKS, OPEN
+from slime_core.data.turns import CLOSE, MARKS, OPEN
 from slime_core.errors import DataError
 from slime_core.types import Message
 
@@ -129,8 +129,10 @@ class ReplyEncoder:
         for number in trained:
             head = self._render(messages[:number], tools, where, generation=True)
             if not text.startswith(head) or len(head) < place:
-                if number == len(messages) - 1 and len(trained) == 1:
-                    return [(encode(self.tokenizer, head), 0), (self._alone(messages[-1], head), 1)]
+                message = messages[number]
+                text_alone = isinstance(message.get("content"), str) and not message.get("tool_calls")
+                if text_alone and number == len(messages) - 1 and len(trained) == 1:
+                    return [(encode(self.tokenizer, head), 0), (self._alone(message, head), 1)]
                 raise self._rewritten(number, head, text, where)
             end = self._end(messages, number, text, len(head), tools, where)
             answer = text[len(head) : end]
@@ -142,7 +144,9 @@ class ReplyEncoder:
 
     def _alone(self, message: Message, head: str) -> list[int]:
         """The last answer as a model would go on after ``head``, of a template that drops an answer's reasoning."""
-        content = str(message.get("content") or "")
+        content = str(message["content"])
+        if (reasoning := message.get("reasoning_content")) and OPEN not in content:
+            content = f"{OPEN}\n{reasoning}\n{CLOSE}\n\n{content}"
         if head.rstrip().endswith(OPEN) and content.lstrip().startswith(OPEN):
             content = content.split(OPEN, 1)[1].lstrip("\n")
         return self.text("", content).tokens

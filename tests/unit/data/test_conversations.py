@@ -87,6 +87,11 @@ def test_a_template_that_drops_reasoning_trains_the_last_turn_and_is_refused_for
     reply = encoder.conversation(talk, None, "r:1")
     assert trained(encoder, reply) == ["4 and 3\n</think>\n\n7<|im_end|>"]
     assert text_of(encoder, reply).endswith("<|im_start|>assistant\n<think>\n4 and 3\n</think>\n\n7<|im_end|>")
+    apart = [*TALK[:3], {"role": "assistant", "content": "7", "reasoning_content": "4 and 3"}]
+    assert encoder.conversation(apart, None, "r:1") == reply
+    calls = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    with pytest.raises(DataError, match="writes message 3 in another way"):
+        encoder.conversation([*TALK[:3], calls], None, "r:1")
     with pytest.raises(DataError, match="writes message 1 in another way") as refusal:
         ReplyEncoder(speaker("r1")).conversation(talk, None, "rows.jsonl:3")
     assert refusal.value.where == "rows.jsonl:3"
