@@ -201,14 +201,12 @@ def split_reasoning(text: str, *, open_: bool = False) -> tuple[str, str]:
     return (thought.strip(), rest.lstrip() if closed else "")
 
 
-def _without_specials(message: Message, tokenizer: Any) -> Message:
-    content = message.get("content")
-    if isinstance(content, str):
-        return {**message, "content": unspecial(content, tokenizer)}
-    if not isinstance(content, list):
-        return message
-    parts = [
-        {**part, "text": unspecial(part["text"], tokenizer)} if isinstance(part.get("text"), str) else part
-        for part in content
-    ]
-    return {**message, "content": parts}
+def _without_specials(value: Any, tokenizer: Any) -> Any:
+    """A message, or a part of one, in whose texts no special token is spelled out: names are a model's text too."""
+    if isinstance(value, str):
+        return unspecial(value, tokenizer)
+    if isinstance(value, list):
+        return [_without_specials(item, tokenizer) for item in value]
+    if isinstance(value, Mapping):
+        return {key: item if key == "role" else _without_specials(item, tokenizer) for key, item in value.items()}
+    return value
