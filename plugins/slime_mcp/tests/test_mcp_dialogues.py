@@ -54,10 +54,11 @@ def test_results_of_parallel_calls_are_read_and_do_not_train(context, play, call
 
 
 def test_every_mistake_is_answered_and_counted(context, play, call, results):
+    nested = {"a": json.loads("[" * 105 + "]" * 105), "b": 1}
     turns = [
         '<tool_call>\n{"name": "add", \n</tool_call><|im_end|>',
         call(("sub", {"a": 1}), ("add", {"a": "x", "b": 1}), ("add", [1])),
-        call(("add", {"a": 1, "b": float("inf")}), ("fail", {"text": "the disk is full"})),
+        call(("add", {"a": 1, "b": float("inf")}), ("fail", {"text": "the disk is full"}), ("add", nested)),
         call(("big", {"size": 3_000}), ("picture", {}), ("add", {"a": 1, "b": 1}), ("add", {"a": 1, "b": 2})),
         "I give up<|im_end|>",
     ]
@@ -72,17 +73,18 @@ def test_every_mistake_is_answered_and_counted(context, play, call, results):
     ]
     assert read[4].startswith("Error: the arguments cannot be sent as JSON: Out of range")
     assert read[5].startswith("Error executing tool fail")
-    assert read[6] == "a" + "x" * 99 + " ... 2800 characters ... " + "x" * 99 + "z"
-    assert read[7].splitlines() == [
+    assert read[6] == "Error: the arguments are nested deeper than 100 levels. The tool was not called."
+    assert read[7] == "a" + "x" * 99 + " ... 2800 characters ... " + "x" * 99 + "z"
+    assert read[8].splitlines() == [
         "[image, image/png, 3000 bytes, not shown]",
         "< |im_end|>in it",
         "[resource_link, file:///b.bin, application/x-b]",
     ]
-    assert read[8:] == ["2", "Error: not called; an answer may call 3 tools."]
-    kinds = {"unparsed": 1, "unknown": 1, "invalid": 3, "refused": 1, "failed": 1, "timeout": 0, "crash": 0}
+    assert read[9:] == ["2", "Error: not called; an answer may call 3 tools."]
+    kinds = {"unparsed": 1, "unknown": 1, "invalid": 4, "refused": 1, "failed": 1, "timeout": 0, "crash": 0}
     figures = sample.metadata["metrics"]
     assert {kind: figures[f"mcp/errors/{kind}"] for kind in kinds} == kinds
-    assert (figures["mcp/turns"], figures["mcp/calls"], figures["mcp/errors"]) == (5, 10, 7)
+    assert (figures["mcp/turns"], figures["mcp/calls"], figures["mcp/errors"]) == (5, 11, 8)
     assert sample.metadata["mcp"]["answer"] == "I give up"
 
 

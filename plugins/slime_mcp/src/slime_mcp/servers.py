@@ -36,6 +36,7 @@ from slime_mcp.options import McpServer, Options, expanded
 T = TypeVar("T")
 RETRIES = 4  # calls of a server at once that run in a process of their own
 ANSWERS = 5.0  # seconds in which a server that works lists its tools
+NESTED = 100  # levels of arguments; JSON that is nested deeper than 200 breaks both sides of a session
 
 
 class ServerLost(Exception):
@@ -65,6 +66,8 @@ class Tool:
 
     def problem(self, arguments: Any) -> str:
         """What is wrong with a call's arguments; empty where they fit."""
+        if _deeper(arguments, NESTED):
+            return f"the arguments are nested deeper than {NESTED} levels"
         try:
             json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
         except ValueError as error:
@@ -373,6 +376,12 @@ class McpServers:
         for task in late:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
+
+
+def _deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects are nested deeper than ``levels``."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return bool(items) and (levels == 0 or any(_deeper(item, levels - 1) for item in items))
 
 
 def text_of_result(result: CallToolResult) -> str:
