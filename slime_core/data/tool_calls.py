@@ -252,6 +252,7 @@ def _object(text: str, key: str) -> tuple[str, Any]:
 def _named(value: Any, key: str) -> tuple[str, Any]:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ValueError(f'a call is not a JSON object with "name" and "{key}"')
+    value["name"].encode()  # a ValueError for half of a surrogate pair, which JSON can say and no tokenizer reads
     return value["name"], value.get(key, {})
 
 

@@ -122,6 +122,7 @@ def test_a_template_without_a_known_format_has_no_parser(template):
         ("hermes", '<tool_call>{"name": "f"}</tool_call>', [("f", {})]),
         ("hermes", "<tool_call>{add}</tool_call>", "not valid"),
         ("hermes", '<tool_call>["add"]</tool_call>', "not a JSON object"),
+        ("hermes", r'<tool_call>{"name": "f\ud83d"}</tool_call>', "surrogates not allowed"),
         ("hermes", '<tool_call>{"name": "f"}</tool_call><tool_call>{"name', "no </tool_call>"),
         ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", "too deep|not valid"),
         ("qwen_xml", "<tool_call><function=f></function></tool_call>", [("f", {})]),
