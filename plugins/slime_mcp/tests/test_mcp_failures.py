@@ -10,6 +10,8 @@ from mcp_tasks import ASK, STDIO
 from slime_core.errors import SlimeError
 from slime_core.types import Group, Prompt, Status
 from slime_mcp import plugin
+from slime_mcp.options import Options
+from slime_mcp.servers import McpServers
 
 pytestmark = pytest.mark.unit
 
@@ -43,6 +45,24 @@ def test_servers_of_a_sample_keep_state_and_cost_that_sample_alone(context, play
     assert lost.status is Status.FAILED
     assert lost.metadata["mcp"]["infra"] == "an MCP server ended during a call of die"
     assert [first.status, second.status] == [Status.COMPLETED] * 2
+
+
+def test_a_call_that_is_stopped_while_it_waits_for_a_server_gives_no_place_away():
+    servers = McpServers(Options(servers=(OWN,), sample_servers=1), None)
+
+    async def work():
+        tool = (await servers.tools_async())["count"]
+        await servers.call("first", tool, {})
+        second = asyncio.ensure_future(servers.call("second", tool, {}))
+        while "second" not in servers._waiting:
+            await asyncio.sleep(0)
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+        await servers.release("second")
+        return servers._places.locked()
+
+    assert asyncio.run(work())
+    servers.close()
 
 
 def test_a_sample_that_was_stopped_goes_on_or_begins_again(context, call, results, play):

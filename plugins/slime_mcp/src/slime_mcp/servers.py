@@ -319,11 +319,12 @@ class McpServers:
 
     async def _again(self, tool: Tool, arguments: dict[str, Any]) -> ToolResult:
         connection = self._new(tool.server)
-        await connection.client()
         try:
-            return await connection.call(tool.name, arguments)
-        except ServerLost as error:
-            return ToolResult(text=f"Error: the server of {tool.name} {error}.", error="crash")
+            await connection.client()
+            try:
+                return await connection.call(tool.name, arguments)
+            except ServerLost as error:
+                return ToolResult(text=f"Error: the server of {tool.name} {error}.", error="crash")
         finally:
             connection.close()
 
@@ -361,7 +362,7 @@ class McpServers:
         for connection in self._of_sample.pop(sample, {}).values():
             connection.close()
         place = self._waiting.pop(sample, None)
-        if place is not None and not place.cancel():
+        if place is not None and not place.cancel() and not place.cancelled():
             self._places.release()
 
     async def _close(self) -> None:
