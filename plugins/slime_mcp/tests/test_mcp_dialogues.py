@@ -7,8 +7,9 @@ import pytest
 from mcp_tasks import ASK, STDIO
 
 from slime_core.data.chat import encode
-from slime_core.errors import ConfigError, DataError
-from slime_core.types import Status
+from slime_core.errors import ConfigError, DataError, EngineError
+from slime_core.rollout.groups import check_group
+from slime_core.types import Group, Prompt, Status
 from slime_mcp import plugin
 
 pytestmark = pytest.mark.unit
@@ -95,6 +96,25 @@ def test_dialogues_without_end_and_cut_answers_are_truncated(context, play, call
     assert endless.status is cut.status is Status.TRUNCATED
     assert (endless.metadata["mcp"]["turns"], cut.metadata["mcp"]["turns"]) == (3, 2)
     assert "answer" not in endless.metadata["mcp"]
+
+
+def test_results_that_fill_the_context_end_the_dialogue_and_are_left_out(context, play, call):
+    turn = call(("big", {"size": 3_000}))
+    ctx = context(turn)
+    say = ctx.engine.say
+
+    def full(request):
+        if ctx.engine.requests:
+            raise EngineError("the prompt fills the context", code="ENG72")
+        return say(request)
+
+    ctx.engine.say = full
+    (sample,) = play(ctx)
+    assert (sample.status, sample.response_tokens) == (Status.TRUNCATED, encode(ctx.tokenizer, turn))
+    assert set(sample.loss_mask) == {1}
+    assert sample.metadata["metrics"]["mcp/calls"] == 1
+    assert "xxx" not in sample.response
+    check_group(Group(prompt=Prompt(id="main/0"), samples=[sample], rollouts={0: [0]}), {0: sample.id}, 1 << 20)
 
 
 def test_reasoning_holds_no_calls(context, play, call):

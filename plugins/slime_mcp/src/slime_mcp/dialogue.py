@@ -94,6 +94,7 @@ async def _turns(
             if error.code != FULL or not sample.response_length:
                 raise
             sample.status = Status.TRUNCATED
+            _drop_unread(sample, ctx.tokenizer)
             return
         if done.finish == "abort":
             return
@@ -153,6 +154,17 @@ async def _result(
     if problem := tool.problem(call.arguments):
         return ToolResult(text=f"Error: {problem}. The tool was not called.", error="invalid")
     return await servers.call(sample.id, tool, call.arguments)
+
+
+def _drop_unread(sample: Sample, tokenizer: Any) -> None:
+    """Remove the results at a sample's end: with them it is longer than the context, which a trainer may not hold."""
+    mask = sample.loss_mask or []
+    count = next((number for number, trains in enumerate(reversed(mask)) if trains), len(mask))
+    text = decode(tokenizer, sample.tokens[len(sample.tokens) - count :])
+    for values in (sample.tokens, mask, sample.rollout_log_probs or [], sample.weight_versions):
+        del values[len(values) - count :]
+    sample.response_length -= count
+    sample.response = sample.response.removesuffix(text)
 
 
 def _begin_again(sample: Sample) -> None:
