@@ -128,6 +128,7 @@ def test_a_row_chooses_tools(context, play, call, results):
     assert results(sample) == ["Error: there is no tool 'fail'. Tools are: add, count."]
     named = [json.loads(line)["function"]["name"] for line in sample.prompt.splitlines() if line.startswith('{"type"')]
     assert named == ["add", "count"]
+    assert plugin.slime_messages(list(ASK), None, {"mcp_tools": []}, ctx) == (ASK, None)
     with pytest.raises(DataError, match=r"chooses the tools sub, which no server has.*tools are add, meet"):
         play(ctx, metadata={"mcp_tools": ["sub", "add"]})
     with pytest.raises(DataError, match="tools of its own"):
@@ -146,6 +147,10 @@ def test_without_tools_in_the_template_a_system_prompt_describes_them(context, p
     (sample,) = play(ctx, metadata={"mcp_tools": ["add"]})
     assert sample.prompt.startswith('<|im_start|>system\nYou can call these functions:\n\n{"type": "function"')
     assert results(sample) == ["3"]
+    parts = [{"type": "text", "text": "Be brief."}]
+    (system, *_), _ = plugin.slime_messages([{"role": "system", "content": parts}, *ASK], None, {}, ctx)
+    assert system["content"][0] == parts[0]
+    assert system["content"][1]["text"].startswith("You can call")
     assert "<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>" in sample.response
     with pytest.raises(ConfigError, match="no parser of tool calls 'hermse'"):
         play(context("x", tool_parser="hermse"))

@@ -82,6 +82,8 @@ def slime_messages(
             fix=f"leave them out, or unset data.tool_key; a row chooses tools by metadata.{CHOICE}, a list of names",
         )
     chosen = _chosen(_servers_of(options, ctx).tools(), metadata)
+    if not chosen:
+        return messages, None
     definitions = [tool.definition for tool in chosen.values()]
     _, template = _talk_of(options, ctx)
     if options.describe == "template":
@@ -90,7 +92,9 @@ def slime_messages(
     first = messages[0] if messages and messages[0]["role"] == "system" else None
     if first is None:
         return [{"role": "system", "content": text}, *messages], None
-    return [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]], None
+    content = first["content"]
+    both = f"{content}\n\n{text}" if isinstance(content, str) else [*content, {"type": "text", "text": text}]
+    return [{**first, "content": both}, *messages[1:]], None
 
 
 @hookimpl
