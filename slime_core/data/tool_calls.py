@@ -124,8 +124,10 @@ def deepseek(text: str, tools: Tools = ()) -> tuple[str, Calls]:
     calls: Calls = []
     for part in rest.split(CALL)[1:]:
         head, separator, tail = part.partition(CALL_END)[0].partition(SEPARATOR)
-        name, fence, block = tail.partition(FENCE)
-        name, arguments = (name, block.strip().removesuffix(FENCE).removeprefix("json")) if fence else (head, tail)
+        name, arguments = head, tail
+        if head.strip() == "function" and FENCE in tail:  # as V3 and R1 write it
+            name, _, block = tail.partition(FENCE)
+            arguments = block.strip().removesuffix(FENCE).removeprefix("json")
         if not separator or not name.strip():
             raise ValueError(f"a call is not function{SEPARATOR}NAME and a block of JSON")
         calls.append((name.strip(), _json(arguments)))

@@ -31,7 +31,7 @@ OWN = {"mistral v3": MISTRAL_V3, "mistral v11": MISTRAL_V11, "deepseek v3.1": DE
 ARGUMENTS = {
     "add": {"a": 1, "b": -2.5},
     "note": {
-        "text": 'two\nlines, "quoted" {brace} <b>ü</b>',
+        "text": 'two\nlines, "quoted" {brace} <b>ü</b> ```py\n1```',
         "number": "007",
         "flags": [True, None],
         "more": {"k": []},
