@@ -185,7 +185,8 @@ def test_a_folder_that_is_no_task_is_refused(folder):
     shutil.rmtree(folder / "tests")
     with pytest.raises(DataError, match=r"has no tests/test\.sh"):
         harbor.read_task(folder)
-    assert [reward_in(text) for text in ("1", '{"reward": 0.5}', "nan", "7", "x", "{}")] == [1.0, 0.5, 0, 0, 0, 0]
+    assert [reward_in(text) for text in ("1", '{"reward": 0.5}')] == [1.0, 0.5]
+    assert not any(map(reward_in, ("nan", "7", "x", "{}", "9" * 400, "[" * 100_000)))
 
 
 def test_the_shipped_files_are_those_that_the_generator_writes(tmp_path):

@@ -130,6 +130,6 @@ def reward_in(text: str) -> float:
     try:
         value = json.loads(text)
         number = float(next(iter(value.values())) if isinstance(value, dict) else value)
-    except (ValueError, TypeError, StopIteration):
+    except (ValueError, TypeError, StopIteration, OverflowError, RecursionError):
         return 0.0
     return number if 0 <= number <= 1 else 0.0
