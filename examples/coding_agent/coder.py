@@ -74,7 +74,7 @@ def arguments_of(call: dict[str, Any]) -> Any:
     """A call's arguments; None where they are no JSON."""
     try:
         return json.loads(call["function"]["arguments"])
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

@@ -186,6 +186,7 @@ def test_a_folder_that_is_no_task_is_refused(folder):
     with pytest.raises(DataError, match=r"has no tests/test\.sh"):
         harbor.read_task(folder)
     assert [reward_in(text) for text in ("1", '{"reward": 0.5}')] == [1.0, 0.5]
+    assert coder.arguments_of({"function": {"arguments": "[" * 100_000}}) is None
     assert not any(map(reward_in, ("nan", "7", "x", "{}", "9" * 400, "[" * 100_000)))
 
 
