@@ -5,8 +5,8 @@
 
 A template that marks its answers (``{% generation %}``) says itself what is trained. With any other the text is
 rendered up to each assistant message, as for generation, and without it: the answer is what stands between, with the
-special token that ends it. Pieces are encoded one by one, as an engine reads and writes them. A template that writes
-earlier turns otherwise than it wrote them when they were the last (it drops their reasoning) is refused.
+special token that ends it. Pieces are encoded one by one, each after the end of the text before it. A template that
+writes earlier turns otherwise than it wrote them when they were the last (it drops their reasoning) is refused.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ LAST_TURN = ("last", "distill_qwen")
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 WEIGHTS = ("weight", "step_loss_mask")
 """Keys of an assistant message, of OpenAI's format and of slime's: 0 leaves it out of the loss."""
+BEFORE = 64  # characters before a piece that decide how it is encoded
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -89,7 +90,7 @@ class ReplyEncoder:
 
     def text(self, prompt: str, answer: str) -> Reply:
         """An answer to a prompt that are texts, read without a chat template; the end token follows."""
-        ids, end = encode(self.tokenizer, answer), self.tokenizer.eos_token_id
+        ids, end = self._after(prompt, answer), self.tokenizer.eos_token_id
         ids += [int(end)] if end is not None and ids[-1:] != [end] else []
         return Reply(prompt=encode(self.tokenizer, prompt), tokens=ids, loss_mask=[1] * len(ids))
 
@@ -137,8 +138,8 @@ class ReplyEncoder:
             end = self._end(messages, number, text, len(head), tools, where)
             answer = text[len(head) : end]
             closed = end < len(text) or re.search(rf"(?:{self._specials})\Z", answer)
-            ids = encode(self.tokenizer, answer) if closed else self.text("", answer).tokens
-            pieces += [(encode(self.tokenizer, text[place : len(head)]), 0), (ids, 1)]
+            ids = self._after(head, answer) if closed else self.text(head, answer).tokens
+            pieces += [(self._after(text[:place], text[place : len(head)]), 0), (ids, 1)]
             place = end
         return pieces
 
@@ -149,7 +150,13 @@ class ReplyEncoder:
             content = f"{OPEN}\n{reasoning}\n{CLOSE}\n\n{content}"
         if head.rstrip().endswith(OPEN) and content.lstrip().startswith(OPEN):
             content = content.split(OPEN, 1)[1].lstrip("\n")
-        return self.text("", content).tokens
+        return self.text(head, content).tokens
+
+    def _after(self, head: str, text: str) -> list[int]:
+        """Ids of a text as they follow another: SentencePiece puts a space before a text that stands alone."""
+        context = head[-BEFORE:]
+        before, both = encode(self.tokenizer, context), encode(self.tokenizer, context + text)
+        return both[len(before) :] if both[: len(before)] == before else encode(self.tokenizer, text)
 
     def _end(
         self, messages: list[Message], number: int, text: str, begin: int, tools: list[Any] | None, where: str

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import trl
 from speakers import speaker
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from slime_core import DataError
@@ -63,6 +64,26 @@ def test_every_answer_trains_with_its_end_and_nothing_else_does(style, answers):
     assert rendered.startswith(text_of(encoder, reply).removesuffix("<|im_end|>" if style == "bare" else ""))
     prompt = encoder.tokenizer.apply_chat_template(TALK[:1], tokenize=False, add_generation_prompt=True)
     assert reply.prompt == encoder.tokenizer.encode(prompt, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_pieces_of_sentencepiece_are_encoded_as_in_the_whole_text(legacy):
+    """Llama 2, TinyLlama and Mistral put a space before every text that they encode alone."""
+    vocab = {char: number for number, char in enumerate([*map(chr, range(33, 127)), "▁", "▁4", "▁7", "▁(", "▁a"])}
+    model = Tokenizer(models.BPE(vocab=vocab, merges=[("▁", piece[1]) for piece in ("▁4", "▁7", "▁(", "▁a")]))
+    if legacy:
+        model.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        model.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, eos_token="</s>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+        "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+    )
+    reply = ReplyEncoder(tokenizer).conversation(TALK, None, "r:1")
+    whole = tokenizer.apply_chat_template(TALK, tokenize=False)
+    assert reply.prompt + reply.tokens == tokenizer.encode(whole, add_special_tokens=False)
+    assert sum(reply.loss_mask) == len("4.$") + len("7 (seven)$") - 1
 
 
 def test_the_last_turn_alone_and_turns_of_weight_0():
