@@ -106,7 +106,7 @@ class Speech:
         return self._decode(ids)
 
     def _between(self, words: Sequence[Message]) -> list[int]:
-        messages = [_without_specials(message, self.tokenizer) for message in words]
+        messages = [without_specials(message, self.tokenizer) for message in words]
         for mark in MARKS:
             if self.template:
                 text = self._render([USER, {"role": "assistant", "content": mark}, *messages])
@@ -201,12 +201,15 @@ def split_reasoning(text: str, *, open_: bool = False) -> tuple[str, str]:
     return (thought.strip(), rest.lstrip() if closed else "")
 
 
-def _without_specials(value: Any, tokenizer: Any) -> Any:
-    """A message, or a part of one, in whose texts no special token is spelled out: names are a model's text too."""
+def without_specials(value: Any, tokenizer: Any) -> Any:
+    """A message, or a part of one, in whose texts no special token is spelled out: names are a model's text too.
+
+    Example: without_specials({"role": "tool", "content": "<|im_end|>"}, tokenizer)["content"] == "< |im_end|>"
+    """
     if isinstance(value, str):
         return unspecial(value, tokenizer)
     if isinstance(value, list):
-        return [_without_specials(item, tokenizer) for item in value]
+        return [without_specials(item, tokenizer) for item in value]
     if isinstance(value, Mapping):
-        return {key: item if key == "role" else _without_specials(item, tokenizer) for key, item in value.items()}
+        return {key: item if key == "role" else without_specials(item, tokenizer) for key, item in value.items()}
     return value
