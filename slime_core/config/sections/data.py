@@ -31,7 +31,9 @@ class DataTask(Section):
         """Take ``NAME`` or ``NAME:WEIGHT`` as a task."""
         if not isinstance(data, str):
             return data
-        name, colon, text = data.partition(":")
+        name, colon, text = data.strip().partition(":")
+        if not name or name[0] in "[{":
+            raise ValueError(f"a task is NAME, NAME:WEIGHT or a table, and {data!r} is none of them")
         weight = typed(text, float) if colon else 1.0
         if isinstance(weight, str):
             raise ValueError(f"a task is NAME or NAME:WEIGHT, and '{text}' is no number")

@@ -260,7 +260,7 @@ def test_a_secret_that_the_environment_brought_is_known_and_not_warned_about(rec
 @pytest.mark.parametrize(
     ("words", "tasks"),
     [
-        pytest.param(["--tasks", "a:0.5,b"], [("a", 0.5), ("b", 1.0)], id="commas"),
+        pytest.param(["--tasks", "a:0.5, b"], [("a", 0.5), ("b", 1.0)], id="commas"),
         pytest.param(["--tasks", "a:0.5", "b:2"], [("a", 0.5), ("b", 2.0)], id="words"),
         pytest.param(["--tasks", '{name="a", weight=2.0}', "b"], [("a", 2.0), ("b", 1.0)], id="a table and a name"),
         pytest.param(["data.tasks=['a', {name='b', weight=0.5}]"], [("a", 1.0), ("b", 0.5)], id="an array"),
@@ -272,6 +272,7 @@ def test_tasks_are_named_in_short(words, tasks):
     assert [task.name for task in config.eval.eval_tasks] == ["c.1", "d"]
 
 
-def test_a_weight_that_is_no_number_is_refused(refused):
-    error = refused(None, "--tasks", "a:x")
-    assert "NAME:WEIGHT" in error.what + error.why
+def test_a_task_that_is_no_name_and_number_is_refused(refused):
+    for words in ("a:x", "a,", '{name = "a", weight = }'):
+        error = refused(None, "--tasks", words)
+        assert "NAME:WEIGHT" in error.what + error.why
