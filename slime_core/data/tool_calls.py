@@ -308,7 +308,9 @@ def _typed(name: str, pairs: Sequence[tuple[str, str]], tools: Tools) -> dict[st
 
 
 def _value(text: str, schema: Any) -> Any:
-    if isinstance(schema, Mapping) and schema.get("type") == "string":
+    options = schema.get("anyOf", [schema]) if isinstance(schema, Mapping) else []
+    types = [option.get("type") for option in options if isinstance(option, Mapping)]
+    if types == ["string"] or (text != "null" and types in (["string", "null"], [["string", "null"]])):
         return text
     try:
         return json.loads(text)

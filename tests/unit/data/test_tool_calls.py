@@ -35,10 +35,12 @@ ARGUMENTS = {
         "number": "007",
         "flags": [True, None],
         "more": {"k": []},
+        "code": "42",
     },
     "now": {},
 }
-SCHEMAS = {"text": {"type": "string"}, "number": {"type": "string"}}
+OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}  # as pydantic writes `str | None`
+SCHEMAS = {"text": {"type": "string"}, "number": {"type": "string"}, "code": OPTIONAL}
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": SCHEMAS}}}
     for name in ARGUMENTS
@@ -154,6 +156,11 @@ def test_calls_are_well_formed_or_an_error_says_what_is_wrong(name, text, calls)
             PARSERS[name](text, ())
     else:
         assert PARSERS[name](text, ()) == (("", calls) if calls else (text, []))
+
+
+def test_null_is_the_value_of_an_optional_text():
+    text = "<tool_call>note<arg_key>code</arg_key><arg_value>null</arg_value></tool_call>"
+    assert PARSERS["glm"](text, TOOLS) == ("", [("note", {"code": None})])
 
 
 def test_a_parser_may_be_a_function_and_names_are_checked():
