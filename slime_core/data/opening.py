@@ -245,7 +245,7 @@ def _keys(config: Config, stage: str, task: DataTask) -> Any:
 
 
 def train_encoder(config: Config, task: DataTask, tokenizer: Any, *, offline: bool) -> Encoder:
-    """What turns a task's rows into prompts; where an ``offline`` stage learns their replies, the context holds both."""
+    """What turns a task's rows into prompts; where ``offline`` stages learn replies, the context holds both."""
     data, keys = config.data, Keys.of(config, task)
     if not (offline and task.prompt_data and (keys.replies or not keys.label)):
         return encoder_of(config, tokenizer, config.rollout.rollout_max_response_len)

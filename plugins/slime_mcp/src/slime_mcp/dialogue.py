@@ -68,8 +68,9 @@ async def converse(
         if stateful:
             await servers.release(sample.id)
     errors = {f"mcp/errors/{kind}": state[kind] for kind in ERRORS}
+    metrics = sample.metadata.get("metrics")
     sample.metadata["metrics"] = {
-        **sample.metadata.get("metrics", {}),
+        **(metrics if isinstance(metrics, dict) else {}),
         "mcp/turns": state["turns"],
         "mcp/calls": state["calls"],
         "mcp/errors": sum(errors.values()),
