@@ -16,6 +16,7 @@ from slime_core.context import Context
 from slime_core.types import Group, Sample, SamplingParams
 from slime_verifiers.options import Options
 from slime_verifiers.plugin import Verifiers
+from slime_verifiers.process import EnvironmentProcess, ProcessLost
 
 pytestmark = [pytest.mark.integration, pytest.mark.environments]
 
@@ -156,6 +157,21 @@ def test_an_environment_that_fails_costs_its_own_episodes_and_is_started_again(t
     assert "taskset.wordz" in trial.problem(env_args={"taskset": {"wordz": 1}}).why
 
 
+def test_a_process_that_reads_nothing_holds_up_nobody(environments_python, monkeypatch):
+    monkeypatch.setattr("slime_verifiers.process.TO_END", 0.5)
+    process = EnvironmentProcess(environments_python, 0)
+    process.version.result(120)
+    (worker,) = below(process.pid)
+    os.kill(worker, signal.SIGSTOP)
+    replies = [process.ask(do="load", env={"words": "x" * (1 << 20)}) for _ in range(2)]  # more than a pipe takes
+    process.cancel(replies[0][0])
+    process.close()
+    for _, reply in replies:
+        with pytest.raises(ProcessLost):
+            reply.result(60)
+    assert not Path(f"/proc/{worker}").exists()
+
+
 def test_an_interpreter_without_verifiers_and_none_at_all_are_named(trial):
     trial = trial()
     assert 'pip install "verifiers>=0.4"' in trial.problem(python=sys.executable).fix
@@ -185,6 +201,7 @@ def test_hanging_exiting_babbling_leaking_and_hoarding_environments_cost_their_o
                 episodes, _ = await trial.play([word], episode_seconds=seconds)
                 assert kinds(episodes) == {word: {"infra_error"}}, word
                 assert word != "exits" or "no license" in episodes[word][1][0].reason
+            assert not [line for line in commands() if line.startswith("sleep 3602")]
             episodes, _ = await trial.play(["fine"], episode_seconds=60.0)
             assert kinds(episodes) == {"fine": {"score"}}, word
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import subprocess
 import threading
 from collections import deque
@@ -51,9 +52,10 @@ class EnvironmentProcess:
             start_new_session=True,
             env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"},
         )
+        self._requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()  # b"" closes stdin
         self._readers = [threading.Thread(target=read, daemon=True) for read in (self._listen, self._read_stderr)]
-        for reader in self._readers:
-            reader.start()
+        for thread in (*self._readers, threading.Thread(target=self._write, daemon=True)):
+            thread.start()
 
     @property
     def running(self) -> int:
@@ -84,20 +86,19 @@ class EnvironmentProcess:
 
     def cancel(self, number: int) -> None:
         """Stop what a request has begun; its reply says so."""
-        with self._lock:
-            self._send({"id": number, "do": "cancel"})
+        self._send({"id": number, "do": "cancel"})
 
     def close(self) -> None:
         """End it with everything that it has started; blocks until then."""
         self._lost = self._lost or "it was closed"
-        with suppress(OSError):
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-        try:
-            self._process.wait(TO_END)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._requests.put(b"")
+        for harder in (self._process.terminate, self._process.kill):  # it may read nothing, and so not see the end
+            try:
+                self._process.wait(TO_END)
+                break
+            except subprocess.TimeoutExpired:
+                harder()
+        self._process.wait()
         for reader in self._readers:
             reader.join(TO_END)
         for pipe in (self._process.stdout, self._process.stderr):
@@ -109,10 +110,15 @@ class EnvironmentProcess:
         return shortened("".join(self._stderr).strip(), LAST_WORDS)
 
     def _send(self, request: dict[str, Any]) -> None:
+        """Leave a request to the writer: a process that hangs reads nothing, and nobody may wait for it."""
+        self._requests.put(json.dumps(request).encode() + b"\n")
+
+    def _write(self) -> None:
         assert self._process.stdin is not None
-        with suppress(OSError, ValueError):  # the reader sees its end
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
+        with suppress(OSError), self._process.stdin as stdin:  # the reader sees its end
+            while line := self._requests.get():
+                stdin.write(line)
+                stdin.flush()
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
@@ -129,6 +135,7 @@ class EnvironmentProcess:
         if breach:
             self._process.terminate()
         code = self._process.wait()
+        self._requests.put(b"")
         self._readers[1].join(TO_END)
         with self._lock:
             self._lost = self._lost or breach or f"it ended with {_ending(code)}"

@@ -44,7 +44,13 @@ Reply = dict[str, Any]
 
 
 def supervise(child: int) -> int:
-    """Wait for the worker's end, or for that of whoever holds stdin; end every process below this one."""
+    """Wait for the worker's end, that of whoever holds stdin, or SIGTERM; end every process below this one."""
+
+    def end(*signal_and_frame: Any) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+    signal.signal(signal.SIGTERM, end)
     ended = os.pidfd_open(child)
     poll = select.poll()
     poll.register(ended, select.POLLIN)

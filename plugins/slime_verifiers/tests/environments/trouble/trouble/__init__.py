@@ -44,6 +44,7 @@ class TroubleTask(vf.Task[vf.TaskData]):
             print("something went badly wrong", file=sys.stderr)
             os.abort()
         if word == "babbles":
+            subprocess.Popen(["sleep", "3602"], start_new_session=True)
             for number in range(3, 40):
                 with suppress(OSError):
                     os.write(number, b'{"id": "what"}\n[]\n')
