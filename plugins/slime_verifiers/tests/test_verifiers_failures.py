@@ -141,6 +141,19 @@ def test_an_environment_that_fails_costs_its_own_episodes_and_is_started_again(t
             (1.0, {"agreement": 1.0}),
             (0.25, {"agreement": 0.25}),
         ]
+        hanging = asyncio.ensure_future(trial.play(["hangs"]))
+        while not (trial.process() and "hanging now" in trial.process().last_words()):
+            await asyncio.sleep(0.02)
+        (pool,) = trial.plugin._pools.values()
+        options = trial.options.model_copy(update={"env_args": {"taskset": {"words": ["hangs"]}}})
+        try:
+            task = await asyncio.wait_for(asyncio.to_thread(pool.task, options, 0, evaluation=False), 60)
+        finally:
+            (worker,) = below(trial.process().pid)
+            os.kill(worker, signal.SIGKILL)
+        assert task["prompt"] == "hangs"
+        assert kinds(await hanging) == {"hangs": {"infra_error"}}
+
         args = {"id": "best-of-n", "n": 2}
         episodes, _ = await trial.play(["a"], lines=("45|", "4x|"), env="digit-share", env_args=args)
         (samples, rewards) = episodes["a"]

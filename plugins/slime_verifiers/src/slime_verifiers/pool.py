@@ -8,6 +8,7 @@ import sys
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from slime_core.errors import ConfigError, nearest, shortened
@@ -24,6 +25,10 @@ LONGEST = 1500  # characters of an environment's error
 
 class Failed(Exception):
     """An episode without a result; its text says why."""
+
+
+class NoReply(ConfigError):
+    """A process was lost, or did not reply in time."""
 
 
 class WorkerPool:
@@ -55,7 +60,11 @@ class WorkerPool:
         Raises:
             ConfigError: as :meth:`load`.
         """
-        data: dict[str, Any] = self._ask(environment, evaluation, do="task", position=position)["task"]
+        ask = partial(self._ask, environment, evaluation, do="task", position=position)
+        try:
+            data: dict[str, Any] = ask()["task"]
+        except NoReply:  # an episode has ended the process, or holds it: a new one has the task too
+            data = ask()["task"]
         return data
 
     async def episode(
@@ -104,9 +113,12 @@ class WorkerPool:
             first = process.version.result(self._options.load_seconds)
             result = first if "error" in first else reply.result(self._options.load_seconds)
         except TimeoutError:
-            process.cancel(number)
+            if request["do"] == "task":
+                process.close()
+            else:
+                process.cancel(number)
             fix = "--load-seconds SECONDS   or look at what it waits for"
-            raise ConfigError(
+            raise NoReply(
                 f"{environment.env} did not load in {self._options.load_seconds:g} s",
                 code="CFG05",
                 where=where,
@@ -114,7 +126,7 @@ class WorkerPool:
                 fix=fix,
             ) from None
         except ProcessLost as error:
-            raise ConfigError(
+            raise NoReply(
                 f"{environment.env} did not load: its process was lost",
                 code="CFG05",
                 where=where,

@@ -22,6 +22,8 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from importlib import metadata
 from itertools import islice
@@ -263,6 +265,8 @@ class RequestServer:
         self._requests, self._replies = requests, replies
         self._served: dict[str, asyncio.Future[Served]] = {}
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._rows = ThreadPoolExecutor(1)  # reads tasks, one request after the other
+        self._sending = threading.Lock()
         self._relay = Relay()
 
     async def run(self) -> None:
@@ -271,8 +275,12 @@ class RequestServer:
 
         def read() -> None:
             with os.fdopen(self._requests, "rb") as lines:
-                for line in lines:
-                    loop.call_soon_threadsafe(self._begin, json.loads(line))
+                for request in map(json.loads, lines):
+                    served = self._loaded(request["env"]) if request["do"] == "task" else None
+                    if served is not None:  # an episode may hold the loop, and slime waits for a task
+                        self._rows.submit(self._answer_task, served, request)
+                    else:
+                        loop.call_soon_threadsafe(self._begin, request)
             loop.call_soon_threadsafe(closed.set)
 
         async with AsyncExitStack() as self._stack:
@@ -302,15 +310,33 @@ class RequestServer:
             reply = failure(error, request)
         finally:
             self._running.pop(number, None)
-        send(self._replies, {"id": number, **reply})
+        self._send({"id": number, **reply})
+
+    def _answer_task(self, served: Served, request: dict[str, Any]) -> None:
+        try:
+            reply = {"task": served.task(request["position"])}
+        except Exception as error:
+            reply = failure(error, request)
+        self._send({"id": request["id"], **reply})
+
+    def _send(self, reply: Reply) -> None:
+        with self._sending:
+            send(self._replies, reply)
 
     async def _do(self, request: dict[str, Any]) -> Reply:
         served = await self._environment(request["env"])
         if request["do"] == "load":
-            return {"count": await asyncio.to_thread(served.count)}
+            return {"count": await self._read(served.count)}
         if request["do"] == "task":
-            return {"task": await asyncio.to_thread(served.task, request["position"])}
+            return {"task": await self._read(served.task, request["position"])}
         return await served.episode(request["task"], request["base_url"], request["api_key"])
+
+    async def _read(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._rows, work, *arguments)
+
+    def _loaded(self, config: dict[str, Any]) -> Served | None:
+        served = self._served.get(json.dumps(config, sort_keys=True))
+        return served.result() if served is not None and served.done() and served.exception() is None else None
 
     async def _environment(self, config: dict[str, Any]) -> Served:
         name = json.dumps(config, sort_keys=True)

@@ -36,6 +36,7 @@ class TroubleTask(vf.Task[vf.TaskData]):
         if word == "waits":
             await asyncio.sleep(3600)
         if word == "hangs":
+            print("hanging now", file=sys.stderr, flush=True)
             time.sleep(3600)
         if word == "exits":
             sys.exit("no license")
