@@ -5,9 +5,10 @@ import dataclasses
 import os
 import signal
 import sys
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
+import aiohttp
 import pytest
 from agent_session import LetterTokenizer, LineEngine
 
@@ -17,6 +18,7 @@ from slime_core.types import Group, Sample, SamplingParams
 from slime_verifiers.options import Options
 from slime_verifiers.plugin import Verifiers
 from slime_verifiers.process import EnvironmentProcess, ProcessLost
+from slime_verifiers.worker import serve
 
 pytestmark = [pytest.mark.integration, pytest.mark.environments]
 
@@ -183,6 +185,35 @@ def test_a_process_that_reads_nothing_holds_up_nobody(environments_python, monke
         with pytest.raises(ProcessLost):
             reply.result(60)
     assert not Path(f"/proc/{worker}").exists()
+
+
+def test_a_model_call_that_the_environment_gives_up_ends_at_slime_too(monkeypatch):
+    monkeypatch.setenv(serve.KEY, "")
+
+    async def run():
+        came, gone = asyncio.Event(), asyncio.Event()
+
+        async def slime(reader, writer):
+            await reader.readuntil(b"\r\n\r\n")
+            came.set()
+            while await reader.read(1000):
+                pass
+            gone.set()
+            writer.close()
+
+        server = await asyncio.start_server(slime, "127.0.0.1", 0)
+        async with server, AsyncExitStack() as stack:
+            relay = serve.Relay()
+            await relay.start(stack)
+            relay.sessions["trace"] = (f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", "key")
+            client = await stack.enter_async_context(aiohttp.ClientSession())
+            headers = {serve.SESSION: "trace", "authorization": f"Bearer {os.environ[serve.KEY]}"}
+            call = asyncio.ensure_future(client.post(f"{relay.url}/chat/completions", json={}, headers=headers))
+            await came.wait()
+            call.cancel()
+            await asyncio.wait_for(gone.wait(), 60)
+
+    asyncio.run(run())
 
 
 def test_an_interpreter_without_verifiers_and_none_at_all_are_named(trial):

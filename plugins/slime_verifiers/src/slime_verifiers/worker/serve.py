@@ -108,7 +108,7 @@ class Relay:
         self._secret = os.environ[KEY] = os.urandom(16).hex()
         app = web.Application(client_max_size=1 << 30)
         app.router.add_post("/v1/{path:.*}", self._pass_on)
-        runner = web.AppRunner(app, access_log=None)
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True)  # a call given up ends at slime too
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, "127.0.0.1", 0).start()
