@@ -1,4 +1,4 @@
-"""Games that break in the ways that games break, for the tests: `Faulty-v0` does what its player says."""
+"""Games for the tests: `Faulty-v0` breaks as its player says, `Room-v0` says that it was closed."""
 
 import ctypes
 import os
@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+import gymnasium
 import textarena
 
 
@@ -49,3 +50,25 @@ class Faulty(textarena.Env):
 
 
 textarena.envs.register("Faulty-v0", Faulty)
+
+
+class Room(gymnasium.Env):
+    """An environment of one step, which says that it was closed."""
+
+    observation_space, action_space = gymnasium.spaces.Text(9), gymnasium.spaces.Discrete(2)
+
+    def __init__(self, closed):
+        self.closed = Path(closed)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return "go", {}
+
+    def step(self, action):
+        return "gone", 1.0, True, False, {}
+
+    def close(self):
+        self.closed.touch()
+
+
+gymnasium.register("Room-v0", Room)

@@ -104,6 +104,19 @@ def test_environments_of_gymnasium_speak_by_their_drawing_or_a_template_and_thei
     assert errors[-1].rewards == {"0": -1.0}
 
 
+def test_an_episode_that_is_over_is_closed(tmp_path):
+    async def work(processes):
+        spec = Spec(game="Room-v0", modules=(FAULTY,), arguments={"closed": str(tmp_path / "closed")})
+        episode = processes.open(spec)
+        turns = await played(episode, ["[1]"])
+        episode.close()
+        await processes.open(spec).play()  # answered after the other is closed
+        return turns
+
+    assert run(work)[-1].over
+    assert (tmp_path / "closed").exists()
+
+
 REFUSED = {
     "TicTacTo-v0": ("there is no game", "TicTacToe-v0"),
     "Wordle-v0": ("data of nltk", "python -m nltk.downloader words"),

@@ -57,17 +57,14 @@ class Episodes:
         self._episodes: dict[str, PlayedEpisode] = {}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any] | None:
-        """The response to a request; an episode whose game fails is over."""
+        """The response to a request; an episode is kept until it is closed."""
         key = request["key"]
         if request.get("close"):
             episode = self._episodes.pop(key, None)
             if episode is not None:
                 guarded(episode.game.close)
             return None
-        response = guarded(lambda: asdict(self._turn(key, request)))
-        if "error" in response or response["over"]:
-            self._episodes.pop(key, None)
-        return response
+        return guarded(lambda: asdict(self._turn(key, request)))
 
     def _turn(self, key: str, request: dict[str, Any]) -> GameTurn:
         """The turn after the actions of a request, in an episode that is there or begins with it."""
