@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import gymnasium
@@ -30,6 +31,10 @@ class Faulty(textarena.Env):
             os._exit(3)
         if action == "crash":
             ctypes.string_at(0)
+        if action == "babble":
+            for number in range(3, 40):
+                with suppress(OSError):
+                    os.write(number, b"good luck\n")
         if action == "leak":
             self.leak = bytearray(1 << 40)
         if action == "long":

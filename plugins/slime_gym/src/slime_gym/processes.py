@@ -92,12 +92,13 @@ class GameProcess:
         self._log.close()
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        with suppress(OSError, ValueError):  # a reset connection, a line beyond the limit
+        with suppress(OSError, ValueError, IndexError):  # a reset connection, a line too long or that nobody asked for
             while line := await reader.readline():
-                self._ticks, self._answered = 0, True
+                response = json.loads(line)
                 future = self._waiting.popleft()
+                self._ticks, self._answered = 0, True
                 if not future.done():
-                    future.set_result(json.loads(line))
+                    future.set_result(response)
         self._end()
 
     @property
