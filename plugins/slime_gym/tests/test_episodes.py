@@ -100,6 +100,7 @@ def test_limits_end_an_episode_with_their_own_reward_and_one_that_breaks_is_no_r
     assert {sample.metadata["gym"]["ended"] for sample in group.samples} == {"turns"}
     assert [sample.status for sample in group.samples] == [Status.TRUNCATED] * 2
     assert [reward.value for reward in rewards] == [-0.5, -0.5]
+    assert [sample.metadata["gym"]["turn_rewards"] for sample in group.samples] == [[0.0, -0.5]] * 2
 
     def full(request):
         if len(request.tokens) > 900:

@@ -225,13 +225,12 @@ class EpisodeTable:
 
     def _note(self, number: int, player: Player) -> None:
         """Say how the episode went for a player."""
-        reward = sum(player.rewards)
         if self._ended in LIMITS and self._library == "textarena":  # which has no rewards before the end
-            reward = self._options.unfinished_reward
+            player.rewards[-1] = self._options.unfinished_reward
         player.sample.metadata[GYM] |= {
             "player": number,
             "turns": len(player.rewards),
-            "reward": reward,
+            "reward": sum(player.rewards),
             "turn_rewards": player.rewards,
             "invalid": player.invalid,
             "ended": self._ended or self._last.reason,
