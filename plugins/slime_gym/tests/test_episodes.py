@@ -89,6 +89,8 @@ def test_invalid_moves_are_told_and_lose_as_soon_as_the_option_or_the_game_says(
     assert group.samples[0].prompt[0] == {"role": "system", "content": "Win."}
     assert "attempted an invalid move" in text_of(group.samples[0])
     assert [(reward.value, reward.terms["invalid"]) for reward in rewards] == [(-1.0, 1.0)]
+    group, *_ = play(says("<think>[4] is the middle", "<think>no, [4]"))
+    assert group.samples[0].metadata["gym"]["invalid"] == 2  # reasoning that never ends is no move
     _, engine, rewards = play(says("?", "?", "[0]", "?", "?", "?"), invalid_moves=2)
     assert len(engine.requests) == 6
     assert [(reward.value, reward.terms["invalid"]) for reward in rewards] == [(1.0, 2 / 3), (-1.0, 1.0)]

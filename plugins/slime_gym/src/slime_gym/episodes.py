@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from slime_core import ConfigError, Context, EngineError, Group, Prompt, Reward, Sample, Status
 from slime_core.algorithms.shared.rewards import BY_TURN
 from slime_core.data.chat import encode, render
-from slime_core.data.turns import Speech, unspecial
+from slime_core.data.turns import CLOSE, Speech, unspecial
 from slime_core.plugins.boundary import together
 from slime_core.rollout.groups import sibling
 from slime_core.seeds import seed_of
@@ -220,8 +220,10 @@ class EpisodeTable:
 
     def _action(self, player: Player, done: Completion) -> str:
         """What the game is told: the answer without its reasoning."""
+        if not self._speech.visible(done.tokens):
+            return ""  # reasoning alone
         text = done.text or self._speech.text(done.tokens)
-        return text.rpartition("</think>")[2].strip()
+        return text.rpartition(CLOSE)[2].strip()
 
     def _note(self, number: int, player: Player) -> None:
         """Say how the episode went for a player."""
