@@ -3,8 +3,11 @@
 import asyncio
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
+import aiohttp
 import pytest
+from aiohttp import web
 from openenv_play import TOKENIZER, alive, command, context, group_of, obeys, play, servers_of, serving
 from openenv_protocol import Faulty
 from pydantic import ValidationError
@@ -19,7 +22,7 @@ from slime_core.types import Status
 from slime_openenv.actions import to_action, to_calls
 from slime_openenv.options import Options
 from slime_openenv.plugin import OpenEnv
-from slime_openenv.session import InvalidAction
+from slime_openenv.session import EnvSession, InvalidAction
 
 pytestmark = pytest.mark.integration
 
@@ -91,6 +94,35 @@ def test_an_episode_ends_at_its_limits():
     assert TOKENIZER.decode(sample.tokens) == "go\n\nsay: aa<eos>"
     sample, reward = episode(context_len=5)
     assert (sample.status, reward.kind) == (Status.FAILED, "infra_error")
+
+
+def test_a_server_that_looks_whether_a_session_lives_is_answered_while_the_model_thinks():
+    async def run():
+        answered = asyncio.Event()
+
+        async def serve(request):
+            socket = web.WebSocketResponse(autoping=False)
+            await socket.prepare(request)
+            async for message in socket:
+                if message.type is aiohttp.WSMsgType.PONG:
+                    answered.set()
+                elif "close" in message.data:
+                    break
+                else:
+                    await socket.send_json({"type": "observation", "data": {"observation": {}}})
+                    await socket.ping()
+            return socket
+
+        app = web.Application()
+        app.router.add_get("/ws", serve)
+        async with serving(SimpleNamespace(app=app)) as (url,), aiohttp.ClientSession() as http:
+            session = EnvSession(await http.ws_connect(f"{url}/ws"))
+            await session.reset({}, 60)
+            await asyncio.wait_for(answered.wait(), 60)
+            await session.step({}, 60)
+            await session.close()
+
+    asyncio.run(run())
 
 
 FAULTS = {

@@ -55,6 +55,7 @@ class EnvSession:
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
+        self._receive_next()
 
     async def reset(self, arguments: dict[str, Any], seconds: float) -> Result:
         """Begin an episode."""
@@ -84,25 +85,32 @@ class EnvSession:
 
     async def close(self) -> None:
         """Ask for the session's end and wait for it, a moment at most: until then it takes a place on the server."""
-        if not self._socket.closed:
-            try:
-                async with asyncio.timeout(2.0):
-                    await self._socket.send_str('{"type": "close"}')
-                    await self._socket.receive()
-            except (TimeoutError, OSError, aiohttp.ClientError):
-                pass
-        await self._socket.close()
+        try:
+            if not self._socket.closed:
+                with suppress(TimeoutError, OSError, aiohttp.ClientError):
+                    async with asyncio.timeout(2.0):
+                        await self._socket.send_str('{"type": "close"}')
+                        await asyncio.shield(self._next)
+        finally:
+            self._next.cancel()
+            await asyncio.gather(self._next, return_exceptions=True)
+            await self._socket.close()
+
+    def _receive_next(self) -> None:
+        """Receive while the model thinks, too: a server's pings are answered only by whoever receives."""
+        self._next = asyncio.get_running_loop().create_task(self._socket.receive())
 
     async def _ask(self, kind: str, data: dict[str, Any], answer_type: str, seconds: float) -> Any:
         try:
             async with asyncio.timeout(seconds):
                 with suppress(aiohttp.ClientConnectionError):  # the server may have said why before it closed
                     await self._socket.send_str(json.dumps({"type": kind, "data": data}))
-                message = await self._socket.receive()
+                message = await asyncio.shield(self._next)
         except TimeoutError:
             raise EnvFault(f"it did not answer a {kind} in {seconds:g} s") from None
         except (OSError, aiohttp.ClientError) as error:
             raise EnvFault(f"the connection broke: {type(error).__name__} {error}") from error
+        self._receive_next()
         if message.type is not aiohttp.WSMsgType.TEXT:
             raise EnvFault(_end(message, self._socket))
         try:
