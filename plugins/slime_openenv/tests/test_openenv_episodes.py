@@ -22,6 +22,7 @@ from slime_core.types import Status
 from slime_openenv.actions import to_action, to_calls
 from slime_openenv.options import Options
 from slime_openenv.plugin import OpenEnv
+from slime_openenv.servers import LocalServer
 from slime_openenv.session import EnvSession, InvalidAction
 
 pytestmark = pytest.mark.integration
@@ -242,6 +243,25 @@ def test_a_server_that_does_not_start_ends_the_run_with_what_it_said(tmp_path):
     words = (sys.executable, "-c", "import time; time.sleep(60)", "{port}")
     with pytest.raises(PluginError, match=r"did not answer in 0\.5 s"):
         asyncio.run(play(context(Options(command=words, start_timeout=0.5), obeys), group_of()))
+
+
+def test_a_server_whose_start_was_stopped_is_started_again(tmp_path):
+    async def run():
+        server = LocalServer(0, Options(command=command(tmp_path)), None)
+        async with aiohttp.ClientSession() as http:
+            first = asyncio.ensure_future(server.ready(http))
+            while not server.url:
+                await asyncio.sleep(0)
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+            try:
+                await server.ready(http)
+                async with http.get(f"{server.url}/health") as response:
+                    assert response.status == 200
+            finally:
+                await server.stop()
+
+    asyncio.run(run())
 
 
 def test_answers_become_actions():

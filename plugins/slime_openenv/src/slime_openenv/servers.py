@@ -83,6 +83,9 @@ class LocalServer(EnvServer):
                 await self._give_up(f"it did not answer in {self._options.start_timeout:g} s")
             except OSError as error:
                 await self._give_up(str(error))
+            except asyncio.CancelledError:  # whoever waits for the lock would take it for ready
+                await self.stop()
+                raise
             self._was_ready = True
 
     async def stop(self) -> None:
