@@ -14,7 +14,7 @@ from agent_session import LetterTokenizer, LineEngine
 
 from slime_core.config.schema import Config
 from slime_core.context import Context
-from slime_core.types import Group, Sample, SamplingParams
+from slime_core.types import Group, Sample, SamplingParams, Status
 from slime_verifiers.options import Options
 from slime_verifiers.plugin import Verifiers
 from slime_verifiers.process import EnvironmentProcess, ProcessLost
@@ -143,6 +143,18 @@ def test_an_environment_that_fails_costs_its_own_episodes_and_is_started_again(t
             (1.0, {"agreement": 1.0}),
             (0.25, {"agreement": 0.25}),
         ]
+        stopped, _ = await trial.play(["fine"], n=4, lines=("<abort>",))
+        assert {sample.status for sample in stopped["fine"][0]} == {Status.ABORTED}
+        assert trial.process().failures == 0
+
+        args = {"id": "best-of-n", "n": 2}
+        episodes, _ = await trial.play(["a"], lines=("45|", "4x|"), env="digit-share", env_args=args)
+        (samples, rewards) = episodes["a"]
+        assert [(s.role, reward.terms["digits"]) for s, reward in zip(samples, rewards, strict=True)] == [
+            ("policy", 1),
+            ("policy", 0.5),
+        ]
+
         hanging = asyncio.ensure_future(trial.play(["hangs"]))
         while not (trial.process() and "hanging now" in trial.process().last_words()):
             await asyncio.sleep(0.02)
@@ -154,22 +166,15 @@ def test_an_environment_that_fails_costs_its_own_episodes_and_is_started_again(t
             (worker,) = below(trial.process().pid)
             os.kill(worker, signal.SIGKILL)
         assert task["prompt"] == "hangs"
-        assert kinds(await hanging) == {"hangs": {"infra_error"}}
+        episodes, _ = await hanging
+        assert kinds(episodes) == {"hangs": {"infra_error"}}
 
-        args = {"id": "best-of-n", "n": 2}
-        episodes, _ = await trial.play(["a"], lines=("45|", "4x|"), env="digit-share", env_args=args)
-        (samples, rewards) = episodes["a"]
-        assert [(s.role, reward.terms["digits"]) for s, reward in zip(samples, rewards, strict=True)] == [
-            ("policy", 1),
-            ("policy", 0.5),
-        ]
-
-    asyncio.run(run())
     missing = trial.problem(env="textarenna")
     assert ("did you mean 'textarena'?" in missing.fix, "pip install textarenna" in missing.fix) == (True, True)
     keyless = trial.problem(env_args={"taskset": {"wants_key": True}})
     assert "TROUBLE_API_KEY" in keyless.why
     assert "taskset.wordz" in trial.problem(env_args={"taskset": {"wordz": 1}}).why
+    asyncio.run(run())
 
 
 def test_a_process_that_reads_nothing_holds_up_nobody(environments_python, monkeypatch):

@@ -94,7 +94,10 @@ class WorkerPool:
             if not reply.done():
                 process.cancel(number)
         reason = _fault(result)
-        process.failures = process.failures + 1 if reason else 0
+        if not reason:
+            process.failures = 0
+        elif not session.aborted:  # else the run stopped it, and the process is as good as before
+            process.failures += 1
         if reason:
             raise Failed(shortened(reason, LONGEST))
         return result
