@@ -115,6 +115,7 @@ def test_limits_end_an_episode_with_their_own_reward_and_one_that_breaks_is_no_r
     assert (rewards[0].value, group.samples[0].metadata["gym"]["turns"]) == (0.0, 4)
     group, _, rewards = play(full, invalid_moves=90)
     assert group.samples[0].metadata["gym"]["ended"] == "context"
+    assert all(len(sample.tokens) <= 900 + 3 and sample.loss_mask[-1] == 1 for sample in group.samples)
     group, _, rewards = play(lambda request: ([], "abort"))
     assert [sample.status for sample in group.samples] == [Status.ABORTED]
     group, _, rewards = play(says("x"), game="NoGame-v0")

@@ -41,6 +41,7 @@ class Player:
     context: Context  # of its engine
     learns: bool
     answer: list[int] = field(default_factory=list)  # its last
+    response: str = ""  # up to there
     rewards: list[float] = field(default_factory=list)  # by turn
     invalid: int = 0  # moves
 
@@ -214,9 +215,20 @@ class EpisodeTable:
         except EngineError as error:
             if error.code != FULL or not player.answer:
                 raise
+            self._take_back(player)
             return None
-        player.answer = done.tokens
+        player.answer, player.response = done.tokens, player.sample.response
         return done
+
+    def _take_back(self, player: Player) -> None:
+        """Remove what follows a player's last answer: it does not fit into the context."""
+        sample = player.sample
+        assert sample.loss_mask is not None
+        assert sample.rollout_log_probs is not None
+        count = sample.loss_mask[::-1].index(1)
+        for values in (sample.tokens, sample.loss_mask, sample.rollout_log_probs, sample.weight_versions):
+            del values[len(values) - count :]
+        sample.response_length, sample.response = sample.response_length - count, player.response
 
     def _action(self, player: Player, done: Completion) -> str:
         """What the game is told: the answer without its reasoning."""
