@@ -85,7 +85,7 @@ class GameProcess:
 
     async def close(self) -> None:
         """End it."""
-        self._child.kill()
+        self._kill()
         if self._reading is not None:
             await self._reading
         self._child.wait()
@@ -133,10 +133,16 @@ class GameProcess:
         self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - TAIL))
         return GameError(f"the game ended its process {how}", self._log.read().decode(errors="replace").strip())
 
+    def _kill(self) -> None:
+        """Have the reader end, also where a fork of the game's still holds the other end of the socket."""
+        self._child.kill()
+        if self._writer is not None:
+            self._writer.transport.abort()
+
     def _tick(self) -> None:
         self._ticks = self._ticks + 1 if self._waiting else 0
         if self._late:
-            self._child.kill()  # the reader sees the end
+            self._kill()
         else:
             self._timer = asyncio.get_running_loop().call_later(TICK, self._tick)
 
