@@ -106,6 +106,7 @@ def check(rows, limit):
     assert slope < limit
 
 
+@pytest.mark.nightly
 @pytest.mark.integration
 def test_three_hundred_steps_leave_nothing_behind():
     check(soak(300, 250), limit=8192)  # the allocator's own steps are most of it here; nightly is strict

@@ -78,10 +78,6 @@ def test_list_with_hooks_shows_them_or_that_the_plugin_is_broken(cli, install_pl
     assert rows["good"]["hooks"] == ["slime_options", "slime_reward"]
     assert rows["bad"]["error"]["code"] == "PLG50"
     assert "code 3" in rows["deadly"]["error"]["what"]
-    text = cli("plugins", "list", "--hooks")
-    assert text.code == 0
-    assert "slime_options slime_reward" in text.out
-    assert "slime plugins check bad" in text.out
 
 
 def test_two_distributions_of_one_name_are_listed_with_a_warning(cli, install_plugin):

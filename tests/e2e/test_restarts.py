@@ -203,6 +203,7 @@ def stopped(path, done):
     return page, first[1]
 
 
+@pytest.mark.nightly
 def test_a_rank_that_is_stopped_ends_the_run_with_a_page_that_names_it(run):
     done, path = run("stopped", *RANKS, "--hang-timeout", 8, orders=[f"3 SIGSTOP {RANK}"])
     assert done.returncode == 9, done.stderr

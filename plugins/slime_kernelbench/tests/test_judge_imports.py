@@ -24,6 +24,7 @@ with Watching():
 """
 
 
+@pytest.mark.nightly
 def test_what_torch_imports_by_itself_in_a_candidates_call_is_none_of_the_candidates_imports() -> None:
     """In a process of its own: the first operation under a mode imports a module of torch's, from C, once."""
     done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True)

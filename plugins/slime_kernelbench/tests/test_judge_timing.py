@@ -266,6 +266,7 @@ def measured(*texts: str, problem: KernelProblem = SMALL) -> list[Trial]:
     return asyncio.run(run())
 
 
+@pytest.mark.nightly
 @pytest.mark.integration
 def test_outputs_of_timed_calls_are_looked_at() -> None:
     head = RELU[: RELU.index("class ModelNew")]

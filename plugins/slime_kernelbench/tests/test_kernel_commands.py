@@ -81,6 +81,7 @@ def test_a_served_judge_says_the_same_and_ends_with_everything_of_it(kernels, tm
         assert_ended(everything)
 
 
+@pytest.mark.nightly
 def test_a_served_judge_that_is_killed_at_work_leaves_no_process(tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
     with Server.real(tmp_path / "judge", "--workers", "1") as server:

@@ -22,7 +22,7 @@ TRAIN = {"advantage_estimator": "ppo", "critic_lr": 1e-3, "kl_loss_coef": 0.05, 
 """No clipping: the sum of squares over other shards rounds otherwise, and would be in every weight."""
 
 
-@pytest.fixture(scope="module", params=[pytest.param("data", marks=pytest.mark.nightly), "pipeline"])
+@pytest.fixture(scope="module", params=["data", "pipeline"])
 def ranks(request, zygote, tmp_path_factory):
     """What the ranks of a layout found; an output matrix of its own is one that no module's pass waits for."""
     root = tmp_path_factory.mktemp("root")
@@ -31,6 +31,7 @@ def ranks(request, zygote, tmp_path_factory):
     return run_ranks(zygote, tmp_path_factory.mktemp("said"), with_and_without, world, root, world, flags)
 
 
+@pytest.mark.nightly
 def test_steps_and_whatever_reads_weights_are_those_of_ranks_that_wait(ranks):
     for found in ranks:
         assert found["wrong"] == []

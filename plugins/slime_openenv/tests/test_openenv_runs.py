@@ -69,6 +69,7 @@ def train(forked_slime, tmp_path):
     return train
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_killed_within_an_episode_ends_in_the_same_weights(train, tmp_path):
     """Two calls before each episode's third answer: the 25th is within the second step."""
     ahead = ("--no-colocate", "--max-staleness", "1", "--async-schedule", "lockstep")

@@ -126,6 +126,7 @@ def run(work, nodes, installed, forked_slime):
     return run
 
 
+@pytest.mark.nightly
 def test_a_plugin_is_found_through_its_wheel_and_every_process_has_its_threads(run, wheel):
     done, path, seen = run("far", "--ray-py-modules", wheel)
     assert done.returncode == 0, done.stderr

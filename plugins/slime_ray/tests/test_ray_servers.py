@@ -160,6 +160,7 @@ def test_a_host_that_is_lost_takes_its_server_with_it_and_ends_the_run_to_go_on_
     asyncio.run(check())
 
 
+@pytest.mark.nightly
 def test_a_host_that_stands_still_is_not_waited_for_for_ever(nodes, tmp_path, monkeypatch):
     monkeypatch.setattr(ray_servers, "STARTING", 1.0)
     monkeypatch.setattr(ray_servers, "ENDING", 1.0)
@@ -244,6 +245,7 @@ def test_a_server_sees_the_gpus_of_its_seat_alone(nodes, tmp_path, flags, monkey
     asyncio.run(check())
 
 
+@pytest.mark.nightly
 def test_the_device_of_a_cluster_is_that_of_its_machines(nodes):
     """This machine has no GPU; the cluster says that one of its nodes has."""
     assert resolve_machine(config_of(nodes, device="auto")).cluster.device == "cuda"
@@ -253,6 +255,7 @@ def test_the_device_of_a_cluster_is_that_of_its_machines(nodes):
     assert device.device_of(own) == "", "a cluster of its own is this machine"
 
 
+@pytest.mark.nightly
 def test_a_machine_that_is_lost_is_told_as_its_hosts_are(nodes, tmp_path):
     """The last test: its node does not come back."""
 

@@ -56,7 +56,7 @@ def test_ten_tasks_train_and_are_evaluated_by_flags(cli, chat_model):
 @pytest.mark.parametrize(
     "ahead",
     [
-        pytest.param((), id="in turn"),
+        pytest.param((), id="in turn", marks=pytest.mark.nightly),
         pytest.param(
             ("--max-staleness", "1", "--no-colocate", "--async-schedule", "lockstep"),
             id="a step ahead",

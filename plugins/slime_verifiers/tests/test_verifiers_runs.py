@@ -114,7 +114,8 @@ def test_one_turn_several_turns_and_tools_train_on_the_tokens_that_the_engine_dr
 LOCKSTEP = ("--no-colocate", "--max-staleness", "1", "--async-schedule", "lockstep")
 
 
-@pytest.mark.parametrize("ahead", [(), pytest.param(LOCKSTEP, marks=pytest.mark.nightly)], ids=["sync", "lockstep"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("ahead", [(), LOCKSTEP], ids=["sync", "lockstep"])
 def test_a_run_that_is_killed_in_an_episode_goes_on_to_the_same_weights(train, tmp_path, ahead):
     trouble = RECIPE + "[[data.tasks]]\nname = 'verifiers'\n[plugin.verifiers]\nenv = 'trouble'\nheldout = 0\n"
     trouble += "env_args.taskset.words = ['a', 'b', 'c', 'd']\n"

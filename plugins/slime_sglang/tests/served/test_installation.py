@@ -106,6 +106,7 @@ def test_a_misspelt_option_of_the_real_one_is_caught(installed):
         arguments(installed, {"mem-fraction-statik": 0.5})
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("architecture", "said"),
     [

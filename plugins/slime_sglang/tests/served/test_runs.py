@@ -438,6 +438,7 @@ def temporary_files() -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_ranks_on_a_cluster_send_weights_to_a_server_that_runs_already(
     server: RawServer, work: Work, drivers: list[Driver], temporary_files: Path

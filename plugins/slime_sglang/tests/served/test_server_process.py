@@ -61,6 +61,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.nightly
 def test_a_driver_that_is_killed_leaves_nothing_of_its_server_behind(sglang_python, served_model, tmp_path):
     """Processes, port, shared memory and temporary files, after SIGKILL of the driver."""
     log = tmp_path / "engine-0.log"

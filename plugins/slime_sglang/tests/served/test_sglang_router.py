@@ -160,6 +160,7 @@ def test_the_token_of_the_router_is_wanted_and_shows_nowhere(
     server.loop.run(work(), LONG)
 
 
+@pytest.mark.nightly
 def test_requests_of_a_router_that_is_killed_are_answered_once_by_the_next(
     server: RawServer, installation: Installation, served_model: Path, tmp_path: Path
 ) -> None:
