@@ -1,4 +1,4 @@
-"""A run of the recipe: responses go on over updates, none trains too late, none is lost; nightly: it learns."""
+"""A run of the recipe, nightly: responses go on over updates, none trains too late, none is lost; it learns."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from recorded import steps_of
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.nightly]
 
 RECIPE = Path(__file__).with_name("recipe.toml")
 HELDOUT = "arithmetic_heldout"
@@ -40,7 +40,6 @@ def metrics(run):
     return [row["metrics"] for row in rows if row["kind"] == "step" and row["stage"] == "grpo"]
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("length", ["whole"], indirect=True)
 def test_the_recipe_learns(run, scores):
     found = scores(run, HELDOUT)

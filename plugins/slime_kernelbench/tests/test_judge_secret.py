@@ -64,6 +64,7 @@ async def asked(folder, order):
     return [(found[number].cases, found[number].diagnostics) for number in sorted(found)]
 
 
+@pytest.mark.nightly
 @pytest.mark.integration
 def test_a_run_that_goes_on_asks_what_it_asked_and_another_run_asks_something_else(tmp_path):
     every = range(len(SPOILED))

@@ -383,6 +383,7 @@ def test_the_judge_measures_what_is_right_and_nothing_else() -> None:
     assert (wrong.status, wrong.reached, wrong.timing) == ("wrong", "correctness", None)
 
 
+@pytest.mark.nightly
 @pytest.mark.integration
 def test_a_gpu_that_cannot_be_used_is_named_and_no_answer_passes_unmeasured() -> None:
     """No machine has a GPU of that name; the kernel is right."""

@@ -75,12 +75,14 @@ def screened():
     return dict(zip(bodies, screen_them(map(problem, bodies)), strict=True))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("body", SOUND)
 def test_a_problem_that_asks_something_is_sound(screened, body):
     assert (screened[body].verdict, screened[body].reasons) == ("sound", ())
     assert screened[body].cases >= 8
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("body", UNSOUND)
 def test_a_problem_that_a_trivial_answer_passes_is_named_with_why(screened, body):
     found = screened[body]

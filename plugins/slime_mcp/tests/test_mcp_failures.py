@@ -36,6 +36,7 @@ def test_a_call_without_an_answer_ends_and_a_frozen_server_is_replaced(context, 
     assert sample.metadata["metrics"]["mcp/errors/timeout"] == 1
 
 
+@pytest.mark.nightly
 def test_servers_of_a_sample_keep_state_and_cost_that_sample_alone(context, play, call, results):
     twice = [call(("count", {}), ("count", {})), call(("count", {})), "so<|im_end|>"]
     dies = [call(("count", {})), call(("die", {})), "so<|im_end|>"]

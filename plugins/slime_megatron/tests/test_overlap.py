@@ -13,7 +13,7 @@ from splits import rank_batch_of
 from slime_core.testing import tiny_model
 
 pytest.importorskip("megatron.core", reason="an optional extra: pip install slime-rl[megatron]")
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.nightly]
 
 LAYOUTS = {"data": (2, {}, False), "pipeline": (4, PIPELINE, True)}
 OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 5000}
@@ -31,7 +31,6 @@ def ranks(request, zygote, tmp_path_factory):
     return run_ranks(zygote, tmp_path_factory.mktemp("said"), with_and_without, world, root, world, flags)
 
 
-@pytest.mark.nightly
 def test_steps_and_whatever_reads_weights_are_those_of_ranks_that_wait(ranks):
     for found in ranks:
         assert found["wrong"] == []

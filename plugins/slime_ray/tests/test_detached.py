@@ -329,6 +329,7 @@ def test_attach_and_stop_refuse_what_is_no_run(cli, tmp_path):
         named(f"{tmp_path}/gone/", "")
 
 
+@pytest.mark.nightly
 def test_a_run_in_the_foreground_is_followed_and_stopped_in_order(own, tmp_path, capsys):
     """It is held in a reward; another process asks it to end, a third one has followed it all the while."""
     (own.path / "judge.py").write_text(HELD)

@@ -88,6 +88,7 @@ def test_a_pause_with_abort_ends_requests_with_what_they_have(with_engine: With,
     with_engine(work)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "mode", ["in_place", *(pytest.param(mode, marks=pytest.mark.nightly) for mode in ("abort", "retract"))]
 )
