@@ -23,6 +23,9 @@ class NoPlugins:
     def messages(self, messages, tools, prompt, ctx):
         return messages, tools
 
+    def takes_replies(self, task, config):
+        return config.train.offline
+
 
 @pytest.fixture(scope="session")
 def tokenizer():

@@ -29,6 +29,9 @@ class Plain:
     def messages(self, messages, tools, prompt, ctx):
         return messages, tools
 
+    def takes_replies(self, task, config):
+        return config.train.offline
+
 
 @pytest.fixture
 def twenty(write):
