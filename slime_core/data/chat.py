@@ -175,7 +175,7 @@ def _checked_message(message: Message, where: str, root: Path | None) -> Message
 
 def _checked_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
-    problem = "is no object with a function and its name"
+    problem = "is not an object with a function and its name"
     if isinstance(function, dict) and isinstance(function.get("name"), str):
         arguments = function.get("arguments", {})
         try:

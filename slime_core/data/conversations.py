@@ -32,17 +32,17 @@ BEFORE = 64  # characters before a piece that decide how it is encoded
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Reply:
+class EncodedReply:
     """A reply to a prompt: ids, and 1 for those that are trained."""
 
     prompt: list[int]
     tokens: list[int]
     loss_mask: list[int]
 
-    def cut(self, limit: int) -> Reply:
+    def cut(self, limit: int) -> EncodedReply:
         """The reply's beginning, so that it has at most ``limit`` tokens with its prompt."""
         room = max(limit - len(self.prompt), 0)
-        return Reply(prompt=self.prompt, tokens=self.tokens[:room], loss_mask=self.loss_mask[:room])
+        return EncodedReply(prompt=self.prompt, tokens=self.tokens[:room], loss_mask=self.loss_mask[:room])
 
 
 @dataclass(slots=True, frozen=True)
@@ -53,7 +53,7 @@ class ReplyEncoder:
     last_turn: bool = False
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
-    def conversation(self, messages: Sequence[Message], tools: list[Any] | None, where: str) -> Reply:
+    def conversation(self, messages: Sequence[Message], tools: list[Any] | None, where: str) -> EncodedReply:
         """A whole conversation: its prompt ends where the first trained answer begins.
 
         Raises:
@@ -61,7 +61,7 @@ class ReplyEncoder:
         """
         return self.reply(messages, 0, tools, where)
 
-    def reply(self, messages: Sequence[Message], first: int, tools: list[Any] | None, where: str) -> Reply:
+    def reply(self, messages: Sequence[Message], first: int, tools: list[Any] | None, where: str) -> EncodedReply:
         """The messages from ``first`` on as a reply to those before; what follows the last answer is left out.
 
         Raises:
@@ -86,13 +86,13 @@ class ReplyEncoder:
         pieces = pieces or self._by_prefixes(dialogue, trained, tools, where)
         (prompt, _), *rest = pieces
         tokens = [token for ids, _ in rest for token in ids]
-        return Reply(prompt=prompt, tokens=tokens, loss_mask=[mask for ids, mask in rest for _ in ids])
+        return EncodedReply(prompt=prompt, tokens=tokens, loss_mask=[mask for ids, mask in rest for _ in ids])
 
-    def text(self, prompt: str, answer: str) -> Reply:
+    def text(self, prompt: str, answer: str) -> EncodedReply:
         """An answer to a prompt that are texts, read without a chat template; the end token follows."""
         ids, end = self._after(prompt, answer), self.tokenizer.eos_token_id
         ids += [int(end)] if end is not None and ids[-1:] != [end] else []
-        return Reply(prompt=encode(self.tokenizer, prompt), tokens=ids, loss_mask=[1] * len(ids))
+        return EncodedReply(prompt=encode(self.tokenizer, prompt), tokens=ids, loss_mask=[1] * len(ids))
 
     def _by_markers(
         self, messages: list[Message], answers: list[int], trained: list[int], tools: list[Any] | None, where: str

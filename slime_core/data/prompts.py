@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime_core.config.sections.evaluation import EvalTask
 from slime_core.data.chat import check_media, check_prompt, check_text, decode, encode, render, require_template
-from slime_core.data.conversations import Reply, ReplyEncoder
+from slime_core.data.conversations import EncodedReply, ReplyEncoder
 from slime_core.data.rows import DataRows
 from slime_core.data.strict import check_value
 from slime_core.data.template_trial import try_template
@@ -227,11 +227,11 @@ class Encoder:
                 raise self._too_long("the conversation", longest, where)
             self._count_dropped(longest)
             return None
-        kept = [{"tokens": reply.tokens, "loss_mask": reply.loss_mask} for reply in replies]
-        metadata = {**prompt.metadata, REPLIES: kept}
+        encoded = [{"tokens": reply.tokens, "loss_mask": reply.loss_mask} for reply in replies]
+        metadata = {**prompt.metadata, REPLIES: encoded}
         return replace(prompt, prompt=decode(self.tokenizer, first), tokens=first, metadata=metadata)
 
-    def _encoded(self, parsed: Parsed, encoder: ReplyEncoder) -> list[Reply]:
+    def _encoded(self, parsed: Parsed, encoder: ReplyEncoder) -> list[EncodedReply]:
         prompt, where = parsed.prompt, parsed.where
         if not parsed.replies:
             if isinstance(prompt, str):

@@ -36,7 +36,7 @@ class DataTask(Section):
             raise ValueError(f"a task is NAME, NAME:WEIGHT or a table, and {data!r} is none of them")
         weight = typed(text, float) if colon else 1.0
         if isinstance(weight, str):
-            raise ValueError(f"a task is NAME or NAME:WEIGHT, and '{text}' is no number")
+            raise ValueError(f"a task is NAME or NAME:WEIGHT, and '{text}' is not a number")
         return {"name": name, "weight": weight}
 
 

@@ -65,7 +65,7 @@ class Start:
     tools: list[dict[str, Any]] | None
 
 
-class Player:
+class EpisodePlayer:
     """Plays episodes of one environment."""
 
     def __init__(self, servers: EnvServers, ctx: Context) -> None:

@@ -93,9 +93,9 @@ class OpenEnv:
     async def slime_generate(self, group: Group, ctx: Context) -> Group:
         """An episode a sample, all of a group side by side."""
         from slime_core.plugins.boundary import together
-        from slime_openenv.episode import Player
+        from slime_openenv.episode import EpisodePlayer
 
-        player = Player(self._of(group, ctx), ctx)
+        player = EpisodePlayer(self._of(group, ctx), ctx)
         waiting = [sample for sample in group.samples if sample.status in (Status.PENDING, Status.ABORTED)]
         await together(player.play(sample, group.prompt.prompt) for sample in waiting)
         return group

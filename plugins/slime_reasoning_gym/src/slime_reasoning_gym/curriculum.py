@@ -27,7 +27,7 @@ class Levels:
 
     starts: list[tuple[int, int]]  # (first row, level), in order
     top: int  # highest level
-    drawn: int = 0  # rows below it have their level
+    next_row: int = 0  # rows below it have their level
     rewards: list[float] = field(default_factory=list)  # mean of each group of the current level
 
     @property
@@ -37,7 +37,7 @@ class Levels:
 
     def at(self, index: int) -> int:
         """The level of a row."""
-        self.drawn = max(self.drawn, index + 1)
+        self.next_row = max(self.next_row, index + 1)
         return self.starts[bisect_right(self.starts, index, key=lambda start: start[0]) - 1][1]
 
     def move(self, options: Options) -> float | None:
@@ -49,7 +49,7 @@ class Levels:
         step = (success >= options.level_up) - (success <= options.level_down)
         if step == 0 or not 0 <= self.current + step <= self.top:
             return None
-        self.starts.append((self.drawn, self.current + step))
+        self.starts.append((self.next_row, self.current + step))
         self.rewards = []
         return success
 

@@ -80,8 +80,8 @@ def slime_config_rules(config: Config) -> list[Problem]:
         if not task.prompt_data and task.plugin in ("", KEY)
         for problem in problems_of(task_of(task.name, options, WORKERS), options, WORKERS, keys)
     ]
-    known = WORKERS.describe()["levels"] if options.parameters else ()
-    problems += [unknown_task(name, WORKERS, (*TABLE, name)) for name in options.parameters if name not in known]
+    levels = WORKERS.describe()["levels"] if options.parameters else ()
+    problems += [unknown_task(name, WORKERS, (*TABLE, name)) for name in options.parameters if name not in levels]
     if options.curriculum and config.rollout.dynamic_sampling_filter_path:
         problems.append(
             conflict(
@@ -164,8 +164,8 @@ def slime_step_done(report: StepReport, ctx: Context) -> None:
     for (stage, task), levels in CURRICULUM.levels.items():
         success = levels.move(ctx.options) if stage == report.stage else None
         if success is not None:
-            text = f"{task}: level {levels.current} from row {levels.drawn} on, success {success:.2f}"
-            notice((KEY, stage, task, levels.drawn), text)
+            text = f"{task}: level {levels.current} from row {levels.next_row} on, success {success:.2f}"
+            notice((KEY, stage, task, levels.next_row), text)
 
 
 @hookimpl

@@ -15,7 +15,7 @@ from slime_core.context import Context
 from slime_core.seeds import seed_of
 from slime_reasoning_gym.curriculum import Levels
 from slime_reasoning_gym.options import Options
-from slime_reasoning_gym.tasks import Task
+from slime_reasoning_gym.tasks import TaskSettings
 from slime_reasoning_gym.worker import CHUNK
 from slime_reasoning_gym.workers import WorkerError, Workers
 
@@ -25,10 +25,10 @@ ATTEMPTS = 64  # at a question that is not held out
 CANDIDATES = 4  # times those that a held-out set needs on average: fewer questions than rows, and the search ends
 
 
-class Rows:
+class TaskRows:
     """What both sides share: entries as prompts."""
 
-    def __init__(self, task: Task, options: Options, ctx: Context, workers: Workers) -> None:
+    def __init__(self, task: TaskSettings, options: Options, ctx: Context, workers: Workers) -> None:
         self._task, self._options, self._workers = task, options, workers
         self._messages = ctx.config.data.apply_chat_template
         prompts: dict[str, str] = workers.describe()["system_prompts"] if options.system_prompt else {}
@@ -65,10 +65,12 @@ class Rows:
         )
 
 
-class TrainingRows(Rows):
+class TrainingRows(TaskRows):
     """Endless rows; with ``levels`` each has the level of the time when it was first drawn."""
 
-    def __init__(self, task: Task, options: Options, ctx: Context, workers: Workers, levels: Levels | None) -> None:
+    def __init__(
+        self, task: TaskSettings, options: Options, ctx: Context, workers: Workers, levels: Levels | None
+    ) -> None:
         super().__init__(task, options, ctx, workers)
         self._names, self._run_seed, self._levels = (KEY, ctx.stage, task.name), ctx.config.seed, levels
 
@@ -97,7 +99,7 @@ class TrainingRows(Rows):
         )
 
 
-class HeldoutRows(Rows):
+class HeldoutRows(TaskRows):
     """Different held-out questions, ``heldout_rows`` at most, the same for every run."""
 
     def __len__(self) -> int:

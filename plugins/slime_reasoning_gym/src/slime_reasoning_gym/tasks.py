@@ -18,7 +18,7 @@ LEVEL = re.compile(r"(?P<dataset>\w+)\.(?P<level>\d+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class TaskSettings:
     """One task: ``chain_sum`` with its defaults and the parameters, ``chain_sum.3`` at level 3 of its curriculum."""
 
     name: str  # as the run has it
@@ -29,21 +29,23 @@ class Task:
     follows: bool  # whether its level follows the measured success
 
     def address(self, seed: int, index: int, level: int | None) -> dict[str, Any]:
-        """What an entry is a function of, as `worker.Address` has it."""
+        """What an entry is a function of, as `worker.EntryAddress` has it."""
         facts = {"dataset": self.dataset, "level": level, "parameters": self.parameters}
         return {**facts, "seed": seed, "index": index}
 
 
-def task_of(name: str, options: Options, workers: Workers) -> Task:
+def task_of(name: str, options: Options, workers: Workers) -> TaskSettings:
     """The task that a run calls ``name``."""
     match = LEVEL.fullmatch(name)
     dataset, level = (match["dataset"], int(match["level"])) if match else (name, None)
     top = workers.describe()["levels"].get(dataset)
     parameters = json.dumps(options.parameters.get(dataset, {}), sort_keys=True)
-    return Task(name, dataset, level, top, parameters, options.curriculum and level is None and top is not None)
+    return TaskSettings(
+        name, dataset, level, top, parameters, options.curriculum and level is None and top is not None
+    )
 
 
-def problems_of(task: Task, options: Options, workers: Workers, keys: KeyPath) -> Iterator[Problem]:
+def problems_of(task: TaskSettings, options: Options, workers: Workers, keys: KeyPath) -> Iterator[Problem]:
     """What is wrong with a task that ``keys`` name: an unknown name, a level that it does not have, its parameters."""
     if task.dataset not in workers.describe()["levels"]:
         yield unknown_task(task.dataset, workers, keys)
@@ -71,7 +73,9 @@ def unknown_task(name: str, workers: Workers, keys: KeyPath) -> Problem:
     )
 
 
-def _problems_of_parameters(task: Task, options: Options, workers: Workers, keys: KeyPath) -> Iterator[Problem]:
+def _problems_of_parameters(
+    task: TaskSettings, options: Options, workers: Workers, keys: KeyPath
+) -> Iterator[Problem]:
     parameters, table = options.parameters.get(task.dataset, {}), (*TABLE, task.dataset)
     level = min(options.start_level, task.top or 0) if task.follows else task.level
     try:

@@ -37,7 +37,7 @@ TOWER = re.compile(r"(\*\*|\^)[\s(+-]*(\w*\s*(\*\*|\^)|\d{4})")
 
 
 @dataclass(frozen=True)
-class Address:
+class EntryAddress:
     """What an entry is a function of."""
 
     dataset: str
@@ -78,25 +78,25 @@ class Library:
 
     def check(self, **address: Any) -> dict[str, Any]:
         """Make a dataset; ``fields`` are its parameters, ``curriculum`` those that a level sets."""
-        dataset = Address(**address).dataset
+        dataset = EntryAddress(**address).dataset
         names = [field.name for field in fields(self._factory.DATASETS[dataset][1])]
         levelled = self._levelled(dataset) if self._factory.has_curriculum(dataset) else []
         facts = {"fields": sorted({*names} - {"seed", "size"}), "curriculum": levelled, "problem": ""}
         try:
-            self._dataset_of(Address(**address))
+            self._dataset_of(EntryAddress(**address))
         except Exception as error:  # a task's own check: an assertion, or whatever a wrong type ends in
             facts["problem"] = str(error) or type(error).__name__
         return facts
 
     def entry(self, **address: Any) -> dict[str, Any]:
         """Question and answer, which is None where a task has no single one."""
-        entry = self._entry(Address(**address))
+        entry = self._entry(EntryAddress(**address))
         answer = entry["answer"]
         return {"question": str(entry["question"]), "answer": None if answer is None else str(answer)}
 
     def score(self, answer: str, **address: Any) -> float:
         """The task's own score of an answer."""
-        at = Address(**address)
+        at = EntryAddress(**address)
         dataset, entry = self._dataset_of(at), self._entry(at)
         try:
             value = float(dataset.score_answer(answer, entry))
@@ -107,7 +107,7 @@ class Library:
             raise ValueError(f"its score is {value}")
         return value
 
-    def _dataset_of(self, address: Address) -> Any:
+    def _dataset_of(self, address: EntryAddress) -> Any:
         return self._dataset(address.dataset, address.level, address.parameters, address.seed)
 
     def _make_dataset(self, name: str, level: int | None, parameters: str, seed: int) -> Any:

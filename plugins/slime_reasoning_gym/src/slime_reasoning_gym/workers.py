@@ -26,7 +26,7 @@ class WorkerError(Exception):
         self.by_answer = by_answer
 
 
-class Worker:
+class EntryWorker:
     """One process and the socket to it."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Workers:
 
     def __init__(self, most: int = 0) -> None:
         self._free = threading.Semaphore(most or max(1, min(8, os.cpu_count() or 1)))
-        self._idle: list[Worker] = []
+        self._idle: list[EntryWorker] = []
         self._description: dict[str, Any] = {}
 
     def describe(self) -> dict[str, Any]:
@@ -128,14 +128,14 @@ class Workers:
         while self._idle:
             self._idle.pop().kill()
 
-    def _take(self) -> Worker:
+    def _take(self) -> EntryWorker:
         with suppress(IndexError):
             while True:
                 worker = self._idle.pop()
                 if worker.process.poll() is None:
                     return worker
                 worker.kill()
-        worker = Worker()
+        worker = EntryWorker()
         try:
             worker.ask({"do": "describe"}, START_SECONDS)
         except (OSError, EOFError, WorkerError) as error:
