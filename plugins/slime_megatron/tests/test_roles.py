@@ -496,7 +496,7 @@ def short(trainer, stage_of):
         train = {"lr": 1e-3, "max_tokens_per_gpu": tokens, "gradient_checkpointing": False}
         call(trainer, "begin", stage_of(**train))
         for ask in (("step", big), ("score", big, frozenset({"policy"}))):
-            if tokens == 600:  # its pass once without a limit: what the process reserves for threads is no matter of it
+            if tokens == 600:  # once without a limit: what the process reserves for threads is not the pass's
                 call(trainer, *ask)
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             most = pages * os.sysconf("SC_PAGE_SIZE") + (24 << 20)
