@@ -46,7 +46,7 @@ class TroubleTask(vf.Task[vf.TaskData]):
             os.abort()
         if word == "babbles":
             subprocess.Popen(["sleep", "3602"], start_new_session=True)
-            for number in range(3, 40):
+            for number in range(3, 4096):
                 with suppress(OSError):
                     os.write(number, b'{"id": "what"}\n[]\n')
         if word == "leaks":
