@@ -157,6 +157,14 @@ class Sample:
             setattr(self, name, values)
         self.response_length, self.response = before + count, self.response + text
 
+    def truncate_response(self, count: int, text: str) -> None:
+        """Leave the first ``count`` tokens of the response, which are ``text``, such as those before unread words."""
+        del self.tokens[self.prompt_length + count :]
+        for values in (self.loss_mask, self.rollout_log_probs, self.weight_versions):
+            if values is not None:
+                del values[count:]
+        self.response_length, self.response = count, text
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready fields; an ArrayRef becomes a dict of its own fields."""
         return {item.name: _plain(getattr(self, item.name)) for item in fields(self)}

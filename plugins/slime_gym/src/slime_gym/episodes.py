@@ -224,11 +224,7 @@ class EpisodeTable:
         """Remove what follows a player's last answer: it does not fit into the context."""
         sample = player.sample
         assert sample.loss_mask is not None
-        assert sample.rollout_log_probs is not None
-        count = sample.loss_mask[::-1].index(1)
-        for values in (sample.tokens, sample.loss_mask, sample.rollout_log_probs, sample.weight_versions):
-            del values[len(values) - count :]
-        sample.response_length, sample.response = sample.response_length - count, player.response
+        sample.truncate_response(sample.response_length - sample.loss_mask[::-1].index(1), player.response)
 
     def _action(self, player: Player, done: Completion) -> str:
         """What the game is told: the answer without its reasoning."""

@@ -162,10 +162,7 @@ def _drop_unread(sample: Sample, tokenizer: Any) -> None:
     mask = sample.loss_mask or []
     count = next((number for number, trains in enumerate(reversed(mask)) if trains), len(mask))
     text = decode(tokenizer, sample.tokens[len(sample.tokens) - count :])
-    for values in (sample.tokens, mask, sample.rollout_log_probs or [], sample.weight_versions):
-        del values[len(values) - count :]
-    sample.response_length -= count
-    sample.response = sample.response.removesuffix(text)
+    sample.truncate_response(sample.response_length - count, sample.response.removesuffix(text))
 
 
 def _begin_again(sample: Sample) -> None:

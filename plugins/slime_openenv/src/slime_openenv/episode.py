@@ -152,7 +152,7 @@ class EpisodePlayer:
                     raise
                 if not turn:
                     raise EnvFault(f"its first message of {begin} tokens leaves no room for an answer") from None
-                _cut(sample, *before)
+                sample.truncate_response(*before)
                 sample.status, turns.ended = Status.TRUNCATED, "context"
                 return
             if done.finish == "abort":
@@ -291,16 +291,6 @@ def _clear(sample: Sample) -> None:
     sample.tokens, sample.response, sample.response_length = [], "", 0
     sample.loss_mask = sample.rollout_log_probs = None
     sample.weight_versions = []
-
-
-def _cut(sample: Sample, count: int, text: str) -> None:
-    """Leave ``count`` tokens of a response."""
-    end = sample.prompt_length + count
-    del sample.tokens[end:]
-    for values in (sample.loss_mask, sample.rollout_log_probs, sample.weight_versions):
-        if values is not None:
-            del values[count:]
-    sample.response_length, sample.response = count, text
 
 
 def _result_text(observation: Mapping[str, Any]) -> str:
