@@ -69,14 +69,14 @@ def rows(seed: int = 0) -> dict[str, list[dict[str, Any]]]:
     changes = permutations(VERBS, 2)
     every = list(product(NAMES, permutations(LETTERS, 2), changes))
     tasks = draw.sample(every, TRACES + TRAIN + HELDOUT)
-    made: dict[str, list[dict[str, Any]]] = {"traces": [], "train": [], "heldout": []}
+    rows_by_file: dict[str, list[dict[str, Any]]] = {"traces": [], "train": [], "heldout": []}
     for number, (name, letters, (wrong, right)) in enumerate(tasks):
         file = "traces" if number < TRACES else "train" if number < TRACES + TRAIN else "heldout"
         row = task(name, letters, wrong, right)
         if file == "traces":
             row["metadata"]["trace"] = trace(letters, wrong, right, draw)
-        made[file].append(row)
-    return made
+        rows_by_file[file].append(row)
+    return rows_by_file
 
 
 def task(name: str, letters: tuple[str, str], wrong: str, right: str) -> dict[str, Any]:
@@ -118,9 +118,9 @@ async def run_calls(traces: list[dict[str, Any]]) -> None:
 def main(folder: Path = HERE) -> None:
     """Write everything into ``folder``."""
     (folder / "data").mkdir(parents=True, exist_ok=True)
-    made = rows()
-    asyncio.run(run_calls(made["traces"]))
-    for name, lines in made.items():
+    rows_by_file = rows()
+    asyncio.run(run_calls(rows_by_file["traces"]))
+    for name, lines in rows_by_file.items():
         (folder / "data" / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     write_tokenizer(folder / "model", piece_tokenizer(PIECES), context_len=256, chat_template=TEMPLATE)
 

@@ -191,10 +191,10 @@ def test_a_folder_that_is_no_task_is_refused(folder):
 
 
 def test_the_shipped_files_are_those_that_the_generator_writes(tmp_path):
-    made = make_tasks.rows()
-    few = made["traces"][:20]
+    rows_by_file = make_tasks.rows()
+    few = rows_by_file["traces"][:20]
     asyncio.run(make_tasks.run_calls(few))
-    for name, rows in made.items():
+    for name, rows in rows_by_file.items():
         lines = (HERE / "data" / f"{name}.jsonl").read_text().splitlines()
         assert len(lines) == len(rows)
         compared = few if name == "traces" else rows
