@@ -67,7 +67,7 @@ def last_version(path: str) -> int:
     """Number of steps in its metrics."""
     from pathlib import Path
 
-    from slime_cli import history
+    from slime_core.report import history
 
     steps = history.steps_of(target_of(Path(path)).run_dir)
     return steps[-1]["version"] if steps else 0

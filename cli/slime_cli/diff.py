@@ -46,7 +46,7 @@ def command(one: Path, other: Path, no_weights: bool, as_json: bool) -> int:
 def compare_runs(one: RunDir, other: RunDir, *, weights: bool = True) -> dict[str, Any]:
     """Everything that `slime diff` knows, with stable keys."""
     from slime_cli.replaying.compare import compare_steps
-    from slime_cli.replaying.recorded import open_recorded
+    from slime_core.report.recorded import open_recorded
 
     with open_recorded(one) as first, open_recorded(other) as second:
         steps = compare_steps(one, other, (first, second), decode_of(one))

@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime_cli import history
 from slime_cli.failure import CliSession, Terminated, report_failure
 from slime_cli.restarts import MEMORY, Death, Past, RestartCommand, given_up, pause, refusal
 from slime_cli.signals import terminable
@@ -29,7 +28,7 @@ from slime_cli.starts import starts_of
 from slime_core.clusters.detached import DETACHED, LETTER, LOG, code_of
 from slime_core.errors import Preempted, SlimeError
 from slime_core.parent import end_with
-from slime_core.report import RunDir
+from slime_core.report import RunDir, history
 from slime_core.report.text import say
 
 LOOK = 0.5  # seconds between looks whether a process that was lost has let go of the run

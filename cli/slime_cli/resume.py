@@ -195,7 +195,7 @@ def say_no_checkpoint(run_dir: RunDir) -> None:
     Raises:
         ConfigError: CFG14 where it has nothing either, though figures or payloads say that there were samples.
     """
-    from slime_cli import history
+    from slime_core.report import history
 
     states, steps = history.states(run_dir), history.recorded_steps(run_dir)
     if issued := states.get("issued", 0):

@@ -74,8 +74,8 @@ def list_dump(folder: Path, as_json: bool) -> None:
 
 def explain(run_dir: RunDir) -> dict[str, Any]:
     """Everything that `slime show` knows, with stable keys."""
-    from slime_cli import history
     from slime_core.config.load import read, stage_name, stages
+    from slime_core.report import history
 
     config = read(run_dir.config, check=False).config
     info = run_dir.read_info()
@@ -151,8 +151,8 @@ def where_to_resume(
     run_dir: RunDir, config: Config, info: dict[str, Any], saved: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """``version`` and ``from`` (checkpoint, ledger, nothing, or finished), and the command; nothing is locked."""
-    from slime_cli import history
     from slime_cli.live import total_steps
+    from slime_core.report import history
 
     whole = next((row["version"] for row in saved if not row["damage"]), None)
     answer: dict[str, Any] = {"version": 0, "from": "nothing", "command": f"slime run --resume {run_dir.path}"}

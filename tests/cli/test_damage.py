@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from durability.ledger_audit import audit
-from slime_cli import history
 from slime_cli.main import main
 from slime_core import failpoints
 from slime_core.errors import StorageError
 from slime_core.ledger.ledger import SqliteLedger
-from slime_core.report import RunDir
+from slime_core.report import RunDir, history
 
 pytestmark = pytest.mark.integration
 

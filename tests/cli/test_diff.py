@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from slime_cli.replaying.compare import compare_steps
-from slime_cli.replaying.recorded import groups_of, open_recorded
 from slime_core.config.dump import to_toml
 from slime_core.config.schema import Config
 from slime_core.errors import StorageError
 from slime_core.ledger.ledger import SqliteLedger
 from slime_core.report import RunDir
+from slime_core.report.recorded import groups_of, open_recorded
 from slime_core.testing.contracts import sample_group
 
 pytestmark = pytest.mark.integration

@@ -8,8 +8,8 @@ import tempfile
 
 import pytest
 
-from slime_cli.history import steps_of
 from slime_core.report import RunDir
+from slime_core.report.history import steps_of
 
 pytestmark = pytest.mark.system
 

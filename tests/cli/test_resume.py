@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from slime_cli import history
 from slime_cli.main import main
 from slime_cli.trim import evaluations_kept
 from slime_core import failpoints
 from slime_core.checkpoint import LoadedCheckpoint
-from slime_core.report import RunDir
+from slime_core.report import RunDir, history
 
 pytestmark = pytest.mark.integration
 

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from slime_cli import history
 from slime_cli.main import main
 from slime_cli.signals import Signals, descendants
 from slime_core.preemption import StopSignal
-from slime_core.report import RunDir
+from slime_core.report import RunDir, history
 
 pytestmark = pytest.mark.integration
 

@@ -6,10 +6,9 @@ import sqlite3
 
 import pytest
 
-from slime_cli import history
 from slime_cli.dumps import dumps_of
 from slime_core import failpoints
-from slime_core.report import RunDir
+from slime_core.report import RunDir, history
 from slime_core.rollout.dump import evaluation_path, read_dump, step_path
 
 pytestmark = pytest.mark.system

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from slime_cli import history
-from slime_cli.replaying.recorded import Recorded, StepSample
 from slime_core.errors import StorageError
+from slime_core.report import history
+from slime_core.report.recorded import Recorded, StepSample
 
 if TYPE_CHECKING:
-    from slime_cli.replaying.recorded import Step
+    from slime_core.report.recorded import Step
     from slime_core.report.rundir import RunDir
     from slime_core.types import Sample
 

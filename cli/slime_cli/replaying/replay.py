@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from slime_cli import history
 from slime_cli.replaying.compare import BOOKKEEPING
-from slime_cli.replaying.recorded import Recorded, Step, groups_of, open_recorded
 from slime_core.checkpoint import LoadedCheckpoint, manifest
 from slime_core.clusters import build_cluster
 from slime_core.clusters.machine import machine_facts
@@ -24,8 +22,9 @@ from slime_core.config.load import stage_name, stages
 from slime_core.context import Context
 from slime_core.errors import ConfigError, StorageError
 from slime_core.loop import train_on
-from slime_core.report import Report
+from slime_core.report import Report, history
 from slime_core.report.metrics import rollout_metrics
+from slime_core.report.recorded import Recorded, Step, groups_of, open_recorded
 from slime_core.report.rundir import RunDir
 from slime_core.report.step_clock import StepClock
 from slime_core.report.verification import Verification

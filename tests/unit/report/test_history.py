@@ -5,9 +5,8 @@ import json
 
 import pytest
 
-from slime_cli import history
 from slime_core.ledger.ledger import SqliteLedger
-from slime_core.report import RunDir
+from slime_core.report import RunDir, history
 from slime_core.types import Drop
 
 pytestmark = pytest.mark.unit

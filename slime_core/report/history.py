@@ -81,7 +81,7 @@ def states(run_dir: RunDir) -> dict[str, int]:
     """
     query = "SELECT t.state, coalesce(r.name, ''), t.count FROM tally t LEFT JOIN reasons r ON r.id = t.reason"
     try:
-        with closing(_open_ledger(run_dir)) as database:
+        with closing(open_ledger(run_dir)) as database:
             rows = database.execute(query).fetchall()
     except sqlite3.Error:
         return {}
@@ -96,13 +96,13 @@ def states(run_dir: RunDir) -> dict[str, int]:
 def recorded_steps(run_dir: RunDir) -> int:
     """Steps whose composition is in the ledger; 0 for none."""
     try:
-        with closing(_open_ledger(run_dir)) as database:
+        with closing(open_ledger(run_dir)) as database:
             return int(database.execute("SELECT count(*) FROM steps").fetchone()[0])
     except sqlite3.Error:
         return 0
 
 
-def _open_ledger(run_dir: RunDir) -> sqlite3.Connection:
+def open_ledger(run_dir: RunDir) -> sqlite3.Connection:
     """The database, to read, wherever ``report.ledger_dir`` has put it; sqlite3.Error where there is none."""
     path = run_dir.ledger
     if not path.exists() and run_dir.config.is_file():
