@@ -110,6 +110,11 @@ class EngineError(SlimeError, RuntimeError):
     exit_code = 5
     default_code = "ENG00"
 
+    @property
+    def context_full(self) -> bool:
+        """Whether the prompt leaves no room for an answer in the model's context."""
+        return self.code == "ENG72"
+
 
 class TrainerError(SlimeError, RuntimeError):
     """A trainer that failed, or a loss or gradient that is not finite."""

@@ -27,7 +27,6 @@ from slime_core.seeds import seed_of
 
 ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
 STOPS = ("</search>", "</answer>")
-FULL = "ENG72"  # the context has no room for another turn
 INVALID = "That is no action. Write <search>a query</search>, or <answer>the answer</answer>."
 FACT = re.compile(r"works for (\w+) and lives in (\w+)")
 REMOTES: dict[Settings, Remote] = {}
@@ -79,7 +78,7 @@ async def converse(sample: Sample, ctx: Context, settings: Settings) -> None:
         try:
             done = await ctx.generate(sample, params)
         except EngineError as error:
-            if error.code != FULL:
+            if not error.context_full:
                 raise
             sample.status = Status.TRUNCATED
             return

@@ -24,7 +24,6 @@ from slime_core.plugins.boundary import together
 CODE = re.compile(r"<code>(.*?)</code>", re.DOTALL)
 FENCE = re.compile(r"\A\s*```(?:python|py)?\s*\n(.*?)```\s*\Z", re.DOTALL)
 BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
-FULL = "ENG72"  # the context has no room for another turn
 PYTHON = Interpreter()
 
 
@@ -52,7 +51,7 @@ async def converse(sample: Sample, ctx: Context, settings: Settings) -> None:
         try:
             done = await ctx.generate(sample, params)
         except EngineError as error:
-            if error.code != FULL:
+            if not error.context_full:
                 raise
             sample.status = Status.TRUNCATED
             return

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from slime_core.algorithms import Algorithm, algorithms
 from slime_core.builtin.losses import losses
 from slime_core.data.chat import decode
+from slime_core.data.conversations import ReplyEncoder
 from slime_core.data.prompts import REPLIES
 from slime_core.errors import ConfigError, DataError, EngineError
 from slime_core.hookspecs import hookimpl
@@ -141,9 +142,7 @@ def _respond_with_label(sample: Sample, group: Group, ctx: Context) -> None:
         )
     if sample.response_length:
         return
-    ids = [int(token) for token in ctx.tokenizer.encode(sample.label, add_special_tokens=False)]
-    end = ctx.tokenizer.eos_token_id
-    ids += [int(end)] if end is not None and ids[-1:] != [end] else []
+    ids = ReplyEncoder(ctx.tokenizer).answer(decode(ctx.tokenizer, sample.tokens), sample.label)
     limit = ctx.config.rollout.rollout_max_context_len
     if limit and len(sample.tokens) + len(ids) > limit:
         raise DataError(

@@ -90,9 +90,13 @@ class ReplyEncoder:
 
     def text(self, prompt: str, answer: str) -> EncodedReply:
         """An answer to a prompt that are texts, read without a chat template; the end token follows."""
-        ids, end = self._after(prompt, answer), self.tokenizer.eos_token_id
-        ids += [int(end)] if end is not None and ids[-1:] != [end] else []
+        ids = self.answer(prompt, answer)
         return EncodedReply(prompt=encode(self.tokenizer, prompt), tokens=ids, loss_mask=[1] * len(ids))
+
+    def answer(self, prompt: str, answer: str) -> list[int]:
+        """Ids of an answer as they follow a prompt, and the end token."""
+        ids, end = self._after(prompt, answer), self.tokenizer.eos_token_id
+        return [*ids, int(end)] if end is not None and ids[-1:] != [end] else ids
 
     def _by_markers(
         self, messages: list[Message], answers: list[int], trained: list[int], tools: list[Any] | None, where: str
@@ -138,7 +142,7 @@ class ReplyEncoder:
             end = self._end(messages, number, text, len(head), tools, where)
             answer = text[len(head) : end]
             closed = end < len(text) or re.search(rf"(?:{self._specials})\Z", answer)
-            ids = self._after(head, answer) if closed else self.text(head, answer).tokens
+            ids = self._after(head, answer) if closed else self.answer(head, answer)
             pieces += [(self._after(text[:place], text[place : len(head)]), 0), (ids, 1)]
             place = end
         return pieces
@@ -150,7 +154,7 @@ class ReplyEncoder:
             content = f"{OPEN}\n{reasoning}\n{CLOSE}\n\n{content}"
         if head.rstrip().endswith(OPEN) and content.lstrip().startswith(OPEN):
             content = content.split(OPEN, 1)[1].lstrip("\n")
-        return self.text(head, content).tokens
+        return self.answer(head, content)
 
     def _after(self, head: str, text: str) -> list[int]:
         """Ids of a text as they follow another: SentencePiece puts a space before a text that stands alone."""

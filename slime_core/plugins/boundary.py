@@ -19,7 +19,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -131,6 +131,7 @@ class Deadline:
         self._timer: asyncio.TimerHandle | None = None  # of a slice
         self._since = self._planned = 0.0  # of the slice
         self._token: contextvars.Token[Deadline] | None = None  # inside the block
+        self._outer = DEADLINE.get(None)
 
     async def __aenter__(self) -> Deadline:
         await self._scope.__aenter__()
@@ -153,13 +154,19 @@ class Deadline:
         """Whether the clock does."""
         return self._timer is not None
 
+    @property
+    def over(self) -> bool:
+        """Whether its seconds are over."""
+        return self._scope.expired()
+
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stop the clock inside this block."""
+        """Stop the clock inside this block, and those of the deadlines around it."""
         runs = self.runs
         self._stop()
         try:
-            yield
+            with nullcontext() if self._outer is None else self._outer.stopped():
+                yield
         finally:
             if runs and self._token is not None and not self._scope.expired():
                 self._start()

@@ -169,7 +169,10 @@ class Plugins:
         about, task = f"the row {prompt.where}", prompt.task
         arguments = {"messages": messages, "tools": tools, "metadata": prompt.metadata, "task": task}
         value = self._call_now(impl, ctx, about, **arguments)
-        return expect(impl, value, tuple, about, "return messages, tools")  # type: ignore[no-any-return]
+        pair = expect(impl, value, tuple, about, fix := "return messages, tools")
+        if len(pair) != 2:
+            raise wrong(impl, f"returned a tuple of {len(pair)}", about, code="PLG57", fix=fix)
+        return pair
 
     def replaces_rollout(self, task: str, config: Config, *, evaluation: bool = False) -> bool:
         """Whether :meth:`rollout` makes this task's groups; core's own does for offline losses alone."""

@@ -21,8 +21,6 @@ from slime_core.plugins.boundary import DEADLINE
 from slime_core.protocols import Engine, RequestTurn
 from slime_core.types import Completion, GenerateRequest
 
-FULL = "ENG72"  # a prompt that fills the context
-
 
 class SuspendableEngine:
     """See the module. ``changed`` is called whenever a watched sample stops or ends a request.
@@ -139,7 +137,7 @@ class SuspendableEngine:
         try:
             piece = await self._engine.generate(request)
         except EngineError as error:
-            if not turn.pieces or error.code != FULL:
+            if not turn.pieces or not error.context_full:
                 raise
             turn.finish = "length"
             return

@@ -256,21 +256,28 @@ def test_the_environment_of_an_agent_leads_past_any_proxy(context, talk, monkeyp
     talk(context("x|"), agent)
 
 
-def test_a_request_belongs_to_the_hook_whose_clock_stands_while_the_run_holds_it(context):
-    class Watched(LineEngine):
+def test_the_clocks_of_hook_and_agent_stand_while_the_run_holds_a_request(context, issue):
+    class Holding(LineEngine):
         async def generate(self, request):
-            self.scope = DEADLINE.get(None)
+            clock = DEADLINE.get()
+            with clock.stopped():
+                self.clocks = [clock.runs, self.outer.runs]
+            self.clocks += [clock is self.outer, clock.runs, self.outer.runs]
             return await super().generate(request)
 
-    async def hook():
-        ctx = context("x|")
-        engine, scope = Watched(ctx.tokenizer, ["x|"]), Deadline(30)
-        DEADLINE.set(scope)
-        async with open_session(Sample(id="a"), replace(ctx, engine=engine)) as session, Client(session) as client:
+    async def agent(session):
+        async with Client(session) as client:
             await client.say([HI])
-        return engine.scope is scope
 
-    assert asyncio.run(hook())
+    async def hook(agent_timeout):
+        ctx = context("x|")
+        engine = Holding(ctx.tokenizer, ["x|"])
+        async with Deadline(30) as engine.outer:
+            await converse(issue(), replace(ctx, engine=engine), agent, agent_timeout=agent_timeout)
+        return engine.clocks
+
+    assert asyncio.run(hook(20)) == [False, False, False, True, True]
+    assert asyncio.run(hook(None))[1:] == [False, False, False, True]
 
 
 def test_an_agent_that_hangs_fails_its_own_sample(context, issue):

@@ -10,8 +10,8 @@ from mcp_tasks import ASK, STDIO
 from slime_core.errors import SlimeError
 from slime_core.types import Group, Prompt, Status
 from slime_mcp import plugin
-from slime_mcp.options import Options
-from slime_mcp.servers import McpServers
+from slime_mcp.options import McpServer, Options
+from slime_mcp.servers import McpServers, Tool
 
 pytestmark = pytest.mark.unit
 
@@ -84,6 +84,14 @@ def test_a_sample_that_was_stopped_goes_on_or_begins_again(context, call, result
         assert (sample.status, results(sample), len(ctx.engine.requests)) == (Status.COMPLETED, ["1"], requests)
         assert sample.metadata["mcp"]["turns"] == 2
         plugin.slime_run_done(ctx)
+
+
+@pytest.mark.parametrize("target", ["https://example.org/a.json", "#/$defs/a", "#/properties/a"])
+def test_arguments_whose_schema_is_elsewhere_are_judged_by_the_server(target):
+    schema = {"type": "object", "properties": {"a": {"$ref": target}, "b": {"type": "integer"}}}
+    tool = Tool(McpServer(**STDIO), "add", "", schema)
+    assert tool.problem({"a": 1, "b": 1}) == ""
+    assert tool.problem([1]) == "the arguments are not a JSON object"
 
 
 NONSENSE = "import sys\nwhile True:\n    sys.stdin.readline()\n    print('<html>', flush=True)\n"

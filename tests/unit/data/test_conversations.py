@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 import trl
 from speakers import speaker
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from slime_core import DataError
+from slime_core import Context, DataError, Group, Prompt, Sample
+from slime_core.builtin import Core
+from slime_core.config.schema import Config
 from slime_core.data.conversations import ReplyEncoder
 from slime_core.data.prompts import Encoder, Keys, parse_row
 
@@ -75,6 +77,7 @@ def test_pieces_of_sentencepiece_are_encoded_as_in_the_whole_text(legacy):
         model.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     else:
         model.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    model.decoder = decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, eos_token="</s>")
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
@@ -84,6 +87,10 @@ def test_pieces_of_sentencepiece_are_encoded_as_in_the_whole_text(legacy):
     whole = tokenizer.apply_chat_template(TALK, tokenize=False)
     assert reply.prompt + reply.tokens == tokenizer.encode(whole, add_special_tokens=False)
     assert sum(reply.loss_mask) == len("4.$") + len("7 (seven)$") - 1
+    sample = Sample(id="a", tokens=tokenizer.encode("[INST] 2+2 [/INST] (", add_special_tokens=False), label="4")
+    group = Group(prompt=Prompt(id="a"), samples=[sample], rollouts={0: [0]})
+    Core().slime_rollout([group], Context(config=Config(), tokenizer=tokenizer))
+    assert sample.tokens == tokenizer.encode("[INST] 2+2 [/INST] (4</s>", add_special_tokens=False), "no space before 4"
 
 
 def test_the_last_turn_alone_and_turns_of_weight_0():

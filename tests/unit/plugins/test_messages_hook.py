@@ -68,9 +68,10 @@ def test_without_a_template_or_the_hook_rows_stay(load, file, tokenizer):
     assert text == ": user: hi\nassistant: "
 
 
-def test_a_hook_that_returns_something_else_is_named_with_the_row(load, file, tokenizer):
+@pytest.mark.parametrize("value", ["messages", "(messages,)"])
+def test_a_hook_that_returns_something_else_is_named_with_the_row(load, file, tokenizer, value):
     config = Config(data={"prompt_data": file, "apply_chat_template": True})
-    plugins = load(geo="@slime_core.hookimpl\ndef slime_messages(messages):\n    return messages\n")
+    plugins = load(geo=f"@slime_core.hookimpl\ndef slime_messages(messages):\n    return {value}\n")
     with pytest.raises(PluginError, match=r"geo.slime_messages returned.*rows.jsonl:1.*return messages, tools"):
         open_source(config, plugins, tokenizer, Context(config=config)).next(1)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import math
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
@@ -24,7 +25,7 @@ from slime_core.data.chat import require_template
 from slime_core.data.template_trial import try_template
 from slime_core.data.tool_calls import Calls, Parser, parser_of, template_tools
 from slime_core.data.turns import Speech
-from slime_core.plugins.boundary import together
+from slime_core.plugins.boundary import Deadline, together
 from slime_core.types import Group, Sample, Status
 
 if TYPE_CHECKING:
@@ -224,9 +225,9 @@ async def converse(
     """Let ``agent`` work on every pending sample of a group, side by side; the group with the samples that came.
 
     A sample whose session the run stopped comes back ABORTED, whatever the agent made of it. An agent that is not done
-    in ``agent_timeout`` seconds is cancelled; it and one that raises an exception of the types ``tolerate`` make their
-    own sample FAILED, which drops it. Other exceptions end the whole group. Other arguments and errors are those of
-    :func:`open_session`.
+    in ``agent_timeout`` seconds is cancelled; those for which the run holds a request do not count. It and one that
+    raises an exception of the types ``tolerate`` make their own sample FAILED, which drops it. Other exceptions end
+    the whole group. Other arguments and errors are those of :func:`open_session`.
 
     Example:
         async def generate(group, ctx):
@@ -245,12 +246,13 @@ async def converse(
             branches=branches,
             template_kwargs=template_kwargs,
         ) as session:
-            clock = asyncio.timeout(agent_timeout)
+            clock = Deadline(math.inf if agent_timeout is None else agent_timeout)
             try:
                 async with clock:
+                    session.use_deadline()
                     await agent(session)
             except Exception as error:
-                if clock.expired():
+                if clock.over:
                     session.fail(f"the agent is not done in agent_timeout = {agent_timeout} s")
                 elif isinstance(error, tolerate):
                     session.fail(f"{type(error).__name__}: {error}")

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from slime_core.data.tool_calls import Calls, Parser
     from slime_core.data.turns import Speech
 
-FULL = "ENG72"  # a prompt that fills the context
 Branches = Literal["all", "last"]
 
 
@@ -75,8 +74,12 @@ class Session:
         self._seed = seed_of(ctx.config.seed, "eval" if ctx.evaluation else "sample", sample.id, sample.attempt)
         self._continuations: Counter[bytes] = Counter()  # digest of tokens -> how often they were continued
         self._running: dict[str, asyncio.Task[Completion]] = {}
-        self._context = contextvars.copy_context()  # of the hook, whose clock stands while the run holds a request
         self._over = False
+        self.use_deadline()
+
+    def use_deadline(self) -> None:
+        """Take the caller's deadline, which stops while the run holds a request."""
+        self._context = contextvars.copy_context()
 
     @property
     def env(self) -> dict[str, str]:
@@ -257,7 +260,7 @@ class Session:
             self._require_open()
             raise
         except EngineError as error:
-            if error.code == FULL:
+            if error.context_full:
                 raise bad(error.what, "messages", "context_length_exceeded") from error
             self.error = error
             raise HttpError(500, str(error), code=error.code) from error

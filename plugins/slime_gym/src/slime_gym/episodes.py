@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 GYM = "gym"
 """Key of a prompt's and a sample's metadata."""
-FULL = "ENG72"  # a prompt that leaves no room for an answer
 LIMITS = ("turns", "context")  # ends that are not the game's
 OPPONENT = "opponent"  # role of a frozen engine
 
@@ -213,7 +212,7 @@ class EpisodeTable:
         try:
             done = await player.context.generate(player.sample, request_id=self._issued.id)
         except EngineError as error:
-            if error.code != FULL or not player.answer:
+            if not error.context_full or not player.answer:
                 raise
             self._take_back(player)
             return None

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 MCP = "mcp"
 """Key of a sample's metadata."""
 ERRORS = ("unparsed", "unknown", "invalid", "refused", "failed", "timeout", "crash")
-FULL = "ENG72"  # the context has no room for another turn
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -92,7 +91,7 @@ async def _turns(
         try:
             done = await ctx.generate(sample)
         except EngineError as error:
-            if error.code != FULL or not sample.response_length:
+            if not error.context_full or not sample.response_length:
                 raise
             sample.status = Status.TRUNCATED
             _drop_unread(sample, ctx.tokenizer)

@@ -29,6 +29,7 @@ from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
 from mcp.types import CONNECTION_CLOSED, CallToolResult, TextContent
 from referencing import Registry
+from referencing.exceptions import Unresolvable
 
 from slime_core.errors import ConfigError, PluginError, shortened, text_of
 from slime_mcp.options import McpServer, Options, expanded
@@ -74,7 +75,10 @@ class Tool:
             return f"the arguments cannot be sent as JSON: {error}"
         if not isinstance(arguments, dict):
             return "the arguments are not a JSON object"
-        mismatch = best_match(self._validator.iter_errors(arguments))
+        try:
+            mismatch = best_match(self._validator.iter_errors(arguments))
+        except (Unresolvable, RecursionError):  # a schema that is elsewhere, or has no end: the server judges
+            return ""
         if mismatch is None:
             return ""
         return f"{mismatch.json_path.replace('$', 'arguments', 1)}: {shortened(mismatch.message, 300)}"

@@ -35,7 +35,6 @@ from slime_openenv.templates import plain, rendered, to_json
 
 KEY = "openenv"
 """Of a sample's metadata."""
-FULL_CONTEXT = "ENG72"  # no room for another answer
 BROKEN_TOOLS = ("timeout", "transport_error")
 """Errors of a tool's call that are the environment's."""
 
@@ -148,7 +147,7 @@ class EpisodePlayer:
             try:
                 done = await self._ctx.generate(sample)
             except EngineError as error:
-                if error.code != FULL_CONTEXT:
+                if not error.context_full:
                     raise
                 if not turn:
                     raise EnvFault(f"its first message of {begin} tokens leaves no room for an answer") from None

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from slime_core.types import Completion, GenerateRequest
 
-FULL = "ENG72"  # a prompt that fills the context
 BUSY = "ENG74"  # the server has too much to do: no fault of its own
 LATE = "ENG76"  # the request's time is over, on whichever server
 AGAIN = 0.05, 1.0  # seconds until an abort is asked for again: it may have met the server before its request did
@@ -189,7 +188,7 @@ class Requests:
             await self._failed(lane, error, job.failed, f"request {job.id}")
         elif lane.fenced is not None:  # its client was closed under the request
             await self._failed(lane, ServerFault(**lane.fenced.as_dict()), job.failed, f"request {job.id}")
-        elif job.turn.pieces and error.code == FULL:
+        elif job.turn.pieces and error.context_full:
             job.turn.finish = "length"
         else:
             raise error

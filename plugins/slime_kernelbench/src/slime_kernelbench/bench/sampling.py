@@ -13,8 +13,6 @@ from slime_kernelbench.bench.answers import BenchAnswer
 from slime_kernelbench.dialogue.words import Words
 from slime_kernelbench.types import KernelProblem
 
-FULL = "ENG72"  # a prompt that leaves no room for an answer
-
 
 async def sample(
     model: Path,
@@ -56,7 +54,7 @@ async def sample(
             try:
                 return BenchAnswer.of(problem, _text(serving.tokenizer, await serving.engines.generate(request)))
             except EngineError as error:
-                if error.code != FULL:
+                if not error.context_full:
                     raise
                 return BenchAnswer(
                     problem=problem, text="", source=None, why=error.what

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 TURN = "kernelbench"
 """Key of a sample's metadata, and of its ``train_metadata``."""
-FULL = "ENG72"  # a prompt that leaves no room for an answer
 NOTHING = Verdict(status="infra", reached="static")
 
 
@@ -111,7 +110,7 @@ async def converse(issued: Sample, problem: KernelProblem, room: Room) -> list[A
         try:
             done = await room.ctx.generate(sample, room.params(spent), request_id=issued.id)
         except EngineError as error:
-            if error.code != FULL or not attempts:
+            if not error.context_full or not attempts:
                 raise
             ended = "context"
             break
