@@ -164,6 +164,28 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.line(f"{UNPROVEN}: {report.nodeid.partition('@')[0]} ({reason})")
 
 
+@pytest.fixture(scope="module")
+def chromium():
+    """A headless Chromium of the system's package, through playwright; tests that need it are left out without it.
+
+    Until the module's end an event loop runs in this thread, so the module's tests start none of their own.
+    """
+    executable = find_chromium()
+    if not executable:
+        pytest.skip(f"{UNPROVEN}: no Chromium; apt-get install chromium, or SLIME_CHROMIUM=/path/to/chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])  # as root in CI
+        yield browser
+        browser.close()
+
+
+def find_chromium():
+    """The browser that tests of pages drive, or None."""
+    return os.environ.get("SLIME_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+
+
 @pytest.fixture(scope="session")
 def sglang_python():
     """The interpreter of SGLang's environment; tests with the marker `sglang` are left out where there is none."""

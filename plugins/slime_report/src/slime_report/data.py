@@ -1,0 +1,179 @@
+"""Run directories as plain data: what `slime report` embeds in its page and a live page serves.
+
+    metrics.jsonl -> steps, evaluations, restarts      ledger.sqlite -> counts by state
+    config.toml   -> keys, differences of runs         run.json      -> command, machine, plugins, starts
+
+Nothing is written and no lock is taken; the run may be running. What cannot be read is left out and stated in
+``notices``. All values are JSON-ready; a figure that is not finite is None.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slime_core import __version__
+from slime_core.report.history import evaluations_of, read_lines, states, steps_of
+from slime_core.report.rundir import RunDir, now
+
+DIGITS = 7
+"""Significant digits of a figure in the page, as many as float32 has."""
+
+
+def overview(run_dirs: Sequence[RunDir]) -> dict[str, Any]:
+    """All of the page but samples: ``made slime runs differences``, see :func:`run_facts`.
+
+    Raises:
+        OSError: a file that is there and cannot be read.
+    """
+    runs = [run_facts(run_dir) for run_dir in run_dirs]
+    for run, name in zip(runs, unique_names([run["path"] for run in runs]), strict=True):
+        run["name"] = name
+    return {"made": now(), "slime": __version__, "runs": runs, "differences": differences(runs)}
+
+
+def run_facts(run_dir: RunDir) -> dict[str, Any]:
+    """One run.
+
+    ``steps``       columns by step: ``version``, ``stage``, and by name ``metrics`` and ``seconds`` (None: no figure)
+    ``evaluations`` by set, likewise: ``version``, ``metrics``, ``seconds``
+    ``stages``      name, first and last version
+    ``states``      samples by state, as the ledger counts them
+    ``config``      key (``rollout.num_rollout``) to value
+    ``notices``     sentences on what is missing or damaged
+    """
+    info, notices = run_dir.read_info(), []
+    steps = steps_of(run_dir)
+    config = config_of(run_dir)
+    if not config:
+        notices.append("config.toml cannot be read: settings and differences are left out")
+    if damaged := damaged_lines(run_dir.metrics):
+        notices.append(f"{damaged} of the lines of metrics.jsonl cannot be read and are left out")
+    if not steps:
+        notices.append("no step is finished yet: there are no curves")
+    if not (counts := states(run_dir)):
+        notices.append("there is no ledger that can be read: samples are left out")
+    return {
+        "name": run_dir.path.name,
+        "path": str(run_dir.path),
+        "status": status_of(info, run_dir.holder()),
+        "info": {key: info.get(key) for key in ("command", "started", "host", "error", "python", "slime", "recipe")},
+        "machine": info.get("machine") or {},
+        "plugins": info.get("plugins") or {},
+        "starts": info.get("starts") or [],
+        "of": steps[-1].get("of") if steps else None,
+        "stages": stages_of(steps),
+        "steps": columns_of(steps, ("stage",)),
+        "evaluations": evaluation_columns(evaluations_of(run_dir)),
+        "restarts": [row for row in read_lines(run_dir.metrics) if row.get("kind") == "restart"],
+        "states": counts,
+        "config": config,
+        "notices": notices,
+    }
+
+
+def status_of(info: Mapping[str, Any], holder: Mapping[str, Any] | None) -> str:
+    """``running``, how the run ended, or ``crashed``: its last process recorded no end."""
+    if holder is not None:
+        return "running"
+    status = str(info.get("status", "unknown"))
+    return "crashed" if status == "running" else status
+
+
+def columns_of(rows: Sequence[Mapping[str, Any]], texts: Sequence[str] = ()) -> dict[str, Any]:
+    """Rows of ``metrics.jsonl`` as columns.
+
+    Example: [{"version": 1, "metrics": {"loss": 2.0}}] -> {"version": [1], "metrics": {"loss": [2.0]}, "seconds": {}}
+    """
+    columns: dict[str, Any] = {"version": [row["version"] for row in rows]}
+    columns |= {name: [row.get(name) for row in rows] for name in texts}
+    for part in ("metrics", "seconds"):
+        tables = [row.get(part) or {} for row in rows]
+        names = sorted({name for table in tables for name in table})
+        columns[part] = {name: [figure(table.get(name)) for table in tables] for name in names}
+    return columns
+
+
+def evaluation_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Evaluations by the name of their set."""
+    names = dict.fromkeys(row["name"] for row in rows)
+    return {name: columns_of([row for row in rows if row["name"] == name]) for name in names}
+
+
+def stages_of(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Stages in the order of their first step."""
+    stages: dict[str, dict[str, Any]] = {}
+    for step in steps:
+        name = str(step.get("stage", "main"))
+        stages.setdefault(name, {"name": name, "first": step["version"]})["last"] = step["version"]
+    return list(stages.values())
+
+
+def config_of(run_dir: RunDir) -> dict[str, Any]:
+    """Every key of ``config.toml`` by its full name; stages are ``stage.NAME.KEY``. Empty where it is no TOML."""
+    try:
+        table = tomllib.loads(run_dir.config.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, tomllib.TOMLDecodeError):
+        return {}
+    stages = table.pop("stage", [])
+    if isinstance(stages, list):
+        table["stage"] = {str(stage.get("name", place)): stage for place, stage in enumerate(stages)}
+    return dict(sorted(_flat("", table)))
+
+
+def differences(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Keys, plugins and machines that are not the same in all runs: ``key`` and ``values``, one a run."""
+    tables = [
+        {
+            **run["config"],
+            **{f"plugin {name}": origin for name, origin in run["plugins"].items()},
+            **{f"machine {name}": value for name, value in run["machine"].items()},
+            "slime": run["info"]["slime"],
+        }
+        for run in runs
+    ]
+    keys = sorted({key for table in tables for key in table})
+    rows = [{"key": key, "values": [table.get(key) for table in tables]} for key in keys]
+    return [row for row in rows if any(value != row["values"][0] for value in row["values"])]
+
+
+def unique_names(paths: Sequence[str]) -> list[str]:
+    """The shortest endings of paths that tell them apart.
+
+    Example: ["/a/runs/x-0", "/b/runs/x-0", "/b/runs/y-0"] -> ["a/runs/x-0", "b/runs/x-0", "y-0"]
+    """
+    names = []
+    for path in paths:
+        parts, count = Path(path).parts, 1
+        others = [Path(other).parts for other in paths if other != path]
+        while count < len(parts) and any(other[-count:] == parts[-count:] for other in others):
+            count += 1
+        names.append("/".join(parts[-count:]).removeprefix("//"))
+    return names
+
+
+def damaged_lines(path: Path) -> int:
+    """Lines of a JSONL file that hold no JSON object."""
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        lines = sum(1 for line in file if line.strip())
+    return lines - sum(1 for _ in read_lines(path))
+
+
+def figure(value: Any) -> float | None:
+    """A number of :data:`DIGITS` digits, whole ones as such."""
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.{DIGITS}g}")
+
+
+def _flat(prefix: str, value: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _flat(f"{prefix}.{key}" if prefix else str(key), item)
+    elif prefix:
+        yield prefix, value

@@ -1,0 +1,45 @@
+"""A run directory as plain data: figures, times, settings, differences, and what is damaged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slime_core.report.rundir import RunDir
+from slime_report.data import overview, unique_names
+
+pytestmark = pytest.mark.unit
+
+STEP = '{"kind": "step", "version": %d, "stage": "main", "of": 3, "metrics": %s, "seconds": {"train": 0.5}}\n'
+
+
+def make_run(path: Path, lines: str, config: str = "[train]\nlr = 0.1\n") -> RunDir:
+    path.mkdir(parents=True)
+    (path / "config.toml").write_text(config)
+    (path / "metrics.jsonl").write_text(lines)
+    (path / "run.json").write_text(json.dumps({"status": "finished", "plugins": {"mine": "mine==1"}}))
+    return RunDir.open(path)
+
+
+def test_steps_and_evaluations_become_columns_and_a_half_line_is_stated(tmp_path: Path) -> None:
+    lines = STEP % (1, '{"loss": 2.0, "kl": null}') + STEP % (2, '{"loss": 1.123456789}')
+    lines += '{"kind": "eval", "version": 2, "name": "held", "metrics": {"reward/mean": 1.0}}\n{"kind": "st'
+    (run,) = overview([make_run(tmp_path / "a", lines)])["runs"]
+    assert run["steps"]["version"] == [1, 2]
+    assert run["steps"]["metrics"] == {"kl": [None, None], "loss": [2, 1.123457]}
+    assert run["steps"]["seconds"] == {"train": [0.5, 0.5]}
+    assert run["evaluations"]["held"]["metrics"] == {"reward/mean": [1]}
+    assert run["stages"] == [{"name": "main", "first": 1, "last": 2}]
+    assert (run["status"], run["of"]) == ("finished", 3)
+    assert run["notices"][0] == "1 of the lines of metrics.jsonl cannot be read and are left out"
+
+
+def test_differences_of_runs_are_their_keys_and_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    one = make_run(tmp_path / "x" / "run-0", "", "[train]\nlr = 0.1\n[[stage]]\nname = 'a'\nlr = 1.0\n")
+    other = make_run(tmp_path / "y" / "run-0", "", "[train]\nlr = 0.1\n[[stage]]\nname = 'a'\nlr = 2.0\n")
+    facts = overview([one, other])
+    assert facts["differences"] == [{"key": "stage.a.lr", "values": [1.0, 2.0]}]
+    assert [run["name"] for run in facts["runs"]] == ["x/run-0", "y/run-0"]
+    assert unique_names(["/a/x-0", "/b/x-0", "/b/y-0"]) == ["a/x-0", "b/x-0", "y-0"]
