@@ -51,7 +51,15 @@ READS_PICKLES = "plugins/slime_megatron/src/slime_megatron/convert/unpickle.py"
 RUNS_CANDIDATES = "plugins/slime_kernelbench/src/slime_kernelbench/judge/module.py"
 """Sources of problems and candidates, in the process of a sandbox."""
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
-LIBRARIES = {"slime_chat", "slime_compat", "slime_convert", "slime_report", "slime_sandbox", "slime_service"}
+LIBRARIES = {
+    "slime_chat",
+    "slime_compat",
+    "slime_convert",
+    "slime_diagnose",
+    "slime_report",
+    "slime_sandbox",
+    "slime_service",
+}
 """Plugins that other plugins may import, as declared dependencies."""
 MAX_LINES = 600
 BACKEND_KEYS = ("rollout_engine", "train_backend", "cluster_backend")

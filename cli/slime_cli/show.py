@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +36,8 @@ MAIN = (
     "async/trainer_wait_seconds",
 )
 """Metrics that are shown without --all, with every task's and term's reward."""
+DIAGNOSE = "slime_diagnose"
+"""A plugin's package: it is imported by name, where it is installed."""
 SHOWN = 10
 """Newest starts that are printed; --json has all of them."""
 
@@ -104,6 +108,7 @@ def explain(run_dir: RunDir) -> dict[str, Any]:
     return {
         "run_dir": str(run_dir.path),
         "status": _status(info, holder),
+        "diagnosis": diagnosis_of(run_dir.path),
         "holder": holder,
         "info": info,
         "config": {
@@ -128,6 +133,13 @@ def explain(run_dir: RunDir) -> dict[str, Any]:
         "errors": sorted(str(path) for path in run_dir.errors.glob("*.txt")),
         "final": str(run_dir.final) if run_dir.final.exists() else None,
     }
+
+
+def diagnosis_of(path: Path) -> list[dict[str, Any]] | None:
+    """What the package slime-diagnose finds in a run; None where it is not installed."""
+    if find_spec(DIAGNOSE) is None:
+        return None
+    return [finding.as_dict() for finding in import_module(DIAGNOSE).diagnose(path)]
 
 
 def checkpoints(run_dir: RunDir) -> list[dict[str, Any]]:
@@ -191,6 +203,7 @@ def print_facts(facts: dict[str, Any], everything: bool) -> None:
         }
     )
     _print_starts(facts["starts"], facts["checkpoints"])
+    _print_diagnosis(facts["diagnosis"] or [])
     heading("stages")
     columns = ("name", "steps", "of", "prompts_per_step", "samples_per_prompt", "loss_type", "lr", "tokens_per_second")
     print_table(
@@ -238,6 +251,12 @@ def _print_starts(starts: list[dict[str, Any]], saved: list[dict[str, Any]]) -> 
         heading("checkpoints")
         rows = [[row["version"], f"{row['bytes'] / 2**20:.1f} MiB", row["damage"] or "whole"] for row in saved]
         print_table(["version", "size", "state"], rows)
+
+
+def _print_diagnosis(findings: list[dict[str, Any]]) -> None:
+    if findings:
+        heading("diagnosis   (the evidence: slime diagnose RUN)")
+        print_pairs({f"{row['severity']}: {row['rule']}": f"{row['summary']}\nfix: {row['fix']}" for row in findings})
 
 
 def _print_metrics(stage: dict[str, Any], everything: bool) -> None:

@@ -36,7 +36,13 @@ BUFFER = "buffer"  # the plugin that `rollout_buffer_url` needs
 
 COMPAT = "compat"  # the plugin that functions by path need where they ask for slime's modules or servers
 
-PACKAGES = {**BROUGHT_BY, BUFFER: "slime-buffer", COMPAT: "slime-compat", "convert": "slime-convert"}
+PACKAGES = {
+    **BROUGHT_BY,
+    BUFFER: "slime-buffer",
+    COMPAT: "slime-compat",
+    "convert": "slime-convert",
+    "diagnose": "slime-diagnose",
+}
 """Plugins of slime's own repository that a config or a command may need: the distribution of each."""
 
 KEYS = {

@@ -14,6 +14,7 @@ from slime_core.errors import PluginError, nearest
 from slime_core.hookspecs import GROUP
 
 OURS = {
+    "diagnose": ("slime_diagnose",),
     "kernelbench": ("slime_sandbox", "slime_service", "slime_kernelbench"),
     "models": ("slime_models",),
     "rm_math": ("slime_rm_math",),

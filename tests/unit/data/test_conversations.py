@@ -90,7 +90,9 @@ def test_pieces_of_sentencepiece_are_encoded_as_in_the_whole_text(legacy):
     sample = Sample(id="a", tokens=tokenizer.encode("[INST] 2+2 [/INST] (", add_special_tokens=False), label="4")
     group = Group(prompt=Prompt(id="a"), samples=[sample], rollouts={0: [0]})
     Core().slime_rollout([group], Context(config=Config(), tokenizer=tokenizer))
-    assert sample.tokens == tokenizer.encode("[INST] 2+2 [/INST] (4</s>", add_special_tokens=False), "no space before 4"
+    assert sample.tokens == tokenizer.encode("[INST] 2+2 [/INST] (4</s>", add_special_tokens=False), (
+        "no space before 4"
+    )
 
 
 def test_the_last_turn_alone_and_turns_of_weight_0():
