@@ -34,7 +34,7 @@ CANDIDATES := python3 python3.13 python3.12 python3.11 python
 PYTHON ?= $(shell for p in $(CANDIDATES); do $$p -c '$(USABLE)' 2>/dev/null && command -v $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo dev check test nightly bench clean sglang environments
+.PHONY: help demo dev check test nightly bench docs clean sglang environments
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 18
@@ -65,6 +65,9 @@ nightly: $(VENV)/.nightly sglang environments  ## the long tests, and the recipe
 bench: $(VENV)/.dev  ## measurements of docs/benchmarks.md, side by side with TRL and transformers
 	set -e; for tool in $(filter-out $(LEARNING),$(sort $(wildcard tools/bench/bench_*.py))); do \
 		echo "== $$tool"; $(BIN)/python $$tool; done
+
+docs: $(VENV)/.dev  ## the documentation site, in build/site: every link is checked, and nothing is loaded from elsewhere
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 sglang:  ## SGLang for the tests, in an environment of its own; where it cannot be had they are named as not proven
 

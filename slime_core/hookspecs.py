@@ -129,6 +129,10 @@ def signature_of(hook: str) -> str:
 def slime_options() -> type[BaseModel]:  # type: ignore[empty-body]
     """Return the pydantic model of ``[plugin.NAME]``; hooks find it, filled, in ``ctx.options``.
 
+    import pydantic
+
+    import slime_core
+
     class Options(pydantic.BaseModel, extra="forbid", frozen=True):
         digits: int = 2
 
@@ -142,6 +146,10 @@ def slime_options() -> type[BaseModel]:  # type: ignore[empty-body]
 def slime_recipes() -> Mapping[str, Path]:  # type: ignore[empty-body]
     """Return recipe names and their TOML files; ``default`` is what `slime run --plugin NAME` runs.
 
+    from pathlib import Path
+
+    import slime_core
+
     @slime_core.hookimpl
     def slime_recipes():
         return {"default": Path(__file__).parent / "recipes" / "default.toml"}
@@ -152,9 +160,18 @@ def slime_recipes() -> Mapping[str, Path]:  # type: ignore[empty-body]
 def slime_checks() -> list[Check]:  # type: ignore[empty-body]
     """Return rows of `slime doctor`.
 
+    import shutil
+
+    import slime_core
+    from slime_core import Check, CheckResult
+
+    def compiler():
+        path = shutil.which("gcc")
+        return CheckResult(status="ok" if path else "warn", found=path or "no gcc", fix="apt-get install gcc")
+
     @slime_core.hookimpl
     def slime_checks():
-        return [Check(name="bwrap", run=lambda: CheckResult(status="ok"))]
+        return [Check(name="compiler", run=compiler)]
     """
 
 
@@ -162,8 +179,16 @@ def slime_checks() -> list[Check]:  # type: ignore[empty-body]
 def slime_command() -> click.Group:  # type: ignore[empty-body]
     """Return a click group, reached as `slime NAME ...`.
 
+    import click
+
+    import slime_core
+
     @click.group()
     def tool(): ...
+
+    @tool.command(epilog="Example: slime mine greet")
+    def greet():
+        click.echo("hello")
 
     @slime_core.hookimpl
     def slime_command():
@@ -174,6 +199,9 @@ def slime_command() -> click.Group:  # type: ignore[empty-body]
 @hookspec
 def slime_prompts(task: str, ctx: Context) -> PromptSource:  # type: ignore[empty-body]
     """Return the rows of a task, by number; order, epochs and resume are the core's.
+
+    import slime_core
+    from slime_core import Prompt
 
     class Squares:
         def __len__(self): return 100
@@ -193,6 +221,8 @@ def slime_messages(  # type: ignore[empty-body]
 ) -> tuple[list[Message], list[Any] | None]:
     """Return the messages, and the definitions of tools, that the chat template renders for a row.
 
+    import slime_core
+
     @slime_core.hookimpl
     def slime_messages(messages, tools):
         return [{"role": "system", "content": "Think step by step."}, *messages], tools
@@ -202,6 +232,9 @@ def slime_messages(  # type: ignore[empty-body]
 @hookspec
 def slime_rollout(groups: list[Group], ctx: Context) -> list[Group]:  # type: ignore[empty-body]
     """Replace generation, reward and filter of a whole step; may be async.
+
+    import slime_core
+    from slime_core import Status
 
     @slime_core.hookimpl
     def slime_rollout(groups, ctx):              # supervised: the label is the response
@@ -218,6 +251,10 @@ def slime_rollout(groups: list[Group], ctx: Context) -> list[Group]:  # type: ig
 def slime_sampling(prompt: Prompt, ctx: Context) -> SamplingParams:  # type: ignore[empty-body]
     """Return the sampling parameters of one prompt; ``ctx.sampling`` holds the config's.
 
+    import dataclasses
+
+    import slime_core
+
     @slime_core.hookimpl
     def slime_sampling(prompt, ctx):
         return dataclasses.replace(ctx.sampling, stop=("\\n",))
@@ -227,6 +264,10 @@ def slime_sampling(prompt: Prompt, ctx: Context) -> SamplingParams:  # type: ign
 @hookspec
 def slime_generate(group: Group, ctx: Context) -> Group:  # type: ignore[empty-body]
     """Fill a group's pending samples, in any number of turns; may be async. No reward belongs here.
+
+    import asyncio
+
+    import slime_core
 
     @slime_core.hookimpl
     async def slime_generate(group, ctx):
@@ -239,6 +280,8 @@ def slime_generate(group: Group, ctx: Context) -> Group:  # type: ignore[empty-b
 def slime_sample_done(sample: Sample, ctx: Context) -> None:
     """Look at, or annotate, a generated sample before its reward; may be async.
 
+    import slime_core
+
     @slime_core.hookimpl
     def slime_sample_done(sample, ctx):
         sample.metadata["words"] = len(sample.response.split())
@@ -248,6 +291,8 @@ def slime_sample_done(sample: Sample, ctx: Context) -> None:
 @hookspec
 def slime_reward(group: Group, ctx: Context) -> list[Reward]:  # type: ignore[empty-body]
     """Return one Reward (or plain number) a sample, in order; may be async.
+
+    import slime_core
 
     @slime_core.hookimpl
     def slime_reward(group, ctx):
@@ -259,6 +304,8 @@ def slime_reward(group: Group, ctx: Context) -> list[Reward]:  # type: ignore[em
 def slime_reward_types() -> Mapping[str, Callable[..., Any]]:  # type: ignore[empty-body]
     """Return reward functions by `rm_type` name: ``fn(sample, ctx) -> float | Reward``, sync or async.
 
+    import slime_core
+
     @slime_core.hookimpl
     def slime_reward_types():
         return {"exact": lambda sample, ctx: float(sample.response == sample.label)}
@@ -268,6 +315,9 @@ def slime_reward_types() -> Mapping[str, Callable[..., Any]]:  # type: ignore[em
 @hookspec
 def slime_filter(group: Group, ctx: Context) -> Drop | None:
     """Return a Drop with a reason, or None to keep the group; any Drop wins; may be async.
+
+    import slime_core
+    from slime_core import Drop
 
     @slime_core.hookimpl
     def slime_filter(group, ctx):
@@ -280,9 +330,15 @@ def slime_filter(group: Group, ctx: Context) -> Drop | None:
 def slime_advantage() -> list[Estimator]:  # type: ignore[empty-body]
     """Return advantage estimators that `advantage_estimator` may name; the core adds KL, distillation and whitening.
 
+    import numpy as np
+
+    import slime_core
+    from slime_core import Estimator
+
     def centred(batch, train):
-        means = np.bincount(batch.group, batch.reward) / np.bincount(batch.group)
-        per_sample = batch.reward - means[batch.group]
+        _, group = np.unique(batch.group, return_inverse=True)
+        means = np.bincount(group, batch.reward) / np.bincount(group)
+        per_sample = batch.reward - means[group]
         return {"advantages": per_sample[batch.sample_of_token()].astype("float32")}
 
     @slime_core.hookimpl
@@ -294,6 +350,9 @@ def slime_advantage() -> list[Estimator]:  # type: ignore[empty-body]
 @hookspec
 def slime_loss() -> list[Loss]:  # type: ignore[empty-body]
     """Return losses that `loss_type` may name: a value a response token; the core weights and sums.
+
+    import slime_core
+    from slime_core import Loss
 
     def reinforce(log_probs, entropy, columns, train):
         return -columns["advantages"] * log_probs, {}
@@ -308,6 +367,8 @@ def slime_loss() -> list[Loss]:  # type: ignore[empty-body]
 def slime_batch(batch: Batch, ctx: Context) -> None:
     """Look at, or edit, the step's columns after the advantages and before packing.
 
+    import slime_core
+
     @slime_core.hookimpl
     def slime_batch(batch, ctx):
         batch.columns["advantages"].clip(-5, 5, out=batch.columns["advantages"])
@@ -318,9 +379,13 @@ def slime_batch(batch: Batch, ctx: Context) -> None:
 def slime_model_bridge(hf_config: Any) -> Any:
     """Return a `slime_convert.bridge.Bridge` for a Hugging Face config, or None to decline.
 
+    import slime_core
+
     @slime_core.hookimpl
     def slime_model_bridge(hf_config):
-        return BRIDGE if hf_config.model_type == "mine" else None
+        from slime_models.families import BRIDGES
+
+        return BRIDGES["qwen3"] if hf_config.model_type == "mine" else None
     """
 
 
@@ -328,8 +393,12 @@ def slime_model_bridge(hf_config: Any) -> Any:
 def slime_megatron_init(args: Any, ctx: Context) -> None:
     """Run in each Megatron rank when parallel state is up.
 
+    import slime_core
+
     @slime_core.hookimpl
     def slime_megatron_init(args, ctx):
+        import torch
+
         torch.backends.cuda.matmul.allow_tf32 = False
     """
 
@@ -337,6 +406,8 @@ def slime_megatron_init(args: Any, ctx: Context) -> None:
 @hookspec
 def slime_megatron_before_log_prob(model: Any, role: str, ctx: Context) -> None:
     """Run in each Megatron rank before every forward-only pass.
+
+    import slime_core
 
     @slime_core.hookimpl
     def slime_megatron_before_log_prob(model, role, ctx):
@@ -347,6 +418,8 @@ def slime_megatron_before_log_prob(model: Any, role: str, ctx: Context) -> None:
 @hookspec
 def slime_megatron_before_train_step(model: Any, optimizer: Any, step: int, ctx: Context) -> None:
     """Run in each Megatron rank after gradients are zeroed and before the step's first forward pass; a critic's too.
+
+    import slime_core
 
     @slime_core.hookimpl
     def slime_megatron_before_train_step(model, optimizer, step, ctx):
@@ -359,6 +432,15 @@ def slime_megatron_before_train_step(model: Any, optimizer: Any, step: int, ctx:
 def slime_state() -> Any:
     """Return an object with ``state() -> dict`` and ``load(dict)``, saved in every checkpoint (JSON).
 
+    import slime_core
+
+    class Curriculum:
+        level = 1
+        def state(self): return {"level": self.level}
+        def load(self, state): self.level = state["level"]
+
+    curriculum = Curriculum()
+
     @slime_core.hookimpl
     def slime_state():
         return curriculum
@@ -369,15 +451,24 @@ def slime_state() -> Any:
 def slime_sinks(ctx: Context) -> list[Sink]:  # type: ignore[empty-body]
     """Return trackers that receive every StepReport.
 
+    import slime_core
+
+    class Rewards:
+        def start(self, run_dir, config): self.file = open(run_dir / "rewards.txt", "a")
+        def write(self, report): print(report.version, report.metrics.get("reward/mean"), file=self.file)
+        def close(self): self.file.close()
+
     @slime_core.hookimpl
     def slime_sinks(ctx):
-        return [MySink(ctx.options.project)]
+        return [Rewards()]
     """
 
 
 @hookspec
 def slime_step_done(report: StepReport, ctx: Context) -> None:
     """Run after every finished step.
+
+    import slime_core
 
     @slime_core.hookimpl
     def slime_step_done(report, ctx):
@@ -389,9 +480,15 @@ def slime_step_done(report: StepReport, ctx: Context) -> None:
 def slime_run_done(ctx: Context) -> None:
     """End what the plugin has started for a run or an evaluation, however that ended; may be async.
 
+    from concurrent.futures import ThreadPoolExecutor
+
+    import slime_core
+
+    judges = ThreadPoolExecutor(4)
+
     @slime_core.hookimpl
-    async def slime_run_done(ctx):
-        await judge.aclose()
+    def slime_run_done(ctx):
+        judges.shutdown()
     """
 
 
@@ -399,9 +496,15 @@ def slime_run_done(ctx: Context) -> None:
 def slime_engine() -> list[EngineBackend]:  # type: ignore[empty-body]
     """Return engines that `rollout_engine` may name; `ENGINE_CHECKS` of `slime_core.testing.contracts` check one.
 
-    @contextlib.asynccontextmanager
+    from contextlib import asynccontextmanager
+
+    import slime_core
+    from slime_core.backends import EngineBackend, ServedEngines
+    from slime_core.testing.fakes import FakeEngine
+
+    @asynccontextmanager
     async def serve(start):
-        yield Served(engine=MyEngine(start.folder))
+        yield ServedEngines(engine=FakeEngine())
 
     @slime_core.hookimpl
     def slime_engine():
@@ -413,9 +516,17 @@ def slime_engine() -> list[EngineBackend]:  # type: ignore[empty-body]
 def slime_trainer() -> list[TrainerBackend]:  # type: ignore[empty-body]
     """Return trainers that `train_backend` may name; `TRAINER_CHECKS` of `slime_core.testing.contracts` check one.
 
+    import slime_core
+    from slime_core.backends import TrainerBackend
+
+    def trainer():
+        from slime_core.trainers.fsdp import FsdpTrainer
+
+        return FsdpTrainer                       # or a class of yours with its methods
+
     @slime_core.hookimpl
     def slime_trainer():
-        return [TrainerBackend(name="mine", trainer=lambda: MyTrainer)]
+        return [TrainerBackend(name="mine", trainer=trainer)]
     """
 
 
@@ -423,15 +534,30 @@ def slime_trainer() -> list[TrainerBackend]:  # type: ignore[empty-body]
 def slime_cluster() -> list[ClusterBackend]:  # type: ignore[empty-body]
     """Return clusters that `cluster_backend` may name: where ranks and engines live.
 
+    from contextlib import asynccontextmanager
+
+    import slime_core
+    from slime_core.backends import ClusterBackend
+
+    @asynccontextmanager
+    async def cluster(config, plugins, report):
+        from slime_core.clusters.local import local_cluster
+
+        async with local_cluster(config, plugins, report) as components:
+            yield components                     # or what you start: engines, trainer ranks
+
     @slime_core.hookimpl
     def slime_cluster():
-        return [ClusterBackend(name="mine", start=my_cluster)]
+        return [ClusterBackend(name="mine", start=cluster)]
     """
 
 
 @hookspec
 def slime_config_rules(config: Config) -> list[Problem]:  # type: ignore[empty-body]
     """Return what cannot hold together in a stage's config; all problems of all plugins are named at once.
+
+    import slime_core
+    from slime_core.config.problems import conflict
 
     @slime_core.hookimpl
     def slime_config_rules(config):

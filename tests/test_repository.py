@@ -39,7 +39,7 @@ RECIPES = sorted(
     for path in ROOT.glob(pattern)
     if path.name != "pyproject.toml"
 )
-TARGETS = ("demo", "dev", "check", "test", "nightly", "bench")
+TARGETS = ("demo", "dev", "check", "test", "nightly", "bench", "docs")
 
 
 def files() -> list[Path]:
@@ -247,7 +247,7 @@ def test_only_the_constraints_pin_and_they_pin_every_direct_dependency() -> None
     for folder in (ROOT, *PLUGIN_FOLDERS):
         data = project(folder)
         extras = data.get("optional-dependencies", {})
-        names = ("fsdp", "megatron", "ray", "serve", "sglang", "wandb", "dev")
+        names = ("docs", "fsdp", "megatron", "ray", "serve", "sglang", "wandb", "dev")
         installed = [text for name, texts in extras.items() if name in names for text in texts]
         declared += [*data["dependencies"], *installed]
     assert [text for text in declared if "==" in text.split(";")[0]] == []

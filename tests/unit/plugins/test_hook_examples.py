@@ -1,57 +1,28 @@
-"""The example in every hook's text is a plugin that loads, and its sentence says what it may do."""
+"""The example in every hook's text is a complete plugin that loads, and its sentence says what it may do."""
 
-import asyncio
-import contextlib
-import dataclasses
 import inspect
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
-import click
-import numpy as np
-import pydantic
 import pytest
 
-import slime_core
 from slime_core import hookspecs
-from slime_core.backends import ClusterBackend, EngineBackend, ServedEngines, TrainerBackend
-from slime_core.config.problems import conflict
+from slime_core.backends import ClusterBackend, EngineBackend, TrainerBackend
 from slime_core.config.schema import Config
 from slime_core.hookspecs import HOOKS
 from slime_core.plugins.boundary import Provider
 from slime_core.plugins.load import hooks_of
-from slime_core.types import Group, Prompt, Reward, Sample, SamplingParams, Status
 
 pytestmark = pytest.mark.unit
 
-NAMES = {
-    "slime_core": slime_core,
-    "np": np,
-    "pydantic": pydantic,
-    "click": click,
-    "asyncio": asyncio,
-    "contextlib": contextlib,
-    "conflict": conflict,
-    "dataclasses": dataclasses,
-    "Path": Path,
-    "torch": SimpleNamespace(),
-    "__file__": __file__,
-    "curriculum": SimpleNamespace(),
-    "BRIDGE": SimpleNamespace(),
-    **dict.fromkeys(("MySink", "MyEngine", "MyTrainer", "my_cluster"), SimpleNamespace),
-    **{kind.__name__: kind for kind in (EngineBackend, TrainerBackend, ClusterBackend, ServedEngines)},
-    **{kind.__name__: kind for kind in (Group, Prompt, Reward, Sample, SamplingParams, Status)},
-    **{name: getattr(slime_core, name) for name in ("Check", "CheckResult", "Drop", "Estimator", "Loss")},
-}
-
 
 def example(hook):
+    """The text of a file."""
     return inspect.getdoc(getattr(hookspecs, hook)).partition("\n\n")[2]
 
 
 def plugin_of(hook):
     module = ModuleType("example")
-    vars(module).update(NAMES)
+    module.__file__ = "example.py"
     exec(compile(example(hook), f"<example of {hook}>", "exec"), vars(module))
     return module
 
