@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import quote
 
+from slime_core.report.history import evaluations_of, open_ledger, steps_of
 from slime_core.report.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ EARLY = 5  # first steps of a stage whose samples are read
 VERSION = re.compile(rb'\{"version": (\d+),')
 MEMBERS = """SELECT m.version, s.position, s.reward, s.response_length
 FROM members m JOIN samples s USING (serial) WHERE m.version > ? AND s.reward IS NOT NULL"""
+STEPS = "SELECT version, fingerprint FROM steps WHERE version > ? AND trained ORDER BY version"
 
 
 class Trained(NamedTuple):
@@ -125,16 +126,13 @@ def read_run(path: Path) -> list[History]:
 
     run_dir = RunDir.open(path)
     config = read(run_dir.config, check=False).config
-    rows = list(_lines(run_dir.metrics))
-    steps = {row["version"]: row for row in rows if row.get("kind") == "step" and "metrics" in row}  # the later of two
+    steps, evaluations = steps_of(run_dir), evaluations_of(run_dir)
     by_stage: dict[str, list[Row]] = defaultdict(list)
-    for version in sorted(steps):
-        by_stage[steps[version]["stage"]].append(steps[version])
-    evaluations = [row for row in rows if row.get("kind") == "eval"]
+    for row in steps:
+        by_stage[row["stage"]].append(row)
     sampled = {row["version"] for of_stage in by_stage.values() for row in (*of_stage[:EARLY], *of_stage[-RECENT:])}
     samples = list(_samples(run_dir.samples, sampled))
-    last = max(steps, default=0)
-    trained, fingerprints = _ledger(run_dir, config.report.ledger_dir, last - RECENT)
+    trained, fingerprints = _ledger(run_dir, steps[-1]["version"] - RECENT if steps else 0)
     histories = []
     for stage in stages(config):
         stage_steps = by_stage.get(stage_name(stage), [])
@@ -155,19 +153,6 @@ def read_run(path: Path) -> list[History]:
     return histories
 
 
-def _lines(path: Path) -> Iterator[Row]:
-    """JSON objects of a file, a line each; what a crash or a writer has cut short is left out."""
-    if path.exists():
-        with path.open("rb") as file:
-            for line in file:
-                try:
-                    row = json.loads(line)
-                except ValueError:
-                    continue
-                if isinstance(row, dict):
-                    yield row
-
-
 def _samples(path: Path, versions: set[int]) -> Iterator[Row]:
     """Lines of samples.jsonl that belong to ``versions``; the others are not parsed."""
     if path.exists():
@@ -178,15 +163,11 @@ def _samples(path: Path, versions: set[int]) -> Iterator[Row]:
                     yield json.loads(line)
 
 
-def _ledger(run_dir: RunDir, ledger_dir: str, after: int) -> tuple[list[Trained], list[tuple[int, str]]]:
+def _ledger(run_dir: RunDir, after: int) -> tuple[list[Trained], list[tuple[int, str]]]:
     """Samples and fingerprints of the steps after version ``after``; none where the ledger cannot be read."""
-    from slime_core.ledger.schema import own_folder
-
-    path = own_folder(run_dir.path, Path(ledger_dir)) / run_dir.ledger.name if ledger_dir else run_dir.ledger
     try:
-        with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=1)) as database:
+        with closing(open_ledger(run_dir)) as database:
             trained = [Trained(*row) for row in database.execute(MEMBERS, (after,))]
-            query = "SELECT version, fingerprint FROM steps WHERE version > ? AND trained ORDER BY version"
-            return trained, database.execute(query, (after,)).fetchall()
+            return trained, database.execute(STEPS, (after,)).fetchall()
     except sqlite3.Error:
         return [], []

@@ -43,14 +43,14 @@ def lr_zero(history: History) -> Diagnosis | None:
 
 
 def warmup_too_long(history: History) -> Diagnosis | None:
-    """The warm-up takes as many optimizer steps as the stage has, or more: the peak rate is never reached."""
+    """The warm-up takes more optimizer steps than the stage has: the peak rate is never reached."""
     planned, warmup = _planned(history), history.config.train.lr_warmup_iters
-    if not history.trains or not 0 < planned <= warmup:
+    if not history.trains or not 0 < planned < warmup:
         return None
     train = history.config.train
     return Diagnosis(
         severity="warning",
-        summary=f"the warm-up of {warmup} optimizer steps is as long as the stage or longer, which has {planned:.0f}",
+        summary=f"the warm-up of {warmup} optimizer steps is longer than the stage, which has {planned:.0f}",
         evidence=(f"lr ends at {train.lr * planned / warmup:.3g}, its peak would be {train.lr:g}",),
         fix=f"--lr-warmup-iters {planned // 10:.0f}, or a longer run",
         key="train.lr_warmup_iters",
@@ -89,6 +89,8 @@ def weights_unchanged(history: History) -> Diagnosis | None:
     """The ledger's fingerprint of the weights is the same after each of the last steps, though steps were made."""
     marks, count = set(history.fingerprints), sum(history.recent("optimizer_steps"))
     if not history.trains or len(history.fingerprints) < STEPS or len(marks) > 1 or "" in marks or not count:
+        return None
+    if lr_zero(history):
         return None
     return Diagnosis(
         severity="critical",
@@ -134,8 +136,8 @@ def advantages_cancelled(history: History) -> Diagnosis | None:
         evidence=(
             f"advantages/abs_mean at most {max(sizes):.2g}, reward/std {spread:.3g}, groups with equal rewards "
             f"{fmean(equal or [0.0]):.0%}, in {history.where()}",
-            f"advantage_estimator {train.advantage_estimator}, normalize_advantages {train.normalize_advantages}, "
-            f"pass_k {train.pass_k} of {history.config.rollout.n_samples_per_prompt} samples a prompt",
+            f"advantage_estimator {train.advantage_estimator}, normalize_advantages {train.normalize_advantages}"
+            + (f", pass_k {train.pass_k}" if train.advantage_estimator == "pass_at_k" else ""),
         ),
         fix="see what comes between: pass_k as large as the group, one reward far from all others, slime_batch, "
         "custom_advantage_function_path or a post-processed reward",
