@@ -24,6 +24,8 @@ from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Any
 
+from slime_core.error_codes import MEANINGS, anchor
+
 END_NOW = os._exit
 """The system's own: in a run others meet one that raises."""
 
@@ -64,10 +66,11 @@ class SlimeError(Exception):
         return {"what": self.what, "code": self.code, "where": self.where, "why": self.why, "fix": self.fix}
 
     def render(self) -> str:
-        """Several lines for a terminal: the first says what, the rest where, why and the fix."""
+        """Several lines for a terminal: the first says what, the rest where, why, the fix and where to read more."""
         lines = [f"error {self.code}  {self.what}"]
         lines += [f"  {name}: {text}" for name, text in (("where", self.where), ("why", self.why)) if text]
         lines += [f"  fix: {line}" if i == 0 else f"       {line}" for i, line in enumerate(self.fix.splitlines())]
+        lines += [f"  see: {anchor(self.code)}   or   slime explain {self.code}"] * (self.code in MEANINGS)
         return "\n".join([*lines, f"  (exit {self.exit_code})"])
 
 

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 CODE = ("slime_core", "cli/slime_cli", "plugins", "tools")
 LAYERS = {
     0: (
+        "error_codes",
         "errors",
         "types",
         "seeds",

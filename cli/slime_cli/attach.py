@@ -13,7 +13,7 @@ from slime_cli.tables import print_table
 from slime_core.report.text import say
 
 
-@click.command("attach")
+@click.command("attach", epilog="Example: slime attach runs/demo-0")
 @click.argument("run", required=False)
 @click.option("--address", default="", help="Ray cluster of a detached run; default: its own, or RAY_ADDRESS.")
 @click.option("--json", "as_json", is_flag=True, help="The list as JSON.")

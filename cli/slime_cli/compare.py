@@ -10,7 +10,7 @@ import click
 from slime_cli.tables import heading, print_table
 
 
-@click.command("compare")
+@click.command("compare", epilog="Example: slime compare runs/demo-0 runs/demo-0 --version-a 0")
 @click.argument("first", metavar="A", type=click.Path(path_type=Path))
 @click.argument("second", metavar="B", type=click.Path(path_type=Path))
 @click.option("--version-a", type=int, help="Of A's evaluations those at this step; default the newest of each set.")

@@ -10,7 +10,7 @@ import click
 
 from slime_cli.failure import CliSession
 from slime_cli.tables import heading, print_table
-from slime_cli.words import PASSING
+from slime_cli.words import KEY_WORDS, PASSING, KeyCommand
 from slime_core.report.text import say
 
 if TYPE_CHECKING:
@@ -18,13 +18,15 @@ if TYPE_CHECKING:
     from slime_core.config.schema import Config
 
 
-@click.group("config")
+@click.group("config", epilog="Example: slime config keys rollout")
 def command() -> None:
     """Show, list and check keys."""
 
 
-@command.command("show", context_settings=PASSING)
-@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[RECIPE] [--KEY VALUE]...")
+@command.command(
+    "show", epilog="Example: slime config show --plugin rm_math --lr 1e-5", cls=KeyCommand, context_settings=PASSING
+)
+@click.argument("words", nargs=-1, type=KEY_WORDS, metavar="[RECIPE] [--KEY VALUE]...")
 @click.option("--stage", help="One stage, resolved.")
 @click.option("--card", "as_card", is_flag=True, help="The algorithm's card as comments first, and settled values.")
 @click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")
@@ -79,7 +81,7 @@ def card_comments(config: Config) -> str:
     return "".join(f"# {line}".rstrip() + "\n" for line in lines) + "\n"
 
 
-@command.command("keys")
+@command.command("keys", epilog="Example: slime config keys eps_clip")
 @click.argument("prefix", default="", metavar="[SECTION or part of a name]")
 @click.option("--plugin", "plugins", multiple=True, help="Also the options of this plugin; repeatable.")
 @click.option("--backend", help="Only the options of this engine, trainer or cluster: keys of its table.")
@@ -136,8 +138,10 @@ def keys(prefix: str, plugins: tuple[str, ...], backend: str | None, as_json: bo
         )
 
 
-@command.command("check", context_settings=PASSING)
-@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[RECIPE] [--KEY VALUE]...")
+@command.command(
+    "check", epilog="Example: slime config check recipe.toml --lr 1e-5", cls=KeyCommand, context_settings=PASSING
+)
+@click.argument("words", nargs=-1, type=KEY_WORDS, metavar="[RECIPE] [--KEY VALUE]...")
 @click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")
 @click.pass_obj
 def check(session: CliSession, words: tuple[str, ...], as_json: bool) -> None:

@@ -12,7 +12,7 @@ import click
 
 from slime_cli.failure import CliSession
 from slime_cli.tables import heading, print_pairs, print_table
-from slime_cli.words import PASSING
+from slime_cli.words import KEY_WORDS, PASSING, KeyCommand
 from slime_core.report.text import say
 
 if TYPE_CHECKING:
@@ -25,14 +25,20 @@ BAR = 40  # characters of the longest bar of the histogram
 EVERY = 10.0  # seconds between lines of progress
 
 
-@click.group("data")
+@click.group("data", epilog="Example: slime data check my.jsonl --input-key question")
 def command() -> None:
     """Look at data sets before a run does."""
 
 
-@command.command("check", context_settings=PASSING, options_metavar="[OPTIONS]")
+@command.command(
+    "check",
+    epilog="Example: slime data check my.jsonl --input-key question --label-key answer --hf-checkpoint ./model",
+    cls=KeyCommand,
+    context_settings=PASSING,
+    options_metavar="[OPTIONS]",
+)
 @click.argument("file", metavar="FILE")
-@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[RECIPE] [--KEY VALUE]...")
+@click.argument("words", nargs=-1, type=KEY_WORDS, metavar="[RECIPE] [--KEY VALUE]...")
 @click.option("--run", "run_dir", type=click.Path(path_type=Path), help="A run that must still find its rows in FILE.")
 @click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")
 @click.pass_obj

@@ -21,7 +21,7 @@ MOST = 40
 """Equal steps at the ends of a long table are left out beyond this many rows."""
 
 
-@click.command("diff")
+@click.command("diff", epilog="Example: slime diff runs/demo-0 runs/demo-1")
 @click.argument("one", metavar="RUN", type=click.Path(path_type=Path))
 @click.argument("other", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--no-weights", is_flag=True, help="Leave the final weights out.")

@@ -16,7 +16,7 @@ from slime_core.protocols import Check, CheckResult
 MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red")}
 
 
-@click.command("doctor")
+@click.command("doctor", epilog="Example: slime doctor -v --plugin sandbox")
 @click.option("--plugin", "named", multiple=True, help="Only this plugin's checks beside our own; repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")
 @click.option("-v", "--verbose", is_flag=True, help="Details below the rows, such as each layer of the sandbox.")

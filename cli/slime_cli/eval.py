@@ -15,7 +15,7 @@ from slime_cli.run import drive, reporting, terminable
 from slime_cli.starts import end
 from slime_cli.tables import heading, print_table
 from slime_cli.watched import watched
-from slime_cli.words import PASSING
+from slime_cli.words import KEY_WORDS, PASSING, KeyCommand
 from slime_core.report.text import say
 
 if TYPE_CHECKING:
@@ -26,9 +26,15 @@ if TYPE_CHECKING:
 OWN_SETS = ("eval_prompt_data", "eval_config")  # sets on the command line: --plugin then adds no default recipe
 
 
-@click.command("eval", context_settings=PASSING, options_metavar="[OPTIONS]")
+@click.command(
+    "eval",
+    epilog="Example: slime eval runs/demo-0 --n-samples-per-eval-prompt 4",
+    cls=KeyCommand,
+    context_settings=PASSING,
+    options_metavar="[OPTIONS]",
+)
 @click.argument("model", metavar="MODEL")
-@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[CONFIG] [--KEY VALUE]...")
+@click.argument("words", nargs=-1, type=KEY_WORDS, metavar="[CONFIG] [--KEY VALUE]...")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Where results lie; default runs/NAME-eval-N.")
 @click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")
 @click.option("--markdown", is_flag=True, help="The answer as Markdown tables.")

@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from slime_cli.failure import CliSession, report_failure
 
@@ -32,6 +33,8 @@ COMMANDS = {
     "data": "check data sets",
     "plugins": "list, show, check and make plugins",
     "doctor": "check this machine and installation",
+    "explain": "say what an error code means",
+    "completion": "print the shell's completion script",
 }
 """Sub-command -> its line in `slime --help`; the module has the same name."""
 
@@ -63,6 +66,16 @@ class LazyGroup(click.Group):
         """The table above, with nothing imported."""
         with formatter.section("Commands"):
             formatter.write_dl([*COMMANDS.items(), ("NAME", "a plugin's own commands (slime plugins list)")])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Commands of ours and of plugins; nothing is imported."""
+        from slime_core.plugins import available
+
+        items = [] if incomplete and not incomplete[0].isalnum() else [*COMMANDS.items()]
+        items += [(info.name, f"commands of {info.requirement}") for info in available()] if items else []
+        return [CompletionItem(name, help=text) for name, text in items if name.startswith(incomplete)] or (
+            click.Command.shell_complete(self, ctx, incomplete)
+        )
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

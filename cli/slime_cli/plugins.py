@@ -17,12 +17,12 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="The answer as JS
 BROKEN = PluginError.exit_code
 
 
-@click.group("plugins")
+@click.group("plugins", epilog="Example: slime plugins new mine")
 def plugins() -> None:
     """List, show, check and make plugins."""
 
 
-@plugins.command("list")
+@plugins.command("list", epilog="Example: slime plugins list")
 @click.option("--hooks", is_flag=True, help="Load each in a separate process and show its hooks, or why it fails.")
 @AS_JSON
 def list_(hooks: bool, as_json: bool) -> None:
@@ -58,7 +58,7 @@ def _cells(info: PluginInfo, more: dict[str, Any]) -> list[object]:
     return [info.name, info.version, info.distribution, info.target, *hooks]
 
 
-@plugins.command("show")
+@plugins.command("show", epilog="Example: slime plugins show rm_math")
 @click.argument("name")
 @AS_JSON
 def show(name: str, as_json: bool) -> None:
@@ -87,7 +87,7 @@ def show(name: str, as_json: bool) -> None:
         click.get_current_context().exit(BROKEN)
 
 
-@plugins.command("check")
+@plugins.command("check", epilog="Example: slime plugins check ./mine.py")
 @click.argument("name")
 @AS_JSON
 def check(name: str, as_json: bool) -> None:
@@ -121,7 +121,7 @@ def _sentence(finding: dict[str, str]) -> str:
     return "\n".join(line for line in lines if line)
 
 
-@plugins.command("hooks")
+@plugins.command("hooks", epilog="Example: slime plugins hooks slime_reward")
 @click.argument("hook", required=False)
 @click.option("--markdown", is_flag=True, help="As docs/plugins.md has them.")
 @AS_JSON
@@ -185,7 +185,7 @@ def _hook_cells(row: dict[str, Any]) -> list[object]:
     return [row["signature"], row["kind"], "may be" if row["may_await"] else "", " ".join(row["replaces"])]
 
 
-@plugins.command("new")
+@plugins.command("new", epilog="Example: slime plugins new mine --dir plugins")
 @click.argument("name")
 @click.option("--dir", "parent", type=click.Path(path_type=Path), default=Path(), help="Where its folder goes.")
 @click.option("--kind", type=click.Choice(["engine", "trainer"]), help="A backend, with its contract suite.")

@@ -23,7 +23,7 @@ SHOWN = 40
 """Samples that are printed; ``--json`` has all."""
 
 
-@click.command("replay")
+@click.command("replay", epilog="Example: slime replay runs/demo-0 --step 3")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--step", type=click.IntRange(min=1), required=True, metavar="N", help="The step, counted from 1.")
 @click.option("--verify", is_flag=True, help="Recompute its gradient slowly, too.")

@@ -22,7 +22,7 @@ from slime_cli.starts import begin, end
 from slime_cli.stop_after import REASON, Seconds, StopAfter, process_age
 from slime_cli.summary import StepRange, say_answer, say_end
 from slime_cli.watched import watched
-from slime_cli.words import PASSING
+from slime_cli.words import KEY_WORDS, PASSING, KeyCommand
 from slime_core.report.text import say
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ All keys: slime config keys.   --num-rollout counts in the last stage.
 Ctrl-C or SIGTERM: checkpoint and end in order; twice: at once."""
 
 
-@click.command("run", context_settings=PASSING, epilog=EPILOG, options_metavar="[OPTIONS]")
-@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[RECIPE] [--KEY VALUE]...")
+@click.command("run", cls=KeyCommand, context_settings=PASSING, epilog=EPILOG, options_metavar="[OPTIONS]")
+@click.argument("words", nargs=-1, type=KEY_WORDS, metavar="[RECIPE] [--KEY VALUE]...")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Where the run lies; default runs/NAME-N.")
 @click.option(
     "--resume", metavar="RUN_DIR|auto", help="Go on with a run; auto: its newest unfinished one, or a new one."

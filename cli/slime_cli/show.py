@@ -42,7 +42,7 @@ SHOWN = 10
 """Newest starts that are printed; --json has all of them."""
 
 
-@click.command("show")
+@click.command("show", epilog="Example: slime show runs/demo-0")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--all", "everything", is_flag=True, help="Every metric, not only the main ones.")
 @click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")

@@ -21,7 +21,7 @@ from slime_core.report.text import say
 NOW = 20.0  # seconds after the second signal until a process is killed
 
 
-@click.command("stop")
+@click.command("stop", epilog="Example: slime stop runs/demo-0")
 @click.argument("run")
 @click.option("--now", is_flag=True, help="At once, without a checkpoint; what was recorded can be resumed.")
 @click.option("--address", default="", help="Ray cluster of a detached run; default: its own, or RAY_ADDRESS.")

@@ -181,6 +181,7 @@ def test_every_part_of_an_error_is_shown_and_a_terminal_does_not_obey_it(capsys)
     text = capsys.readouterr().err
     for part in ("error CFG99  what \\x1b[2J", "where: file:3", "why: because", "fix: do this", "or that", "(exit 2)"):
         assert part in text
+    assert "see:" not in text, "a code of a plugin has no entry"
 
 
 def test_json_callers_get_the_error_as_json_too(cli):

@@ -13,7 +13,7 @@ from slime_core.context import Context
 from slime_core.errors import DataError, EngineError
 from slime_core.plugins.boundary import DEADLINE, Deadline
 from slime_core.testing.fakes import CharTokenizer, FakeEngine
-from slime_core.types import Sample, SamplingParams, Status
+from slime_core.types import SamplingParams, Status
 
 pytestmark = pytest.mark.unit
 

@@ -16,12 +16,12 @@ from slime_core.report.text import say
 TOKEN_ENV = "SLIME_BUFFER_TOKEN"
 
 
-@click.group("buffer")
+@click.group("buffer", epilog="Example: slime buffer serve ./buffer --port 8889")
 def buffer() -> None:
     """A rollout buffer: rollouts made elsewhere, kept until they are trained on (docs/rollout_buffer.md)."""
 
 
-@buffer.command("serve")
+@buffer.command("serve", epilog="Example: slime buffer serve ./buffer --port 8889")
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--host", default="127.0.0.1", show_default=True, help="Another than the loopback needs --token-file.")
 @click.option("--port", default=0, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
@@ -63,7 +63,7 @@ def serve_command(
     say("ended in order")
 
 
-@buffer.command("stats")
+@buffer.command("stats", epilog="Example: slime buffer stats http://127.0.0.1:8889")
 @click.argument("url")
 @click.option("--token-file", type=click.Path(path_type=Path), help=f"Default: the token in {TOKEN_ENV}.")
 @click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")
@@ -95,7 +95,7 @@ async def _stats(url: str, token: str) -> dict[str, Any]:
         return (await client.stats()).model_dump(mode="json")
 
 
-@buffer.command("generate")
+@buffer.command("generate", epilog="Example: slime buffer generate http://127.0.0.1:8889 --function play.py:generate")
 @click.argument("url")
 @click.option("--function", "path", required=True, help="async generate(task): file.py:function, or module:function.")
 @click.option("--token-file", type=click.Path(path_type=Path), help=f"Default: the token in {TOKEN_ENV}.")

@@ -123,7 +123,7 @@ class TrainerCommands(click.Group):
         return with_flags(name, command) if command is not None else None
 
 
-@click.group("convert", cls=TrainerCommands)
+@click.group("convert", epilog="Example: slime convert gguf-to-hf model.gguf ./model", cls=TrainerCommands)
 def command() -> None:
     """Convert checkpoints, tensor by tensor, whatever their size (docs/conversion.md).
 
@@ -131,7 +131,7 @@ def command() -> None:
     """
 
 
-@command.command("fsdp-to-hf")
+@command.command("fsdp-to-hf", epilog="Example: slime convert fsdp-to-hf runs/demo-0 ./model")
 @click.argument("checkpoint", metavar="CHECKPOINT", type=click.Path(path_type=Path))
 @click.argument("target", metavar="DST", type=click.Path(path_type=Path))
 @click.option(
@@ -147,7 +147,7 @@ def fsdp_to_hf_command(checkpoint: Path, target: Path, origin: str | None) -> Ca
     return lambda how: fsdp_to_hf(checkpoint, target, resolve(origin, "--origin-hf-dir") if origin else None, how)
 
 
-@command.command("gguf-to-hf")
+@command.command("gguf-to-hf", epilog="Example: slime convert gguf-to-hf model.gguf ./model")
 @click.argument("source", metavar="FILE.gguf", type=FOLDER)
 @click.argument("target", metavar="DST", type=FOLDER)
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32", "float16"]), default="bfloat16", show_default=True,

@@ -11,7 +11,7 @@ from slime_core.report.text import safe_text
 from slime_diagnose.diagnosis import SEVERITIES
 
 
-@click.command("diagnose")
+@click.command("diagnose", epilog="Example: slime diagnose runs/demo-0 --json")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="The findings as a JSON list.")
 @click.option("--fail-on", type=click.Choice(SEVERITIES), help="Exit with 1 on a finding this severe, or worse.")

@@ -58,12 +58,14 @@ def judged(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"]}, epilog="Example: slime kernelbench eval kernels/relu.py"
+)
 def kernelbench() -> None:
     """GPU kernels: judge them, serve the judge, measure a model."""
 
 
-@kernelbench.command("eval")
+@kernelbench.command("eval", epilog="Example: slime kernelbench eval kernels/relu.py --problem relu")
 @click.argument("path", metavar="FILE|DIR", type=click.Path(path_type=Path))
 @click.option("--problem", help="Problem of every file: an id, its last part, or a file in KernelBench's format.")
 @WHERE
@@ -89,7 +91,7 @@ def eval_(path: Path, problem: str | None, where: str, as_json: bool, **options:
     sys.exit(not all(row["correct"] for row in rows))
 
 
-@kernelbench.command()
+@kernelbench.command(epilog="Example: slime kernelbench serve ./judge --gpus auto")
 @click.argument("folder", metavar="[DIR]", default="kernelbench-judge", type=click.Path(path_type=Path))
 @click.option("--host", default="127.0.0.1", show_default=True, help="Another than the loopback needs --token-file.")
 @click.option("--port", default=0, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
@@ -134,7 +136,7 @@ def serve(folder: Path, gpus: str, lanes: int, queue: int, timeout: float, worke
     run(settings, started)
 
 
-@kernelbench.command()
+@kernelbench.command(epilog="Example: slime kernelbench bench ./model --samples 8 --k 1 --k 8")
 @click.argument("model", metavar="[MODEL_DIR]", required=False, type=click.Path(path_type=Path))
 @WHERE
 @LEVELS
@@ -165,7 +167,7 @@ def bench(as_json: bool, **flags: Any) -> None:
         _table(("figure", "value", "95 % interval", "problems"), table(report))
 
 
-@kernelbench.command()
+@kernelbench.command(epilog="Example: slime kernelbench screen --out sound.jsonl")
 @WHERE
 @LEVELS
 @click.option("--out", type=click.Path(path_type=Path), help="Write the sound ones here, as JSONL to train on.")
@@ -192,12 +194,12 @@ def screen(where: str, levels: tuple[int, ...], out: Path | None, as_json: bool,
     sys.exit(any(row.verdict == "unsound" for row in rows))
 
 
-@kernelbench.group()
+@kernelbench.group(epilog="Example: slime kernelbench problems list")
 def problems() -> None:
     """Problems: which there are, and what they ask."""
 
 
-@problems.command("list")
+@problems.command("list", epilog="Example: slime kernelbench problems list --level 1")
 @WHERE
 @LEVELS
 @click.option("--heldout", type=click.FloatRange(0, 1), help="Share that is held out; shows each problem's side.")
@@ -222,7 +224,7 @@ def list_(where: str, levels: tuple[int, ...], heldout: float | None, split_seed
         _table(tuple(rows[0]), [list(map(str, row.values())) for row in rows])
 
 
-@problems.command("show")
+@problems.command("show", epilog="Example: slime kernelbench problems show shipped/1/relu")
 @click.argument("problem", metavar="ID")
 @WHERE
 def show_problem(problem: str, where: str) -> None:
@@ -235,7 +237,7 @@ def show_problem(problem: str, where: str) -> None:
 kernelbench.add_command(show)
 
 
-@kernelbench.command("rescore")
+@kernelbench.command("rescore", epilog="Example: slime kernelbench rescore runs/kernels-0")
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 @judged
 @AS_JSON

@@ -183,7 +183,7 @@ def _number(value: float | None) -> str:
     return f"{'-' if value is None else format(value, '.3g'):>6}"
 
 
-@click.command("show")
+@click.command("show", epilog="Example: slime kernelbench show runs/kernels-0 --last 3")
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--dialogue", "name", default="", metavar="ID", help="One dialogue, such as main/17-3.")
 @click.option("--problem", default="", help="Dialogues about problems whose id holds this.")

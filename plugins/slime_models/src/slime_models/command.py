@@ -23,12 +23,14 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="The answer as JS
 KINDS = {"gqa": "grouped queries", "mla": "latent"}
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"]}, epilog="Example: slime models show qwen3-4b --flags"
+)
 def models() -> None:
     """Families and published models that the Megatron trainer knows."""
 
 
-@models.command("list")
+@models.command("list", epilog="Example: slime models list")
 @AS_JSON
 def list_(as_json: bool) -> None:
     """Families, and presets with their numbers of parameters."""
@@ -42,7 +44,7 @@ def list_(as_json: bool) -> None:
     _table(["Preset", "Family", "Parameters", "Active", "Layers", "Hidden", "Heads", "Tied", "Published as"], shown)
 
 
-@models.command("show")
+@models.command("show", epilog="Example: slime models show qwen3-4b --flags")
 @click.argument("name")
 @click.option("--flags", is_flag=True, help="slime's MODEL_ARGS array alone, to source in a script.")
 @click.option("--tensors", is_flag=True, help="The table of tensors too: Megatron's name, Hugging Face's, shapes.")

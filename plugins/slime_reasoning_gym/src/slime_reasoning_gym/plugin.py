@@ -1,6 +1,6 @@
 """The plugin `reasoning_gym`: a task of the run is a task of reasoning_gym by name.
 
-    slime run --plugin reasoning_gym --tasks chain_sum:0.5,gsm_symbolic:0.5 --hf-checkpoint MODEL
+    slime run --plugin reasoning_gym --tasks:0.5,gsm_symbolic:0.5 --hf-checkpoint MODEL
 
 In an evaluation the same name is the task's held-out set.
 """
@@ -53,12 +53,12 @@ def slime_command() -> click.Group:
     return command
 
 
-@click.group("reasoning_gym")
+@click.group("reasoning_gym", epilog="Example: slime reasoning_gym tasks")
 def command() -> None:
     """The tasks of reasoning_gym."""
 
 
-@command.command("tasks")
+@command.command("tasks", epilog="Example: slime reasoning_gym tasks chain_sum")
 def list_tasks() -> None:
     """List every task with the highest level of its curriculum."""
     for name, top in WORKERS.describe()["levels"].items():

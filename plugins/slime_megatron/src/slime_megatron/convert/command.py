@@ -25,7 +25,7 @@ PLUGINS = click.option(
 )
 
 
-@click.command("hf-to-dist")
+@click.command("hf-to-dist", epilog="Example: slime convert hf-to-dist ./model ./model_dist --verify")
 @click.argument("source", metavar="SRC", type=FOLDER)
 @click.argument("target", metavar="DST", type=FOLDER)
 @click.option(
@@ -55,7 +55,7 @@ def hf_to_dist_command(
     return lambda how: hf_to_dist(resolve(source, "SRC"), target, find, how, divisible_by=divisible_by * tp)
 
 
-@click.command("dist-to-hf")
+@click.command("dist-to-hf", epilog="Example: slime convert dist-to-hf ./model_dist ./model_hf --verify")
 @click.argument("source", metavar="SRC", type=FOLDER)
 @click.argument("target", metavar="DST", type=FOLDER)
 @click.option(
