@@ -12,19 +12,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slime_cli.detaching import actor_name, detaching
 from slime_core.clusters.detached import LOG, PREFIX, DriverRecord, code_of, read_record
 from slime_core.errors import ConfigError, SlimeError, install_line
+from slime_core.report.following import POLL, Lines, follow as follow_files
 from slime_core.report.rundir import RunDir
 from slime_core.report.text import say
 
 if TYPE_CHECKING:
     from slime_cli.detaching import DetachedDrivers
 
-SHOWN = 20  # earlier lines
-POLL = 0.2  # seconds between looks at files
 ASK = 2.0  # seconds between questions to an actor
 
 
@@ -149,27 +148,6 @@ def reached_of(target: RunTarget, address: str) -> Iterator[DetachedDrivers]:
         raise
 
 
-class Lines:
-    """Whole lines that are appended to a file; the first look gives the last of those that are there."""
-
-    def __init__(self, path: Path, last: int = SHOWN) -> None:
-        self._path, self._last, self._at, self._rest = path, last, -1, b""
-
-    def new(self) -> list[str]:
-        """Lines since the last look."""
-        try:
-            with self._path.open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                first, self._at = self._at < 0, max(0, self._at if self._at <= size else 0)  # it was cut: trimmed
-                file.seek(self._at)
-                data = self._rest + file.read()
-                self._at = file.tell()
-        except OSError:
-            return []
-        *lines, self._rest = data.split(b"\n")
-        return [line.decode(errors="replace") for line in (lines[-self._last :] if first else lines)]
-
-
 def follow(target: RunTarget, address: str, show: Callable[[str], None] = say) -> int:
     """Show the run's output until it ends; return its exit code.
 
@@ -183,7 +161,8 @@ def follow(target: RunTarget, address: str, show: Callable[[str], None] = say) -
         for line in Lines(target.path / LOG).new():
             show(line)
         return target.code
-    return follow_process(target, show)
+    follow_files(target.run_dir, show)
+    return target.code
 
 
 def follow_detached(target: RunTarget, address: str, show: Callable[[str], None]) -> int:
@@ -215,57 +194,3 @@ def lost(target: RunTarget) -> SlimeError:
         why="its actor is no longer on the cluster: it failed too often, or ray stop ended the cluster",
         fix=f"slime run --resume {target.path}   resumes it",
     )
-
-
-def follow_process(target: RunTarget, show: Callable[[str], None]) -> int:
-    """Steps, evaluations and sentences of a run in a process of this or another machine."""
-    notes, figures = Lines(target.run_dir.log / "run.log"), Lines(target.run_dir.metrics, SHOWN)
-    shown = Steps(target.run_dir)
-    while True:
-        alive = target.run_dir.holder() is not None
-        for line in notes.new():
-            show(line.partition(" ")[2])  # without its time
-        for line in figures.new():
-            if text := shown.line(line):
-                show(text)
-        if not alive:
-            return target.code
-        time.sleep(POLL)
-
-
-class Steps:
-    """Lines of ``metrics.jsonl`` as the run prints them."""
-
-    def __init__(self, run_dir: RunDir) -> None:
-        self._run_dir = run_dir
-        self._pace: Any = None
-
-    def line(self, text: str) -> str:
-        """What is said of a row; empty for one that says nothing, or was cut."""
-        import json
-
-        from slime_cli import live
-        from slime_core.types import StepReport
-
-        try:
-            row = json.loads(text)
-            if row["kind"] == "eval":
-                return live.evaluation_line(row["name"], row["version"], row["metrics"])
-            if row["kind"] != "step":
-                return ""
-            parts = {name: row[name] for name in ("version", "stage", "step", "of", "metrics", "seconds")}
-        except (ValueError, KeyError, TypeError):
-            return ""
-        report, wall = StepReport(**parts), sum(row["seconds"].values())
-        if self._pace is None:
-            self._pace = live.Pace(self._total())
-        self._pace.done = report.version - 1
-        self._pace.add(wall)
-        figures = "  ".join(live.figures(report, wall))
-        return f"{live.place(report)}  {figures}  eta {live.duration(self._pace.eta)}"
-
-    def _total(self) -> int:
-        from slime_cli.live import total_steps
-        from slime_core.config.load import read
-
-        return total_steps(read(self._run_dir.config, check=False).config)

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_cli.failure import CliSession
-from slime_cli.live import total_steps
 from slime_cli.starts import starts_of
 from slime_core.config.command_line import Word
 from slime_core.config.dump import REDACTED, texts_in
 from slime_core.config.load import CommandLine, split, stages
 from slime_core.errors import ConfigError, PluginError
+from slime_core.report.progress import total_steps
 from slime_core.report.rundir import RunDir
 from slime_core.report.text import say
 

@@ -163,8 +163,8 @@ def where_to_resume(
     run_dir: RunDir, config: Config, info: dict[str, Any], saved: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """``version`` and ``from`` (checkpoint, ledger, nothing, or finished), and the command; nothing is locked."""
-    from slime_cli.live import total_steps
     from slime_core.report import history
+    from slime_core.report.progress import total_steps
 
     whole = next((row["version"] for row in saved if not row["damage"]), None)
     answer: dict[str, Any] = {"version": 0, "from": "nothing", "command": f"slime run --resume {run_dir.path}"}

@@ -14,8 +14,9 @@ import click
 
 from slime_cli.detaching import actor_name
 from slime_cli.failure import INTERRUPTED
-from slime_cli.following import POLL, RunTarget, follow, named, reached_of, target_of
+from slime_cli.following import RunTarget, follow, named, reached_of, target_of
 from slime_core.errors import ConfigError
+from slime_core.report.following import POLL
 from slime_core.report.text import say
 
 NOW = 20.0  # seconds after the second signal until a process is killed

@@ -39,7 +39,7 @@ class StepRange:
 
 def say_end(run_dir: RunDir, version: int, seconds: float, summary: StepRange, final: Path | None) -> None:
     """Steps, time, and how the reward went."""
-    from slime_cli.live import duration
+    from slime_core.report.progress import duration
 
     line = f"done: {version} steps in {duration(seconds)}"
     if summary.first is not None and summary.last is not None and "reward/mean" in summary.last.metrics:

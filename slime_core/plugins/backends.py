@@ -42,6 +42,8 @@ PACKAGES = {
     COMPAT: "slime-compat",
     "convert": "slime-convert",
     "diagnose": "slime-diagnose",
+    "report": "slime-report",
+    "watch": "slime-watch",
 }
 """Plugins of slime's own repository that a config or a command may need: the distribution of each."""
 

@@ -19,6 +19,7 @@ OURS = {
     "models": ("slime_models",),
     "rm_math": ("slime_rm_math",),
     "sandbox": ("slime_sandbox",),
+    "watch": ("slime_report", "slime_service", "slime_watch"),
 }
 """Plugins of slime's own repository, and the folders below plugins/ that each needs: an index has none of them."""
 

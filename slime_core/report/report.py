@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from os.path import samestat
 from typing import TYPE_CHECKING, Any, Protocol
@@ -85,6 +86,7 @@ class Report:
         self._samples = SampleLog(run_dir.samples, config.report.save_samples)
         self._last: StepReport | None = None
         self._folder: int | None = None  # the run directory, open
+        self._phase_file: int | None = None  # likewise
         self._alarms = Alarms()
         self._mark = time.monotonic()
         self.doing: tuple[str, float] = ("", self._mark)  # the phase that is under way, and since when (monotonic)
@@ -98,8 +100,17 @@ class Report:
     def phase(self, name: str) -> None:
         """What the run does from here on; empty: nothing that has a name."""
         self.doing = (name, time.monotonic())
+        self._write_phase(name)
         if name:
             self.starting(f"first step: {name}")
+
+    def _write_phase(self, name: str) -> None:
+        """Replace the line of ``log/phase``, which programs that watch the run read; some 10 microseconds."""
+        with suppress(OSError):
+            if self._phase_file is None:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+                self._phase_file = os.open(self.run_dir.phase, flags, 0o666)
+            os.pwrite(self._phase_file, f"{name:<32.32} {time.time():.3f}\n".encode(), 0)
 
     def hung(self, error: SlimeError) -> None:
         """A part of the run hangs, and the run is about to be ended."""
@@ -109,6 +120,7 @@ class Report:
     def start(self) -> None:
         """Write ``config.toml``, start the trackers and the live line."""
         self._folder = os.open(self.run_dir.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._write_phase("")
         config = redacted(self.config, self.secrets)
         self.run_dir.write_config(to_toml(config))
         plain = config.model_dump(mode="json")
@@ -211,9 +223,10 @@ class Report:
         """Flush and close everything."""
         self._call_sinks(lambda sink: sink.close())
         self._show(lambda live: live.close())
-        if self._folder is not None:
-            folder, self._folder = self._folder, None
-            os.close(folder)
+        for descriptor in (self._folder, self._phase_file):
+            if descriptor is not None:
+                os.close(descriptor)
+        self._folder = self._phase_file = None
 
     def _call_sinks(self, call: Callable[[Sink], None]) -> None:
         for sink in list(self._sinks):

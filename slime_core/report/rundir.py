@@ -45,6 +45,7 @@ class RunDir:
         self.ledger = path / "ledger.sqlite"  # states of all samples
         self.segments = path / "segments"  # payloads of samples
         self.log = path / "log"  # of the driver and of every process that it starts
+        self.phase = self.log / "phase"  # what the run does, and since when: a line of one length, written in place
         self.errors = path / "errors"  # tracebacks
         self.checkpoints = path / "checkpoints"  # one folder a checkpoint
         self.final = path / "final"  # the trained model, a Hugging Face folder, when the run has ended
@@ -194,6 +195,13 @@ class RunDir:
         with contextlib.suppress(OSError):
             return _table(self.info.read_bytes())
         return {}
+
+    def read_phase(self) -> tuple[str, float]:
+        """The part of a step that runs, such as ``train`` (empty between parts), and when it began, a Unix time."""
+        with contextlib.suppress(OSError, ValueError):
+            name, _, since = self.phase.read_text(encoding="utf-8").rpartition(" ")
+            return name.strip(), float(since)
+        return "", 0.0
 
     def save_hang(self, text: str) -> Path:
         """Write the page of a hang, ``log/hang-N.txt``; a full disk must not keep the run from ending."""

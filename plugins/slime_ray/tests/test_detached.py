@@ -14,7 +14,7 @@ import pytest
 from slime_cli.detaching import actor_name
 from slime_cli.driver_process import Letter, next_words
 from slime_cli.failure import CliSession
-from slime_cli.following import Lines, Steps, named, plain, target_of
+from slime_cli.following import named, plain, target_of
 from slime_cli.main import main
 from slime_cli.restarts import past
 from slime_cli.submit import Detach, forget
@@ -185,30 +185,6 @@ def test_a_folder_with_a_record_and_the_drivers_output_is_still_free(tmp_path):
         (run_dir.log / "driver.log").write_text("importing\n")
     with RunDir.create("x", at=tmp_path / "x") as again:
         assert again.path == run_dir.path
-
-
-def test_lines_come_whole_and_once_and_the_first_look_gives_the_last_of_them(tmp_path):
-    path = tmp_path / "log"
-    lines = Lines(path, last=2)
-    assert lines.new() == []
-    path.write_text("a\nb\nc\nd")
-    assert lines.new() == ["b", "c"]
-    with path.open("a") as file:
-        file.write("e\nf\n")
-    assert lines.new() == ["de", "f"]
-    assert lines.new() == []
-    path.write_text("x\n")  # trimmed, as figures are at a resume
-    assert lines.new() == ["x"]
-
-
-def test_figures_are_said_as_the_run_says_them(small):
-    rows = (small.run / "metrics.jsonl").read_text().splitlines()
-    steps = Steps(RunDir.open(small.run))
-    said = [steps.line(row) for row in rows]
-    assert said[0].startswith("warmup step 1/1  ")
-    assert any(line.startswith("grpo step 3/3  ") and line.endswith("eta 0s") for line in said)
-    assert any(line.startswith("eval held at step ") for line in said)
-    assert steps.line('{"kind": "restart"}') == steps.line('{"kind": "st') == ""
 
 
 def test_attach_shows_a_finished_run_and_ends_as_it_did(cli, small):

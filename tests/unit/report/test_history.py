@@ -7,6 +7,7 @@ import pytest
 
 from slime_core.ledger.ledger import SqliteLedger
 from slime_core.report import RunDir, history
+from slime_core.report.following import Lines, Steps
 from slime_core.types import Drop
 
 pytestmark = pytest.mark.unit
@@ -81,3 +82,30 @@ def test_the_samples_of_the_last_step_are_shown(run_dir):
     rows = [{"version": v, "rank": "best", "id": str(v)} for v in (1, 2, 2)]
     run_dir.samples.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [row["id"] for row in history.last_samples(run_dir)] == ["2", "2"]
+
+
+def test_lines_come_whole_and_once_and_the_first_look_gives_the_last_of_them(tmp_path):
+    path = tmp_path / "log"
+    lines = Lines(path, last=2)
+    assert lines.new() == []
+    path.write_text("a\nb\nc\nd")
+    assert lines.new() == ["b", "c"]
+    with path.open("a") as file:
+        file.write("e\nf\n")
+    assert lines.new() == ["de", "f"]
+    assert lines.new() == []
+    path.write_text("x\ny")  # trimmed, as figures are at a resume
+    assert lines.new() == ["x"]
+    path.write_text("z\n")
+    assert lines.new() == ["z"]
+
+
+def test_figures_are_said_as_the_run_says_them(small):
+    rows = (small.run / "metrics.jsonl").read_text().splitlines()
+    steps = Steps(RunDir.open(small.run))
+    said = [steps.line(row) for row in rows]
+    assert said[0].startswith("warmup step 1/1  ")
+    assert any(line.startswith("grpo step 3/3  ") and line.endswith("eta 0s") for line in said)
+    assert any(line.startswith("eval held at step ") for line in said)
+    assert steps.line('{"kind": "restart"}') == steps.line('{"kind": "st') == ""
+    assert "len 3" in steps.line(json.dumps(step(4) | {"metrics": {"loss": None, "response_len/mean": 3.0}}))

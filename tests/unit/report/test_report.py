@@ -13,10 +13,11 @@ from types import SimpleNamespace
 import pytest
 
 from slime_cli.libraries import warnings_noted
-from slime_cli.live import PlainLines, RichLine, duration, figures, make_live
+from slime_cli.live import PlainLines, RichLine, make_live
 from slime_core.config.load import load_config, read
 from slime_core.config.schema import Config
 from slime_core.report import Report, RunDir
+from slime_core.report.progress import duration, figures
 from slime_core.types import StepReport
 
 pytestmark = pytest.mark.unit

@@ -45,17 +45,7 @@ def run_facts(run_dir: RunDir) -> dict[str, Any]:
     ``config``      key (``rollout.num_rollout``) to value
     ``notices``     sentences on what is missing or damaged
     """
-    info, notices = run_dir.read_info(), []
-    steps = steps_of(run_dir)
-    config = config_of(run_dir)
-    if not config:
-        notices.append("config.toml cannot be read: settings and differences are left out")
-    if damaged := damaged_lines(run_dir.metrics):
-        notices.append(f"{damaged} of the lines of metrics.jsonl cannot be read and are left out")
-    if not steps:
-        notices.append("no step is finished yet: there are no curves")
-    if not (counts := states(run_dir)):
-        notices.append("there is no ledger that can be read: samples are left out")
+    info, steps, config, counts = run_dir.read_info(), steps_of(run_dir), config_of(run_dir), states(run_dir)
     return {
         "name": run_dir.path.name,
         "path": str(run_dir.path),
@@ -71,8 +61,24 @@ def run_facts(run_dir: RunDir) -> dict[str, Any]:
         "restarts": [row for row in read_lines(run_dir.metrics) if row.get("kind") == "restart"],
         "states": counts,
         "config": config,
-        "notices": notices,
+        "notices": notices_of(config, damaged_lines(run_dir.metrics), steps, counts),
     }
+
+
+def notices_of(
+    config: Mapping[str, Any], damaged: int, steps: Sequence[Mapping[str, Any]], counts: Mapping[str, int]
+) -> list[str]:
+    """Sentences on what is missing, and on the ``damaged`` lines of ``metrics.jsonl``."""
+    notices = []
+    if not config:
+        notices.append("config.toml cannot be read: settings and differences are left out")
+    if damaged:
+        notices.append(f"{damaged} of the lines of metrics.jsonl cannot be read and are left out")
+    if not steps:
+        notices.append("no step is finished yet: there are no curves")
+    if not counts:
+        notices.append("there is no ledger that can be read: samples are left out")
+    return notices
 
 
 def status_of(info: Mapping[str, Any], holder: Mapping[str, Any] | None) -> str:

@@ -131,9 +131,12 @@ slime.app = (() => {
     tabs.replaceChildren(...TABS().map(([name, label]) => h("button", { role: "tab", type: "button", "data-tab": name, "aria-selected": String(name === current), onclick: () => show(name) }, label)));
   };
   // A live page calls this with a new overview: curves grow, what is open stays open.
+  const shape = () => JSON.stringify(runs.map((run) => [Object.keys(run.steps.metrics), Object.keys(run.evaluations), run.stages.length, run.restarts.length, run.notices]));
   const update = (overview) => {
+    const before = shape();
     arrange(overview);
-    if (current !== "samples") { const top = scrollY; show(current); scrollTo(0, top); }
+    if (current === "overview" && shape() === before) slime.charts.redraw();
+    else if (["overview", "timeline", "compare"].includes(current)) { const top = scrollY; show(current); scrollTo(0, top); }
   };
 
   const start = async () => {
@@ -144,6 +147,7 @@ slime.app = (() => {
     show(location.hash.slice(1).split("/")[0]);
     addEventListener("hashchange", () => { if (location.hash.slice(1).split("/")[0] !== current) show(location.hash.slice(1).split("/")[0]); });
     document.body.dataset.ready = "true";
+    dispatchEvent(new Event("slime-ready"));
   };
   // Data further down is read by name: it is there once the document is.
   if (document.readyState === "loading") addEventListener("DOMContentLoaded", start); else start();

@@ -1,0 +1,56 @@
+// A live page: the first data lies in it, what comes later is fetched from the server that sent it.
+(() => {
+  const token = new URLSearchParams(location.search).get("token");
+  const pause = (seconds) => new Promise((resolve) => setTimeout(resolve, 1000 * seconds));
+  const say = (text) => { document.getElementById("state").textContent = text; };
+  const get = async (path) => {
+    const response = await fetch(path, { headers: { Authorization: "Bearer " + token }, cache: "no-store" });
+    if (!response.ok) throw Object.assign(new Error((await response.text()).trim()), { status: response.status });
+    return response.json();
+  };
+
+  // Columns of new steps behind those that are there; a metric that one side lacks has null there.
+  const extend = (columns, more, before, count) => {
+    for (const name of new Set([...Object.keys(columns), ...Object.keys(more)])) {
+      columns[name] = [...(columns[name] || Array(before).fill(null)), ...(more[name] || Array(count).fill(null))];
+    }
+  };
+  const merge = (run, { whole, steps, ...facts }) => {
+    if (whole) run.steps = steps;
+    else {
+      const before = run.steps.version.length, count = steps.version.length;
+      for (const part of ["metrics", "seconds"]) extend(run.steps[part], steps[part], before, count);
+      for (const part of ["version", "stage"]) run.steps[part] = [...run.steps[part], ...steps[part]];
+    }
+    Object.assign(run, facts);
+  };
+
+  const follow = async (data) => {
+    for (let cursor = ""; ;) {
+      try {
+        const { cursor: next, run } = await get("/updates?after=" + encodeURIComponent(cursor));
+        if (next !== cursor) {
+          merge(data.runs[0], run);
+          slime.app.update(data);
+          cursor = next;
+        }
+        say(run.status === "running" ? "live: " + (run.phase || "between parts") : "the run has ended: " + run.status);
+      } catch (error) {
+        if (error.status) return say(error.message);
+        say("no connection to slime watch; trying again");
+        await pause(2);
+      }
+    }
+  };
+
+  const embedded = slime.source;
+  slime.source = {
+    ...embedded,
+    live: true,
+    overview: async () => {
+      const data = await embedded.overview();
+      addEventListener("slime-ready", () => follow(data), { once: true });
+      return data;
+    },
+  };
+})();

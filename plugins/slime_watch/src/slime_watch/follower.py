@@ -1,0 +1,206 @@
+"""A run as its files describe it, from one look to the next.
+
+    metrics.jsonl samples.jsonl log/run.log    what was appended since the last look
+    run.json lock log/phase ledger.sqlite      as they are now
+
+Nothing is written and no lock is kept. A resume trims figures, so a file that is new is read from its start.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from typing import Any
+
+from slime_core.errors import SlimeError, StorageError
+from slime_core.report.following import Lines
+from slime_core.report.history import states
+from slime_core.report.progress import Pace, total_steps
+from slime_core.report.rundir import RunDir
+from slime_report.data import columns_of, config_of, evaluation_columns, notices_of, stages_of, status_of
+
+NOTES = 500  # sentences of log/run.log that are kept
+SAMPLES = 256  # samples likewise: 64 steps of the default
+RECENT = 10  # steps over which speed is measured
+
+Points = list[tuple[float, float]]
+
+
+class RunFollower:
+    """What is known of one run.
+
+    Example:
+        follower = RunFollower(RunDir.open(Path("runs/demo-0")))
+        follower.look()
+        follower.points("reward/mean")            # [(1, 0.02), (2, 0.05), ...]
+    """
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self.run_dir = run_dir
+        self._metrics = Lines(run_dir.metrics, sys.maxsize)
+        self._samples = Lines(run_dir.samples, SAMPLES)
+        self._notes = Lines(run_dir.log / "run.log", NOTES)
+        self._config = config_of(run_dir)
+        self._total: int | None = None
+        self.generation = 0  # counts up where metrics.jsonl begins anew
+        self.rows: list[dict[str, Any]] = []  # of metrics.jsonl
+        self.damaged = 0  # lines of it that are none
+        self.steps: list[dict[str, Any]] = []  # those of steps by version; of one written twice, the later
+        self.samples: deque[dict[str, Any]] = deque(maxlen=SAMPLES)
+        self.notes: deque[str] = deque(maxlen=NOTES)
+        self.info: dict[str, Any] = {}
+        self.status = "unknown"
+        self.phase: tuple[str, float] = ("", 0.0)  # part of the step that runs, and since when (Unix time)
+        self.counts: dict[str, int] = {}  # samples by state
+
+    def look(self) -> bool:
+        """Read what is new; whether rows came, or the run started or ended.
+
+        Raises:
+            StorageError: STO111 the run directory was removed or moved.
+        """
+        if not self.run_dir.config.exists():
+            raise StorageError(
+                "the run directory was removed or moved while it was watched",
+                code="STO111",
+                where=str(self.run_dir.path),
+                fix="after a move: slime watch NEW_PATH",
+            )
+        lines = self._metrics.new()
+        rows = [row for line in lines if (row := parsed(line))]
+        if self._metrics.anew:
+            self.rows, self.damaged, self.generation = [], 0, self.generation + 1
+        self.rows += rows
+        self.damaged += len(lines) - len(rows)
+        if rows or self._metrics.anew:
+            by_version = {row["version"]: row for row in self.rows if row["kind"] == "step"}
+            self.steps = [by_version[version] for version in sorted(by_version)]
+        self.samples.extend(row for line in self._samples.new() if (row := parsed(line)))
+        self.notes.extend(self._notes.new())
+        self.info, before = self.run_dir.read_info(), self.status
+        self.status = status_of(self.info, self.run_dir.holder())
+        self.phase = self.run_dir.read_phase()
+        self.counts = states(self.run_dir)
+        return bool(rows) or self.status != before
+
+    @property
+    def cursor(self) -> str:
+        """What was read, for :meth:`update`: which file of figures, its rows, how the run is."""
+        return f"{self.generation}.{len(self.rows)}.{self.status}"
+
+    def update(self, after: str) -> dict[str, Any]:
+        """What came after a ``cursor``: the new one, and the run's facts for a page that has the earlier steps.
+
+        The steps are columns, as `slime_report.data.columns_of` makes them: new ones, or ``whole`` all of them.
+        """
+        generation, _, rest = after.partition(".")
+        count = int(rest.partition(".")[0]) if generation == str(self.generation) else 0
+        earlier = {row["version"] for row in self.rows[:count] if row["kind"] == "step"}
+        steps = [step for step in self.steps if step["version"] not in earlier]
+        whole = not earlier or any(row["version"] in earlier for row in self.rows[count:] if row["kind"] == "step")
+        return {
+            "cursor": self.cursor,
+            "run": {
+                "whole": whole,
+                "steps": columns_of(self.steps if whole else steps, ("stage",)),
+                "notices": notices_of(self._config, self.damaged, self.steps, self.counts),
+                "status": self.status,
+                "phase": self.phase[0],
+                "of": self.steps[-1].get("of") if self.steps else None,
+                "stages": stages_of(self.steps),
+                "states": self.counts,
+                "restarts": [row for row in self.rows if row["kind"] == "restart"],
+                "evaluations": evaluation_columns([row for row in self.rows if row["kind"] == "eval"]),
+            },
+        }
+
+    @property
+    def running(self) -> bool:
+        """Whether a process has the run now."""
+        return self.status == "running"
+
+    @property
+    def total(self) -> int:
+        """Steps of the whole run; 0 where its config cannot be read here."""
+        if self._total is None:
+            from slime_core.config.load import read
+
+            try:
+                self._total = total_steps(read(self.run_dir.config, check=False).config)
+            except (SlimeError, OSError):
+                self._total = 0
+        return self._total
+
+    @property
+    def eta(self) -> float:
+        """Seconds to the end, as long as the last ten steps took."""
+        pace = Pace(self.total)
+        for step in self.steps[-RECENT:]:
+            pace.add(wall(step))
+        pace.done = self.steps[-1]["version"] if self.steps else 0
+        return pace.eta
+
+    @property
+    def stage_start(self) -> int:
+        """The version from which the newest step's stage trains."""
+        stage = self.steps[-1].get("stage") if self.steps else None
+        return next((step["version"] - 1 for step in self.steps if step.get("stage") == stage), 0)
+
+    def points(self, name: str) -> Points:
+        """A metric of the steps by version, without what is not finite."""
+        return points_of(self.steps, name)
+
+    def evaluations(self, name: str = "reward/mean") -> dict[str, Points]:
+        """A metric of every evaluation set by version."""
+        rows = [row for row in self.rows if row["kind"] == "eval"]
+        sets = dict.fromkeys(row["name"] for row in rows)
+        return {dataset: points_of([row for row in rows if row["name"] == dataset], name) for dataset in sets}
+
+    def seconds(self, last: int) -> dict[str, float]:
+        """Seconds by part, summed over the last steps, the longest first."""
+        sums: dict[str, float] = {}
+        for step in self.steps[-last:]:
+            for name, value in step["seconds"].items():
+                sums[name] = sums.get(name, 0.0) + (value or 0.0)
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Response tokens of the last ten steps by their time."""
+        steps = self.steps[-RECENT:]
+        tokens = sum(step["metrics"].get("tokens/response") or 0.0 for step in steps)
+        return tokens / (sum(map(wall, steps)) or 1.0)
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Samples that were dropped, by reason, the most first."""
+        drops = {name[8:]: count for name, count in self.counts.items() if name.startswith("dropped/")}
+        return dict(sorted(drops.items(), key=lambda item: -item[1]))
+
+
+def parsed(line: str) -> dict[str, Any] | None:
+    """A row of a JSONL file; None where the line is damaged or of another kind."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(row, dict) or not isinstance(row.get("version"), int):
+        return None
+    if row.get("kind") in ("step", "eval"):
+        tables = isinstance(row.get("metrics"), dict) and isinstance(row.get("seconds"), dict)
+        return row if tables and (row["kind"] == "step" or isinstance(row.get("name"), str)) else None
+    return row if "kind" in row or "rank" in row else None
+
+
+def points_of(rows: Sequence[Mapping[str, Any]], name: str) -> Points:
+    """Versions and finite values of a metric."""
+    pairs = ((row["version"], row["metrics"].get(name)) for row in rows)
+    return [(float(at), float(value)) for at, value in pairs if isinstance(value, (int, float)) and isfinite(value)]
+
+
+def wall(step: Mapping[str, Any]) -> float:
+    """Seconds of a step."""
+    return sum(value or 0.0 for value in step["seconds"].values())
