@@ -39,7 +39,10 @@ LEVEL = {f"slime_core.{room}": level for level, rooms in LAYERS.items() for room
 CONFINED = {
     "megatron": ("plugins/slime_megatron/", "plugins/slime_models/"),
     "ray": ("plugins/slime_ray/",),
-    "wandb": ("cli/slime_cli/wandb_sink.py",),
+    "wandb": ("plugins/slime_trackers/src/slime_trackers/wandb_run.py",),
+    "mlflow": ("plugins/slime_trackers/src/slime_trackers/mlflow_run.py",),
+    "trackio": ("plugins/slime_trackers/src/slime_trackers/trackio_run.py",),
+    "prometheus_client": ("plugins/slime_trackers/src/slime_trackers/prometheus.py",),
     "sglang": ("plugins/slime_sglang/src/slime_sglang/launcher.py",),
     "verifiers": ("plugins/slime_verifiers/src/slime_verifiers/worker/",),
 }

@@ -19,6 +19,7 @@ import pytest
 from slime_core.config.load import load_config, stages
 from slime_core.config.paths import plugin_name
 from slime_core.plugins import load_plugins
+from slime_core.plugins.backends import tracker_keys
 
 pytestmark = pytest.mark.integration
 
@@ -130,6 +131,7 @@ def test_every_long_option_of_the_documentation_exists() -> None:
     assert keys.returncode == 0, keys.stderr
     flags = {f"--{name.rsplit('.', 1)[-1].replace('_', '-')}" for name in re.findall(r'"([a-z_.0-9]+)"', keys.stdout)}
     flags.add("--plugin")  # of every command that reads a config
+    flags |= {f"--{name.replace('_', '-')}" for name in tracker_keys()}
     missing = []
     for line in (line for page in pages() for line in shell_lines(page) if line.startswith("slime ")):
         words = shlex.split(line, comments=True)
@@ -247,7 +249,8 @@ def test_only_the_constraints_pin_and_they_pin_every_direct_dependency() -> None
     for folder in (ROOT, *PLUGIN_FOLDERS):
         data = project(folder)
         extras = data.get("optional-dependencies", {})
-        names = ("docs", "fsdp", "megatron", "ray", "serve", "sglang", "wandb", "dev")
+        names = ("docs", "fsdp", "megatron", "ray", "serve", "sglang", "dev")
+        names += ("mlflow", "otlp", "prometheus", "tensorboard", "trackers", "trackio", "wandb")
         installed = [text for name, texts in extras.items() if name in names for text in texts]
         declared += [*data["dependencies"], *installed]
     assert [text for text in declared if "==" in text.split(";")[0]] == []

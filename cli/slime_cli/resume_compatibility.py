@@ -1,6 +1,7 @@
 """Resume compatibility: a table of changed keys with verdicts, from the saved and the present config.
 
-Every key of the schema has its class in its section; tables of plugins and backends are unsafe as a whole.
+Every key of the schema has its class in its section, as has an option of a plugin that declares one
+(`config.sections.key`); other tables of plugins and backends are unsafe as a whole.
 """
 
 from __future__ import annotations
@@ -9,16 +10,19 @@ import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from slime_core.config.fields import core_keys
 from slime_core.config.problems import error_of
 from slime_core.config.schema import SECTIONS, Config
-from slime_core.config.sections import ResumeClass, Verdict
+from slime_core.config.sections import ResumeClass, Verdict, fact
 from slime_core.config.stages import stage_name, stages
 from slime_core.config.validate import check_model
-from slime_core.errors import ConfigError, nearest
+from slime_core.errors import ConfigError, SlimeError, nearest
+from slime_core.plugins.assemble import option_models
 from slime_core.plugins.backends import brought_by
+from slime_core.plugins.discover import paths
 
 PLUGINS = "plugins"
 """What `--force-key` calls plugins whose code changed."""
@@ -80,7 +84,7 @@ def signature(data: Mapping[str, Any]) -> str:
         f"{index}.{path}": value
         for index, stage in enumerate(stages(_config(data)))
         for path, value in _flat(stage.model_dump(mode="json"))
-        if _is_table(path) or core_keys()[_core(path)].resume.verdict != "safe"
+        if (_of_table(path) if _is_table(path) else core_keys()[_core(path)].resume).verdict != "safe"
     }
     return hashlib.blake2b(json.dumps(values, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
 
@@ -203,8 +207,7 @@ def _is_table(path: str) -> bool:
 
 def _class_at(path: str, old: Config, new: Config, last: bool) -> ResumeClass:
     if _is_table(path):
-        head, _, name = path.replace("-", "_").partition(".")
-        return LAYOUT if any(name in b.resumable for b in brought_by(head)) else TABLE
+        return _of_table(path)
     if path == "rollout.num_rollout":
         trains = old.train, new.train
         if not last:
@@ -212,6 +215,26 @@ def _class_at(path: str, old: Config, new: Config, last: bool) -> ResumeClass:
         if any(t.lr_decay_style != "constant" and not t.lr_decay_iters for t in trains):
             return SCHEDULE
     return core_keys()[_core(path)].resume
+
+
+def _of_table(path: str) -> ResumeClass:
+    """The class of a key of a plugin's or a backend's table."""
+    head, _, name = path.replace("-", "_").partition(".")
+    if head == "plugin":
+        plugin, _, option = path.removeprefix("plugin.").partition(".")
+        return _option_classes(plugin, paths()).get(option.partition(".")[0], TABLE)
+    return LAYOUT if any(name in b.resumable for b in brought_by(head)) else TABLE
+
+
+@lru_cache(maxsize=16)
+def _option_classes(plugin: str, _: object) -> dict[str, ResumeClass]:
+    """What a plugin's options declare; nothing of one that is not installed, or does not load."""
+    try:
+        model = option_models([plugin])[plugin]
+    except (SlimeError, KeyError):
+        return {}
+    fields = model.model_fields.items() if model is not None else ()
+    return {name: fact(info, "resume") for name, info in fields if fact(info, "resume")}
 
 
 def _flat(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:

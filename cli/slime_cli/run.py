@@ -312,14 +312,11 @@ def reporting(
     """A started report, which is finished however the block ends; ``run.json`` says how it ended."""
     from slime_cli.live import make_live
     from slime_cli.resume import kind_of
-    from slime_cli.wandb_sink import WandbSink
     from slime_core.context import Context
     from slime_core.report import Report
 
     summary = StepRange()
     sinks: list[Any] = [summary, *([clock] if clock else [])]
-    if config.report.use_wandb:
-        sinks.append(WandbSink(config.report.wandb_project, config.report.wandb_group))
     sinks += settings.plugins.sinks(Context(config=config, run_dir=run_dir.path))
     report = Report(run_dir, config, sinks, make_live(sys.stderr), secrets=settings.loaded.secrets)
     version, kind = resumed.version if resumed else 0, kind_of(config, settings.plugins)

@@ -14,7 +14,7 @@ from slime_core.config.sections.train import FEW_TOKENS
 from slime_core.config.stages import rollout_slots
 from slime_core.config.table_file import read_table
 from slime_core.errors import ConfigError, nearest
-from slime_core.plugins.backends import COMPAT, engine_of, is_installed
+from slime_core.plugins.backends import COMPAT, TRACKERS, engine_of, is_installed
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -88,6 +88,9 @@ def _derived(config: Config, values: Mapping[str, Any]) -> dict[str, Any]:
         "use_tis": config.train.use_tis or bool(config.train.custom_tis_function_path),
         "fully_async": config.rollout.max_staleness > 0,
         "ci_test": False,
+        "use_wandb": False,
+        "use_tensorboard": False,
+        **config.plugin.get(TRACKERS, {}),
     }
 
 

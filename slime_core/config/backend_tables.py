@@ -7,11 +7,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from slime_core.errors import SlimeError, nearest
-from slime_core.plugins.backends import BROUGHT_BY, KINDS, brought_by, offered
+from slime_core.plugins.backends import BROUGHT_BY, KINDS, TRACKERS, brought_by, offered, tracker_keys
 from slime_core.plugins.discover import available
 
 if TYPE_CHECKING:
     from slime_core.backends import Backend
+
+
+TRACKER_TABLE = f"plugin.{TRACKERS}"
 
 
 class BackendTables:
@@ -107,10 +110,11 @@ class BackendTables:
     @cached_property
     def bare(self) -> dict[str, tuple[str, Any]]:
         """Keys that are flags by themselves: the table and the type of the value of each."""
-        return {
+        of_backends = {
             key: (backend.name, kind)
             for name in dict.fromkeys((*BROUGHT_BY, *self._plugins, *self._loaded))
             for backend in self.backends(name)
             if backend.flags is not None
             for key, kind in backend.flags().items()
         }
+        return of_backends | {key: (TRACKER_TABLE, kind) for key, kind in tracker_keys().items()}

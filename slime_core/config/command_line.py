@@ -219,17 +219,17 @@ def _bare(word: Word, models: Models, tables: BackendTables) -> tuple[KeyPath, A
         return tuple(keys[name].path.split(".")), keys[name].info.annotation
     if option := tables.prefixed(name) if word.shown.startswith("--") else None:
         return option, tables.kind(*option)
-    places: dict[str, list[tuple[KeyPath, Any]]] = {}
+    places: dict[str, dict[KeyPath, Any]] = {}
     for plugin, model in models.items():
         for option_name, info in model.model_fields.items() if model else ():
-            places.setdefault(option_name, []).append((("plugin", plugin, option_name), info.annotation))
+            places.setdefault(option_name, {})["plugin", plugin, option_name] = info.annotation
     for option_name, (table, kind) in tables.bare.items():
-        places.setdefault(option_name, []).append(((table, option_name), kind))
-    paths = places.get(name, [])
+        places.setdefault(option_name, {})[(*table.split("."), option_name)] = kind
+    paths = places.get(name, {})
     if len(paths) == 1:
-        return paths[0]
+        return next(iter(paths.items()))
     if paths:
-        full = [dotted(path) for path, _ in paths]
+        full = [dotted(path) for path in paths]
         return Problem(
             code="CFG01",
             what=f"{word.shown} can mean {' or '.join(full)}",
@@ -239,7 +239,7 @@ def _bare(word: Word, models: Models, tables: BackendTables) -> tuple[KeyPath, A
         )
     reason, fix = tables.misspelt(name)
     if near := "" if absent(name) else closest(name, [*keys, *places]):
-        path = keys[near].path if near in keys else dotted(places[near][-1][0])
+        path = keys[near].path if near in keys else dotted([*places[near]][-1])
         fix = f"did you mean --{near.replace('_', '-')}? ({path})"
     reason = absent(name) or reason or "no core key, option of a named plugin or of a trainer has this name"
     return _unknown(word, reason, fix)

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from slime_core.config import evaluation_file, rules
-from slime_core.config.backend_tables import BackendTables
+from slime_core.config.backend_tables import TRACKER_TABLE, BackendTables
 from slime_core.config.command_line import CommandLine as CommandLine, Override, resolve, split as split, unexpected
 from slime_core.config.dump import secrets_in
 from slime_core.config.fields import sections_of_keys
@@ -27,7 +27,7 @@ from slime_core.config.recipe import Recipe, read_recipe
 from slime_core.config.schema import SECTIONS, Config
 from slime_core.config.stages import resolve_stage, stage_name as stage_name, stages as stages
 from slime_core.config.validate import ModelsOf, check_model, check_table, not_finite, plain_options, unknown
-from slime_core.plugins.backends import BRINGS
+from slime_core.plugins.backends import BRINGS, TRACKERS, is_installed
 
 Models = Mapping[str, "type[BaseModel] | None"]
 
@@ -90,7 +90,7 @@ def read(
     base = file.path.parent if file.path is not None else Path.cwd()
     plugins = plugin_names(file.data, words, base)
     words.tables.add(plugins)
-    options = models(plugins) if models is not None else {}
+    options = models([*plugins, *_trackers(file.data, words)]) if models is not None else {}
     data, origins = _merge(file, words, options)
     config = _validate(data, origins, options, words.tables)
     parts = _stages(config, origins, options)
@@ -119,6 +119,15 @@ def plugin_names(data: Mapping[str, Any], words: CommandLine, base: Path) -> lis
     listed = data.get("plugins", [])
     names = [plugin_path(name, base) for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     return list(dict.fromkeys([*names, *(plugin_path(name, Path.cwd()) for name in words.plugins)]))
+
+
+def _trackers(data: Mapping[str, Any], words: CommandLine) -> list[str]:
+    """The plugin `trackers`, where a table or a flag is for it: it needs no ``--plugin``."""
+    tables = data.get("plugin", {})
+    named = isinstance(tables, dict) and TRACKERS in tables
+    names = (word.name.removeprefix(f"{TRACKER_TABLE}.") for word in words.overrides)
+    named = named or any(words.tables.bare.get(name, ("",))[0] == TRACKER_TABLE for name in names)
+    return [TRACKERS] if named and is_installed(TRACKERS) else []
 
 
 def _merge(file: Recipe, words: CommandLine, options: Models) -> tuple[dict[str, Any], Origins]:

@@ -36,9 +36,12 @@ ABSENT = {
     "peft": "LoRA and other adapters are not supported: all weights are trained",
     "vllm": "vLLM is not supported: rollout.rollout_engine is local or sglang",
     "deepspeed": "DeepSpeed is not supported: train.train_backend is fsdp or megatron",
-    "tensorboard": "there is no TensorBoard: --use-wandb, or a plugin with slime_sinks; metrics are in metrics.jsonl",
+    **dict.fromkeys(
+        ("mlflow", "prometheus", "tensorboard", "trackio", "wandb"),
+        "trackers are keys of [plugin.trackers], such as --use-wandb; slime-trackers brings them",
+    ),
 }
-"""What others have and slime has not, by a word of a key's name."""
+"""What others have and the core has not, by a word of a key's name."""
 
 _RANGE = (
     "greater_than",

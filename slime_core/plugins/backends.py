@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import fields, replace
 from functools import lru_cache, partial
@@ -36,6 +36,8 @@ BUFFER = "buffer"  # the plugin that `rollout_buffer_url` needs
 
 COMPAT = "compat"  # the plugin that functions by path need where they ask for slime's modules or servers
 
+TRACKERS = "trackers"  # the plugin whose table loads it, and whose keys are flags of every run
+
 PACKAGES = {
     **BROUGHT_BY,
     BUFFER: "slime-buffer",
@@ -44,6 +46,7 @@ PACKAGES = {
     "diagnose": "slime-diagnose",
     "report": "slime-report",
     "watch": "slime-watch",
+    TRACKERS: "slime-trackers",
 }
 """Plugins of slime's own repository that a config or a command may need: the distribution of each."""
 
@@ -114,16 +117,34 @@ def backend_problems(config: Config) -> Iterator[Problem]:
 
 
 def implied(config: Config) -> tuple[str, ...]:
-    """Plugins that keys of the core need; they are loaded without ``--plugin``.
+    """Plugins that keys need; they are loaded without ``--plugin``.
 
     Raises:
         ConfigError: CFG04 one is not installed.
     """
-    if not config.rollout.rollout_buffer_url:
-        return ()
-    if not is_installed(BUFFER):
-        raise absent("rollout_buffer_url", BUFFER, "rollout.rollout_buffer_url")
-    return (BUFFER,)
+    needs = {BUFFER: (config.rollout.rollout_buffer_url, "rollout.rollout_buffer_url")}
+    needs[TRACKERS] = (config.plugin.get(TRACKERS), f"plugin.{TRACKERS}")
+    names = [name for name, (value, _) in needs.items() if value]
+    for name in names:
+        if not is_installed(name):
+            raise absent(needs[name][1].removeprefix("rollout."), name, needs[name][1])
+    return tuple(names)
+
+
+@lru_cache(maxsize=1)
+def _tracker_keys(_: object) -> Mapping[str, Any]:
+    from slime_core.plugins.load import load_plugin, options_model
+
+    try:
+        model = options_model(load_plugin(TRACKERS))
+    except PluginError:  # an error where a run uses it
+        return {}
+    return {name: info.annotation for name, info in model.model_fields.items()} if model is not None else {}
+
+
+def tracker_keys() -> Mapping[str, Any]:
+    """Keys of [plugin.trackers] with the types of their values; none where it is not installed or does not load."""
+    return _tracker_keys(paths()) if is_installed(TRACKERS) else {}
 
 
 def named(hook: str, name: str, plugins: Sequence[str], kind: type[B]) -> B:

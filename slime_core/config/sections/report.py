@@ -11,9 +11,6 @@ class ReportSection(Section):
     """Where figures go."""
 
     save_samples: int = key(4, "Best and worst samples kept a step for `slime show`.", FIGURES, ge=0)
-    use_wandb: bool = key(False, "Weights & Biases; WANDB_MODE=offline works.", FIGURES)
-    wandb_project: str = key("slime", "Its project.", FIGURES)
-    wandb_group: str = key("", "Its group.", FIGURES)
     export_final: bool = key(True, "Write final/, a Hugging Face folder.", FIGURES)
     save_interval: int = key(20, "Steps between checkpoints; 0 is only at the end and on signals.", FIGURES, ge=0)
     save_keep: int = key(2, "Checkpoints kept, the newest of them; older ones are removed.", FIGURES, ge=1)

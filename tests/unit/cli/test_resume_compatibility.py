@@ -176,7 +176,7 @@ def test_forcing_a_key_that_did_not_change_is_fine_and_one_that_does_not_exist_i
 
 
 def test_long_values_are_cut_in_the_table():
-    changes = compare(dumped(Config()), dumped(load_config(None, ["--wandb-project", "x" * 500])))
+    changes = compare(dumped(Config()), dumped(load_config(None, ["--data-source-path", "x" * 500])))
     assert len(table(changes)) < 300
 
 

@@ -134,8 +134,8 @@ def test_key_names_are_unique_over_all_sections():
         pytest.param(['--rollout-stop=["a", "b"]'], "rollout.rollout_stop", ("a", "b"), id="array"),
         pytest.param(["--rollout-stop-token-ids", "1", "2"], "rollout.rollout_stop_token_ids", (1, 2), id="integers"),
         pytest.param(["--name", "true"], "name", "true", id="text that looks like a bool"),
-        pytest.param(["--wandb-group", "nan"], "report.wandb_group", "nan", id="text that looks like nan"),
-        pytest.param(["--wandb-group", "[1]"], "report.wandb_group", "[1]", id="text that looks like an array"),
+        pytest.param(["--ray-address", "nan"], "cluster.ray_address", "nan", id="text that looks like nan"),
+        pytest.param(["--ray-address", "[1]"], "cluster.ray_address", "[1]", id="text that looks like an array"),
         pytest.param(["--seed", "7"], "seed", 7, id="top key"),
         pytest.param(
             ["--apply-chat-template-kwargs", '{"enable_thinking": false}'],

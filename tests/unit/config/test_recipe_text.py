@@ -113,7 +113,7 @@ def test_an_unset_variable_is_named_and_no_other_variable_is_shown(recipe, refus
 def test_every_unset_variable_is_named_at_once(recipe, refused, monkeypatch):
     for name in ("FIRST_ONE", "SECOND_ONE"):
         monkeypatch.delenv(name, raising=False)
-    error = refused(recipe('name = "${FIRST_ONE}"\n[report]\nwandb_group = "${SECOND_ONE}"\n'))
+    error = refused(recipe('name = "${FIRST_ONE}"\n[report]\nledger_dir = "${SECOND_ONE}"\n'))
     assert "FIRST_ONE" in error.why
     assert "SECOND_ONE" in error.why
     assert error.where == "recipe.toml:1, recipe.toml:3"
@@ -121,9 +121,9 @@ def test_every_unset_variable_is_named_at_once(recipe, refused, monkeypatch):
 
 def test_variables_are_replaced_and_a_doubled_dollar_stays_text(recipe, monkeypatch):
     monkeypatch.setenv("WHO", "ada")
-    config = load_config(recipe('name = "by-${WHO}"\n[report]\nwandb_group = "$${WHO} costs $5"\n'))
+    config = load_config(recipe('name = "by-${WHO}"\n[report]\nledger_dir = "$${WHO} costs $5"\n'))
     assert config.name == "by-ada"
-    assert config.report.wandb_group == "${WHO} costs $5"
+    assert config.report.ledger_dir == "${WHO} costs $5"
 
 
 def test_a_reference_that_is_no_name_is_refused(recipe, refused):

@@ -3,9 +3,6 @@
 import io
 import json
 import logging
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -349,36 +346,3 @@ def test_elsewhere_there_are_plain_lines():
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text
-
-
-WANDB = """
-import io, sys
-import time
-from pathlib import Path
-from types import SimpleNamespace
-from slime_core.config.schema import Config
-from slime_core.report import Report, RunDir
-from slime_cli.live import PlainLines
-from slime_cli.wandb_sink import WandbSink
-from slime_core.types import StepReport
-
-stream = io.StringIO()
-with RunDir.create("demo", at=Path(sys.argv[1])) as run_dir:
-    report = Report(run_dir, Config(name="demo"), [WandbSink("slime-test")], PlainLines(stream))
-    report.start()
-    report.step(StepReport(version=1, stage="main", step=0, of=1, metrics={"reward/mean": 0.5}, seconds={}))
-    report.evaluation("held", 1, {"reward/mean": 0.25})
-    report.finish()
-print(stream.getvalue())
-"""
-
-
-def test_wandb_works_offline_says_nothing_and_gets_no_command_line(tmp_path):
-    environment = {**os.environ, "WANDB_MODE": "offline"}
-    command = [sys.executable, "-c", WANDB, tmp_path / "run", "--api-key", "canary-in-argv"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert "failed" not in done.stdout
-    assert done.stderr == ""
-    assert list(tmp_path.glob("run/wandb/offline-run-*/*.wandb"))
-    written = [file for file in tmp_path.rglob("*") if file.is_file()]
-    assert not [file for file in written if b"canary-in-argv" in file.read_bytes()]

@@ -11,6 +11,7 @@ import pytest
 
 from slime_core.config.fields import core_keys
 from slime_core.errors import ConfigError
+from slime_core.plugins.backends import tracker_keys
 from slime_core.testing import tiny_model
 from slime_megatron.flags import flags
 
@@ -171,7 +172,9 @@ def test_no_flag_of_the_table_is_one_of_ours_and_all_its_answers_are(launch):
 
 def test_every_flag_of_slime_is_known_translated_or_refused_with_what_replaces_it(launch):
     flags_of_slime = (Path(__file__).parent / "slime_flags.txt").read_text().split()
-    known = {key.rpartition(".")[2] for key in core_keys()} | set(flags()) | {"rm_url"}  # rm_url: an option of rm_math
+    known = (
+        {key.rpartition(".")[2] for key in core_keys()} | set(flags()) | {"rm_url"} | set(tracker_keys())
+    )  # rm_url: of rm_math
     unknown = [
         flag
         for flag in flags_of_slime
@@ -183,7 +186,6 @@ def test_every_flag_of_slime_is_known_translated_or_refused_with_what_replaces_i
 @pytest.mark.parametrize(
     ("words", "fix"),
     [
-        (["--use-tensorboard"], "slime_sinks"),
         (["--ref-update-interval", "4"], "ref_load"),
         (["--update-weight-mode", "delta"], "whole weights"),
         (["--dump-details", "out"], "--save-debug-rollout-data"),

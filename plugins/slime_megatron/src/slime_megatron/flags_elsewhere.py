@@ -185,7 +185,10 @@ REFUSED = (
         "NCCL is set up by its environment variables; leave it out",
     ),
     *_refused("use_legacy_models yaml_cfg", _LOOP + "leave it out"),
-    *_refused("tensorboard_dir tensorboard_log_interval timing_log_level", "figures go by [report]; --use-wandb"),
+    *_refused(
+        "tensorboard_dir tensorboard_log_interval timing_log_level",
+        "figures go by [plugin.trackers]; --use-wandb, --use-tensorboard",
+    ),
     *_refused("profile profile_step_start profile_step_end use_pytorch_profiler", _LOOP + "leave it out"),
     *_refused("cpu_offloading_weights cpu_offloading_activations", "weights stay on the GPU; --cpu-offloading"),
     *_refused(
