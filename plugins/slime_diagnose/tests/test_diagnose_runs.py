@@ -45,6 +45,7 @@ def slime_filter(group, ctx):
     return slime_core.Drop(reason="not_a_third") if group.prompt.position % 3 else None
 """,
 }
+STOPS = json.dumps(list(range(20, 40)))
 RUNS: dict[str, tuple[str, list[str], set[str]]] = {
     "no reward": ("nothing", [], {"grader-never-matches"}),
     "a rate that bfloat16 loses": (
@@ -61,6 +62,22 @@ RUNS: dict[str, tuple[str, list[str], set[str]]] = {
         {"ratio-explodes", "kl-explodes"},
     ),
     "a nucleus": ("varied", ["--rollout-top-p", "0.5"], {"engine-gap"}),
+    "a length that pays": (
+        *(
+            "length",
+            [
+                "--num-rollout",
+                "24",
+                "--lr",
+                "3e-3",
+                "--rollout-max-response-len",
+                "32",
+                "--rollout-stop-token-ids",
+                STOPS,
+            ],
+        ),
+        {"length-pays"},
+    ),
     "no end": ("varied", ["--rollout-max-response-len", "1"], {"never-stops"}),
 }
 

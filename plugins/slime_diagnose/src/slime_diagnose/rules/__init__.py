@@ -73,18 +73,16 @@ def diagnose(run_dir: Path | str) -> list[Diagnosis]:
 
 
 def findings_of(history: History, rules: Mapping[str, Rule] | None = None) -> Iterator[Diagnosis]:
-    """What the rules find in one stage, in the table's order; a rule of another package that fails is a note."""
+    """What the rules find in one stage, in the table's order; a rule that fails is a note, and the others go on."""
     for name, rule in ({**RULES, **installed_rules()} if rules is None else rules).items():
         try:
             finding = rule(history)
         except Exception as error:
-            if name in RULES:
-                raise
             finding = Diagnosis(
                 severity="note",
                 summary=f"the rule failed: {type(error).__name__}: {error}",
                 evidence=(),
-                fix=f"correct or uninstall the package that brings the entry point '{name}' of {GROUP}",
+                fix="report it" if name in RULES else f"correct the package that brings it as entry point of {GROUP}",
             )
         if finding is not None:
             yield replace(finding, rule=name, stage=history.name)
