@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 NAME = "report.html"
+LIMIT = 44 << 20
+"""Bytes that samples may take in the file, about; with the rest it stays under 50 MB."""
 
 
 @click.command("report", epilog="Example: slime report runs/arithmetic-0 runs/arithmetic-1 --output both.html")
@@ -29,15 +31,18 @@ def report(runs: tuple[Path, ...], output: Path | None) -> None:
     from slime_core.report.rundir import RunDir
     from slime_report.data import overview
     from slime_report.page import render
+    from slime_report.samples import SampleBook, sample_blocks
 
     paths = dict.fromkeys(run.expanduser().absolute() for run in runs)
     run_dirs = [RunDir.open(path) for path in paths]
     facts = overview(run_dirs)
-    for run in facts["runs"]:
-        for notice in run["notices"]:
-            say(f"{run['name']}: {notice}")
+    books = [SampleBook(run_dir) for run_dir in run_dirs]
     target = output or (run_dirs[0].path / NAME if len(run_dirs) == 1 else Path(NAME))
-    write(target, render(facts))
+    blocks = (block for run, book in enumerate(books) for block in sample_blocks(book, run, LIMIT // len(books)))
+    write(target, render(facts, blocks))
+    for run, book in zip(facts["runs"], books, strict=True):
+        for notice in (*run["notices"], *book.notices()):
+            say(f"{run['name']}: {notice}")
     click.echo(str(target))
 
 

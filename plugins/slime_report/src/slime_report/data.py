@@ -18,6 +18,8 @@ from typing import Any
 from slime_core import __version__
 from slime_core.report.history import evaluations_of, read_lines, states, steps_of
 from slime_core.report.rundir import RunDir, now
+from slime_diagnose import diagnose
+from slime_report.recorder import read_steps
 
 DIGITS = 7
 """Significant digits of a figure in the page, as many as float32 has."""
@@ -43,9 +45,11 @@ def run_facts(run_dir: RunDir) -> dict[str, Any]:
     ``stages``      name, first and last version
     ``states``      samples by state, as the ledger counts them
     ``config``      key (``rollout.num_rollout``) to value
+    ``findings``    of `slime diagnose`
     ``notices``     sentences on what is missing or damaged
     """
-    info, steps, config, counts = run_dir.read_info(), steps_of(run_dir), config_of(run_dir), states(run_dir)
+    info, config, counts, records = run_dir.read_info(), config_of(run_dir), states(run_dir), read_steps(run_dir.path)
+    steps = [with_record(step, records) for step in steps_of(run_dir)]
     return {
         "name": run_dir.path.name,
         "path": str(run_dir.path),
@@ -61,6 +65,7 @@ def run_facts(run_dir: RunDir) -> dict[str, Any]:
         "restarts": [row for row in read_lines(run_dir.metrics) if row.get("kind") == "restart"],
         "states": counts,
         "config": config,
+        "findings": [finding.as_dict() for finding in diagnose(run_dir.path)],
         "notices": notices_of(config, damaged_lines(run_dir.metrics), steps, counts),
     }
 
@@ -87,6 +92,19 @@ def status_of(info: Mapping[str, Any], holder: Mapping[str, Any] | None) -> str:
         return "running"
     status = str(info.get("status", "unknown"))
     return "crashed" if status == "running" else status
+
+
+def with_record(step: Mapping[str, Any], records: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """A step with what `--plugin report` recorded: ``memory/...`` in GiB, and the rollout's time for rewards alone."""
+    record = records.get(step["version"], {})
+    metrics = {
+        **(step.get("metrics") or {}),
+        **{f"memory/{name}": gib for name, gib in record.get("memory", {}).items()},
+    }
+    seconds = dict(step.get("seconds") or {})
+    if reward := record.get("reward_seconds"):
+        seconds |= {"reward": reward, "rollout": (seconds.get("rollout") or 0.0) - reward}
+    return {**step, "metrics": metrics, "seconds": seconds}
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]], texts: Sequence[str] = ()) -> dict[str, Any]:

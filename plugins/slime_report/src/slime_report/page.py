@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
-SCRIPTS = ("dom.js", "charts.js", "timeline.js", "app.js")
+SCRIPTS = ("dom.js", "charts.js", "timeline.js", "samples.js", "viewer.js", "app.js")
 EMBEDDED = "source.js"
 LEVEL = 6  # of compression
 
@@ -49,7 +49,7 @@ def render(
     yield f"<script>{script}</script>\n"
     for name, data in blocks:
         yield block(name, data)
-    yield block("plotly", zlib.compress(plots.encode(), LEVEL))
+    yield block("plotly", deflated(plots.encode()))
     yield "</body></html>\n"
 
 
@@ -87,7 +87,12 @@ def plotly() -> str:
 
 def compressed(value: Any) -> bytes:
     """JSON, deflated."""
-    return zlib.compress(json.dumps(value, separators=(",", ":"), allow_nan=False).encode(), LEVEL)
+    return deflated(json.dumps(value, separators=(",", ":"), allow_nan=False).encode())
+
+
+def deflated(data: bytes) -> bytes:
+    """What the scripts inflate."""
+    return zlib.compress(data, LEVEL)
 
 
 def block(name: str, data: bytes) -> str:

@@ -41,8 +41,9 @@ slime.app = (() => {
   const findings = () => runs.flatMap((run) => [
     ...run.notices.map((text) => h("p", { className: "notice" }, (runs.length > 1 ? run.name + ": " : "") + text)),
     ...(run.findings || []).map((finding) => h("section", { className: "finding " + finding.severity },
-      h("p", null, h("span", { className: "badge " + (finding.severity === "info" ? "accent" : "warn") }, finding.rule), " ", h("b", null, (runs.length > 1 ? run.name + ": " : "") + finding.summary)),
-      finding.evidence && h("p", null, finding.evidence), finding.fix && h("p", null, "Change: ", h("code", null, finding.fix)))),
+      h("p", null, h("span", { className: "badge " + ({ note: "accent", critical: "bad" }[finding.severity] || "warn") }, finding.rule), " ", h("b", null, (runs.length > 1 ? run.name + ": " : "") + finding.summary)),
+      h("details", null, h("summary", null, finding.stage ? `evidence, stage ${finding.stage}` : "evidence"), finding.evidence.map((line) => h("p", { className: "mono" }, slime.visible(line)))),
+      finding.fix && h("p", null, "Change: ", h("code", null, finding.fix)))),
   ]);
 
   const config = () => {
@@ -115,7 +116,7 @@ slime.app = (() => {
   };
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog")) return;
-    if (event.target.matches("input, select, textarea")) { if (event.key === "Escape") event.target.blur(); return; }
+    if (event.target.matches("input, select, textarea")) { if (event.key === "Escape") { event.target.blur(); event.preventDefault(); } return; }
     const number_ = Number(event.key);
     if (number_ >= 1 && number_ <= TABS().length) show(TABS()[number_ - 1][0], true);
     else if (event.key === "?") help();

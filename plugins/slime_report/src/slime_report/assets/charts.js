@@ -1,7 +1,7 @@
 // Curves: which there are, and how Plotly draws them once they come into view.
 slime.charts = (() => {
   const { h, number } = slime;
-  const settings = { x: "step", smooth: 0 };
+  const settings = { x: "step", smooth: 0, stage: "" };
   const drawn = new Map(); // element -> what draws it again
   let library = null;
 
@@ -101,14 +101,15 @@ slime.charts = (() => {
 
   const layoutOf = (runs, extra) => {
     const text = slime.cssValue("--soft"), line = slime.cssValue("--line");
-    const axis = { gridcolor: line, zerolinecolor: line, linecolor: line, tickfont: { size: 11, color: text }, automargin: true };
+    const axis = { gridcolor: line, zerolinecolor: line, linecolor: line, tickfont: { size: 11, color: text }, exponentformat: "e" };
     const layout = {
-      margin: { l: 42, r: 8, t: 8, b: 26 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false,
+      margin: { l: 50, r: 8, t: 8, b: 26 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false,
       font: { family: "inherit", color: text, size: 11 }, hovermode: "x unified", dragmode: "zoom", shapes: [], annotations: [],
       hoverlabel: { bgcolor: slime.cssValue("--card"), bordercolor: line, font: { size: 12, color: slime.cssValue("--text") } },
       xaxis: { ...axis, showgrid: false }, yaxis: { ...axis, ...(extra || {}) },
     };
-    const [run] = runs;
+    const [run] = runs, chosen = run?.stages.find(({ name }) => name === settings.stage);
+    if (chosen) layout.xaxis.range = [run.at(chosen.first), run.at(chosen.last)];
     if (runs.length === 1 && run.stages.length > 1)
       for (const stage of run.stages.slice(1)) {
         const at = run.x[run.steps.version.indexOf(stage.first)];
@@ -128,12 +129,14 @@ slime.charts = (() => {
       const dash = many && place ? ["dot", "dash", "dashdot"][(place - 1) % 3] : "solid";
       const xs = line.x ? line.x(run) : run.x;
       let low = null, high = null;
-      if (line.band === "std") {
-        const spread = line.spread ? line.spread(run) : column(run, "reward/std");
-        if (spread) [low, high] = [-1, 1].map((sign) => values.map((v, i) => v === null || spread[i] === null ? null : v + sign * spread[i]));
+      if (line.interval) [low, high] = line.interval(run);
+      else if (line.band === "std") {
+        const spread = column(run, "reward/std");
+        const [least, most] = [column(run, "reward/min"), column(run, "reward/max")];
+        if (spread) [low, high] = [-1, 1].map((sign) => values.map((v, i) => v === null || spread[i] === null ? null : Math.min(most[i], Math.max(least[i], v + sign * spread[i]))));
       } else if (line.band) [low, high] = line.band.map((name) => column(run, name));
       const [x, y, below, above] = thin(xs, [values, low || [], high || []]);
-      if (low && high) {
+      if (low?.length && high?.length) {
         const hidden = { x, mode: "lines", line: { width: 0 }, hoverinfo: "skip", type: "scatter" };
         result.push({ ...hidden, y: smoothed(below) }, { ...hidden, y: smoothed(above), fill: "tonexty", fillcolor: faded(colour, 0.13) });
       }
@@ -162,7 +165,7 @@ slime.charts = (() => {
       reason, plot);
     plot.redraw = async () => {
       const Plotly = await load();
-      const [data, layout] = draw();
+      const [data, layout] = await draw();
       await Plotly.react(plot, data, layout, options);
       if (click && !plot.clicking) { plot.clicking = true; plot.on("plotly_click", click); }
     };
@@ -199,7 +202,7 @@ slime.charts = (() => {
     });
   };
 
-  // Evaluations: a chart a set; the band is the 95 % interval of the mean, 1.96 standard deviations by the root of samples.
+  // Evaluations: a chart a set, with the intervals that the run computed.
   const evaluations = (runs) => {
     const names = [...new Set(runs.flatMap((run) => Object.keys(run.evaluations)))];
     return names.map((name) => {
@@ -208,11 +211,11 @@ slime.charts = (() => {
         .filter(([metric]) => runs.some((run) => hasFigures(part(run, metric))))
         .filter(([metric]) => metric === "reward/mean" || runs.some((run) => part(run, metric).some((v, i) => v !== part(run, "reward/mean")[i])));
       const lines = labels.map(([metric, label], place) => ({
-        label, values: (run) => part(run, metric), x: (run) => (run.evaluations[name]?.version || []).map(run.at), band: place ? null : "std",
-        spread: (run) => part(run, "reward/std").map((std, i) => std === null ? null : 1.96 * std / Math.sqrt(part(run, "samples")[i] || 1)),
+        label, values: (run) => part(run, metric), x: (run) => (run.evaluations[name]?.version || []).map(run.at),
+        interval: place ? null : (run) => [part(run, metric + "/low"), part(run, metric + "/high")],
       }));
       return figure({
-        title: "Evaluation: " + name, why: "Held-out reward; the band is the 95 % interval of the mean (1.96 σ / √samples).",
+        title: "Evaluation: " + name, why: "Held-out reward; the band is the 95 % interval of the mean, by bootstrap over prompts.",
         legend: lines.length > 1 && runs.length === 1 ? lines.map((line, place) => [line.label, slime.COLOURS[place]]) : [],
         draw: () => [traces(lines, runs, runs.length > 1), layoutOf(runs)],
       });
@@ -243,6 +246,7 @@ slime.charts = (() => {
       h("label", null, "horizontal", slime.pick([["step", "step"], ["time", "minutes"]], settings.x, (value) => {
         settings.x = value; runs.forEach(place); redraw();
       })),
+      runs.length === 1 && runs[0].stages.length > 1 && h("label", null, "stage", slime.pick([["", "all"], ...runs[0].stages.map(({ name }) => [name, name])], settings.stage, (value) => { settings.stage = value; redraw(); })),
       runs.length > 1 && h("span", { className: "legend", style: "display:flex;gap:14px;flex-wrap:wrap" }, runs.map((run) => h("span", null, h("span", { className: "swatch", style: "background:" + run.colour }), run.name))));
     const sections = CHARTS.map(([name, charts]) => {
       const figures = charts.map((definition) => chart(definition, runs)).filter(Boolean);

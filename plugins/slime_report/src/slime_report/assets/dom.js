@@ -8,7 +8,10 @@ slime.h = (name, attributes, ...children) => {
       if (key === "style") element.style.cssText = value; else element[key] = value;
     } else element.setAttribute(key, value === true ? "" : value);
   }
-  element.append(...children.flat(3).filter((child) => child !== null && child !== undefined && child !== false));
+  return slime.fill(element, ...children);
+};
+slime.fill = (element, ...children) => {
+  element.replaceChildren(...children.flat(4).filter((child) => child !== null && child !== undefined && child !== false));
   return element;
 };
 slime.number = (value, digits = 4) => {
@@ -27,10 +30,12 @@ slime.seconds = (value) => {
 };
 slime.percent = (share) => (share >= 0.1 ? Math.round(share * 100) : (share * 100).toFixed(1)) + " %";
 slime.count = (value) => value.toLocaleString("en-US");
+// Controls, escapes and direction marks are shown as codes, as the terminal shows them.
+slime.visible = (text) => String(text).replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, (char) => "\\u" + char.charCodeAt(0).toString(16).padStart(4, "0"));
 slime.text = (value) => typeof value === "string" ? value : JSON.stringify(value);
 slime.cssValue = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 slime.last = (values) => { for (let i = values.length - 1; i >= 0; i--) if (values[i] !== null) return values[i]; return null; };
-slime.COLOURS = ["#4269d0", "#e8871e", "#3ca951", "#d6409f", "#1fa2b8", "#9c6b4e", "#a463f2", "#c9a500", "#ff725c", "#7d8b99"];
+slime.COLOURS = ["#5680e0", "#e8871e", "#3ca951", "#d6409f", "#1fa2b8", "#9c6b4e", "#a463f2", "#c9a500", "#ff725c", "#7d8b99"];
 slime.pick = (options, chosen, change) => {
   const buttons = options.map(([value, label, title]) => slime.h("button", {
     type: "button", title, "aria-pressed": String(value === chosen),

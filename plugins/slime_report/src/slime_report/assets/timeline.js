@@ -2,7 +2,7 @@
 slime.timeline = (() => {
   const { h, seconds, percent } = slime;
   const PARTS = {
-    rollout: ["Generation", "#4269d0", "The trainer waits for groups: generation, and rewards beside it."],
+    rollout: ["Generation", "#5680e0", "The trainer waits for groups: generation, and rewards beside it."],
     reward: ["Reward", "#a463f2", "From the last generated sample to the last reward: nothing else ran then."],
     score: ["Scoring", "#1fa2b8", "Log-probs of trainer, reference or teacher, and values."],
     train: ["Training", "#e8871e", "Forward, backward, optimizer."],
