@@ -43,6 +43,19 @@ def groups(pairs: list[tuple[float, int]], count: int = 20) -> list[Trained]:
 
 NOTHING = {"reward/mean": 0.0, "reward/min": 0.0, "reward/max": 0.0, "reward/std": 0.0, "reward/equal_groups": 1.0}
 SOLVED = {"reward/equal_groups": 0.95, "advantages/abs_mean": 0.03}
+NEAR = {
+    "clip_fraction": 0.25,
+    "ppo_kl": 0.15,
+    "kl_loss": 0.5,
+    "truncated_ratio": 0.15,
+    "reward/equal_groups": 0.8,
+    "grad_norm": 12.0,
+    "advantages/abs_mean": 0.002,
+    "train/masked_ratio": 0.99,
+    "dropped/infra_error": 30.0,
+    "entropy": rising(0.5, 0.9),
+    "response_len/mean": rising(100, 130),
+}
 HELDOUT = [(0, 0.5), (20, 0.8), (40, 0.7), (60, 0.55)]
 FAULTS: dict[str, list[History]] = {
     "grader-never-matches": [
@@ -116,6 +129,9 @@ FAULTS: dict[str, list[History]] = {
 }  # fmt: skip
 HEALTHY: dict[str, History] = {
     "the recorded run": history(),
+    "figures not far from their limits": history(
+        NEAR, trained=[*groups([(0.5, 9), (0.53, 9)]), *groups([(0.9, 9), (0.92, 9)], 2)]
+    ),
     "a supervised stage": history(NOTHING, ["--loss-type", "sft_loss"]),
     "a hard task that begins": history(NOTHING | {"rollout/samples": 8.0}, steps=4),
     "a penalty that is never earned": history({"reward/overlong/mean": 0.0}, samples=answers("7", reward=1.0)),

@@ -14,7 +14,7 @@ import sqlite3
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from slime_core.config.schema import Config
 
 Row = dict[str, Any]
+TERM = re.compile(r"reward/.+/mean")
 RECENT = 10  # last steps that say how the run is now
 EARLY = 5  # first steps of a stage whose samples are read
 VERSION = re.compile(rb'\{"version": (\d+),')
@@ -58,7 +59,6 @@ class History:
     samples: Sequence[Row] = ()  # lines of samples.jsonl, of the first `EARLY` and the last `RECENT` steps
     trained: Sequence[Trained] = ()  # all samples of the last `RECENT` steps
     fingerprints: Sequence[str] = ()  # of the weights after each of the last `RECENT` steps
-    shared: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def values(self, name: str) -> list[float]:
         """A metric's finite values, one a step that has it."""
@@ -100,6 +100,12 @@ class History:
     def reward_range(self) -> tuple[float, float]:
         """Lowest and highest reward of any sample so far; equal where there is none."""
         return min(self.values("reward/min"), default=0.0), max(self.values("reward/max"), default=0.0)
+
+    @cached_property
+    def terms(self) -> list[str]:
+        """Names of the reward's terms."""
+        names = {name for row in self.steps for name in row["metrics"] if name.startswith("reward/")}
+        return sorted(name[len("reward/") : -len("/mean")] for name in names if TERM.fullmatch(name))
 
     def samples_of(self, steps: Sequence[Row], rank: str = "") -> list[Row]:
         """Samples of some steps, of a rank or of both."""

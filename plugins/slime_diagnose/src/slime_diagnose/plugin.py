@@ -17,7 +17,7 @@ class Options(BaseModel, extra="forbid", frozen=True):
     """Keys of `[plugin.diagnose]`."""
 
     interval: int = Field(
-        5, ge=1, description="Steps between two looks at a run; longer runs are looked at less often."
+        10, ge=1, description="Steps between two looks at a run; longer runs are looked at less often."
     )
 
 
@@ -43,9 +43,9 @@ class Diagnose:
 
     @hookimpl
     def slime_step_done(self, report: StepReport, ctx: Context) -> None:
-        """Note what is new, every ``interval`` steps, or every twentieth of the run where that is more."""
+        """Note what is new, every ``interval`` steps, or every tenth of the run where that is more."""
         if report.version >= self._next:
-            self._next = report.version + max(ctx.options.interval, report.version // 20)
+            self._next = report.version + max(ctx.options.interval, report.version // 10)
             self._note(ctx)
 
     @hookimpl

@@ -12,7 +12,7 @@ from statistics import fmean
 
 from slime_diagnose.diagnosis import Diagnosis
 from slime_diagnose.history import EARLY, RECENT, History, Row
-from slime_diagnose.rules.rewards import label_of, terms_of
+from slime_diagnose.rules.rewards import label_of
 from slime_diagnose.texts import compression_ratio, shown
 from slime_diagnose.trends import correlation, course_of, middle
 
@@ -73,7 +73,7 @@ def judges_disagree(history: History) -> Diagnosis | None:
         return None
     falling = {
         name: course
-        for name in terms_of(history)
+        for name in history.terms
         if (course := course_of(history.values(f"reward/{name}/mean"))) is not None
         and course.down
         and -course.change > FALLS * abs(course.early)

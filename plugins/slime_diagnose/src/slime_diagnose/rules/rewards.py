@@ -58,7 +58,7 @@ def term_never_matches(history: History) -> Diagnosis | None:
     low, high = history.reward_range
     if not history.rewarded or low == high or sum(history.values("rollout/samples")) < FEW:
         return None
-    for name in terms_of(history):
+    for name in history.terms:
         values = history.values(f"reward/{name}/mean")
         if ACCURACY.search(name) and len(values) >= STEPS and min(values) == max(values) <= 0:
             rows = labelled(history)
@@ -237,12 +237,6 @@ def label_of(row: Row) -> str:
     """A sample's label; empty where it has none."""
     label = str(row.get("label", ""))
     return "" if label in ("null", '""', "{}", "[]") else label
-
-
-def terms_of(history: History) -> list[str]:
-    """Names of the reward's terms."""
-    names = {name for row in history.steps for name in row["metrics"] if re.fullmatch(r"reward/.+/mean", name)}
-    return sorted(name.split("/", 1)[1].removesuffix("/mean") for name in names)
 
 
 def beside_labels(rows: list[Row], count: int = 3) -> tuple[str, ...]:
