@@ -1,6 +1,7 @@
 """Build every wheel, install them where nothing of ours is, and train two steps from outside the repository.
 
     python .ci/check_wheels.py            # from an environment with the dev extra; prints one line a check
+    python .ci/check_wheels.py dist       # also keeps sdists and wheels in dist/, for a release
 
 The new environment is empty but for our wheels: third-party packages are linked from the environment that runs this
 file, so that torch is not installed again. Distributions of ours, editable installs and .pth files are left behind.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -45,6 +47,7 @@ def main() -> int:
         python = empty_environment(folder / "env", third_party(folder / "shared"))
         projects = [ROOT, *sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))]
         wheels = [build(project, folder / "dist") for project in projects]
+        check_descriptions(folder / "dist")
         install(python, wheels)
         slime = python.with_name("slime")
         run([slime, "--help"], folder)
@@ -61,6 +64,8 @@ def main() -> int:
         check_sandbox(python, folder)
         check_two_steps(python, folder)
         check_new_plugin(python, folder)
+        if len(sys.argv) > 1:
+            keep(folder / "dist", Path(sys.argv[1]))
     say("all wheels install and train outside the repository")
     return 0
 
@@ -91,6 +96,21 @@ def build(project: Path, dist: Path) -> Path:
     (wheel,) = target.glob("*.whl")
     say(f"built {wheel.name}")
     return wheel
+
+
+def check_descriptions(dist: Path) -> None:
+    """Metadata of every sdist and wheel is complete, and its long description renders."""
+    files = sorted(path for path in dist.glob("*/*"))
+    run([sys.executable, "-m", "twine", "check", "--strict", *files], dist)
+    say(f"twine check --strict: {len(files)} files")
+
+
+def keep(dist: Path, target: Path) -> None:
+    """Copy sdists and wheels into one folder."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in dist.glob("*/*"):
+        shutil.copy2(path, target)
+    say(f"kept in {target}")
 
 
 def install(python: Path, wheels: Sequence[Path]) -> None:

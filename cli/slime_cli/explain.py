@@ -26,7 +26,7 @@ def command(code: str | None, as_markdown: bool) -> None:
                 code="CFG00",
                 where="command line: CODE",
                 why=f"the letters are {', '.join(PARTS)}; a plugin of yours may have its own codes",
-                fix="\n".join(filter(None, [nearest(name, MEANINGS), "all codes: slime explain"])),
+                fix="\n".join(filter(None, [nearest(name, [*MEANINGS]), "all codes: slime explain"])),
             )
         heading(name)
         pairs = {"meaning": MEANINGS[name], "about": PARTS[name[:3]][1], "exit code": str(exit_of(name))}
