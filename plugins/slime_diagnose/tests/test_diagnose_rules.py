@@ -71,7 +71,7 @@ FAULTS: dict[str, list[History]] = {
     "groups-too-easy": [history(SOLVED | {"reward/mean": 0.97})],
     "groups-equal": [history(SOLVED | {"reward/mean": 0.5}), history(SOLVED | {"reward/mean": 0.5}, ["--rollout-top-k", "1"])],
     "samples-dropped": [
-        history({"dropped/equal_rewards": 1600.0}),
+        history({"dropped/equal_rewards": 4000.0}),
         history({"dropped/infra_error": 80.0}),
         history({"dropped/of_my_filter": 1600.0}),
     ],
@@ -137,7 +137,7 @@ HEALTHY: dict[str, History] = {
     "a penalty that is never earned": history({"reward/overlong/mean": 0.0}, samples=answers("7", reward=1.0)),
     "right answers": history(samples=answers("it is {}", label="it is {}", reward=1.0)),
     "prose": history(samples=[sample(2, PROSE, reward=1.0), *answers(PROSE + " So it is 7.", reward=1.0)]),
-    "over-sampling": history({"dropped/over_sampled": 200.0, "dropped/equal_rewards": 200.0}),
+    "over-sampling": history({"dropped/over_sampled": 1600.0, "dropped/equal_rewards": 700.0}),
     "length that works": history({"response_len/mean": rising(200, 600)}),
     "length that works and varies": history(
         {"response_len/mean": rising(200, 600)}, trained=groups([(1.0, 400), (0.0, 390), (1.0, 420), (0.0, 450)])
@@ -158,7 +158,12 @@ HEALTHY: dict[str, History] = {
         {"reward/mean": lambda step: 0.8 - 0.004 * step}, evaluations={"held": HELDOUT}
     ),
     "terms that rise": history({"reward/quality/mean": rising(0.3, 0.8)}),
-    "a curriculum": history({"reward/mean": lambda step: 0.8 - 0.3 * (step > 30)}),
+    "a curriculum": history(
+        {"reward/mean": lambda step: 0.8 - 0.6 * (step > 30)}, evaluations={"held": [(0, 0.2), (30, 0.4), (60, 0.6)]}
+    ),
+    "rewards of a small scale": history(
+        {"reward/std": 1e-6, "advantages/abs_mean": 1e-6}, ["--advantage-estimator", "dr_grpo"]
+    ),
     "pure distillation": history(NOTHING, ["--advantage-estimator", "on_policy_distillation", "--teacher-load", "t"]),
     "scores that mean something": history(trained=groups([(0.2, 9), (0.5, 9), (0.9, 9)])),
 }

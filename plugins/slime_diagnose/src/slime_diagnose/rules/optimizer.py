@@ -17,7 +17,8 @@ HALF_SPACING = {"bfloat16": 2.0**-9, "float32": 2.0**-25}
 """Half the relative distance of neighbouring numbers, below which an addition changes nothing: 8 and 24 bits of
 mantissa. Mukherjee et al. 2025 ("RL finetunes small subnetworks") and AReaL's pull request 1634 show what it hides."""
 ZERO = 1e-4
-"""Mean |advantage| of a step that trains nothing, where 1 is usual and 0.1 is what a hard task has."""
+"""Mean |advantage| of a step that trains nothing, where 1 is usual and 0.1 is what a hard task has; relative to
+the std of rewards where that is below 1, for estimators that do not divide by it."""
 FAR_ABOVE = 20.0
 """Gradient norm over clip_grad, at every step, from which the limit and not the learning rate sets the step; Adam
 divides it out again, so below this it is no trouble."""
@@ -125,7 +126,7 @@ def advantages_cancelled(history: History) -> Diagnosis | None:
     """Rewards differ within groups, and all advantages of the last steps are below `ZERO`."""
     sizes, equal = history.recent("advantages/abs_mean"), history.recent("reward/equal_groups")
     spread = fmean(history.recent("reward/std") or [0.0])
-    if not history.rewarded or len(sizes) < STEPS or max(sizes) > ZERO or spread == 0:
+    if not history.rewarded or len(sizes) < STEPS or max(sizes) > ZERO * min(1.0, spread):
         return None
     if equal and fmean(equal) > 0.9:
         return None  # a rule about groups looks at it

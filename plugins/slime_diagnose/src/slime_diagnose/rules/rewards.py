@@ -18,10 +18,12 @@ Yu et al. 2025 (DAPO, dynamic sampling) drop such groups; late in a run that lea
 FEW = 64
 """Samples without any reward that tell a grader that never matches from a hard task: at 5 % right, 64 wrong ones in a
 row have a chance of 4 %."""
-WASTED = 0.5
-"""Share of dropped samples that is worth a word: every second one was made for nothing."""
-UNJUDGED = 0.1
-"""Share of samples that could not be judged from which a service counts as broken."""
+WASTED = {"infra_error": 0.1, "equal_rewards": 0.8}
+"""Share of samples dropped for a reason from which it is worth a word; `ELSE` for others. A tenth that could not be
+judged is a broken service; dynamic sampling drops half by design, four fifths make a step five times as long."""
+ELSE = 0.5
+INTENDED = ("over_sampled", "debug_rollout_only")
+"""Reasons that the config asks for."""
 TINY = 0.01
 """Spread of rewards in a group, relative to the spread of all, that a division by its std blows up a hundred times;
 Liu et al. 2025 (Dr. GRPO) describe the bias."""
@@ -140,7 +142,7 @@ def groups_equal(history: History) -> Diagnosis | None:
 
 
 def samples_dropped(history: History) -> Diagnosis | None:
-    """More than `WASTED` of the last steps' samples were dropped, or `UNJUDGED` could not be judged.
+    """A share of the last steps' samples above `WASTED` was dropped for one reason, which is none of `INTENDED`.
 
     Dynamic sampling that never fills a batch is asked about in verl's issue 953.
     """
@@ -148,11 +150,12 @@ def samples_dropped(history: History) -> Diagnosis | None:
     trained = sum(history.recent("rollout/samples"))
     names = {name for row in rows for name in row["metrics"] if name.startswith("dropped/")}
     counts = {name.partition("/")[2]: sum(history.recent(name)) for name in names}
+    counts = {reason: count for reason, count in counts.items() if reason not in INTENDED}
     if not counts or not trained or len(rows) < STEPS:
         return None
     reason, count = max(counts.items(), key=lambda item: item[1])
     share = count / (trained + sum(counts.values()))
-    if share < (UNJUDGED if reason == "infra_error" else WASTED):
+    if share < WASTED.get(reason, ELSE):
         return None
     fixes = {
         "equal_rewards": (
@@ -161,7 +164,6 @@ def samples_dropped(history: History) -> Diagnosis | None:
         ),
         "infra_error": ("see log/run.log for the reason, and repair the service that judges", "reward.reward_timeout"),
         "stale": ("generate less far ahead", "rollout.max_staleness"),
-        "over_sampled": ("start fewer surplus prompts, or continue them", "rollout.partial_rollout"),
     }
     fix, key = fixes.get(reason, (f"see what drops samples with the reason '{reason}'", ""))
     return Diagnosis(
@@ -176,7 +178,8 @@ def samples_dropped(history: History) -> Diagnosis | None:
 def reward_collapses(history: History) -> Diagnosis | None:
     """The mean reward has lost more than half of its best, above the lowest reward, and more than noise explains.
 
-    Means of 5 steps are compared. Runs that break after a good start are in open-r1's issue 257 and verl's 2626.
+    Means of 5 steps are compared. Held-out figures near their best say that prompts got harder, as in a curriculum.
+    Runs that break after a good start are in open-r1's issue 257 and verl's 2626.
     """
     values = history.values("reward/mean")
     course = course_of(values)
@@ -187,6 +190,8 @@ def reward_collapses(history: History) -> Diagnosis | None:
     low = history.reward_range[0]
     noise = course.error * (course.steps // 5 / 5) ** 0.5
     if best - last <= max(0.5 * (best - low), SURE * noise):
+        return None
+    if _heldout_holds(history):
         return None
     at = means.index(best)
     return Diagnosis(
@@ -268,6 +273,15 @@ def reason(history: History, rows: list[Row], matches: list[Row]) -> dict[str, s
         "easier prompts, or a supervised warm-up), or label_key names the wrong column",
         "key": "data.label_key",
     }
+
+
+def _heldout_holds(history: History) -> bool:
+    """Whether there are held-out sets, evaluated after the best step too, and all are near their best."""
+    figures: dict[str, list[float]] = {}
+    for row in history.evaluations:
+        figures.setdefault(row["name"], []).append(row["metrics"].get("reward/mean") or 0.0)
+    several = [values for values in figures.values() if len(values) > 2]
+    return bool(several) and all(values[-1] >= 0.9 * max(values) for values in several)
 
 
 def _equal(history: History) -> float:
