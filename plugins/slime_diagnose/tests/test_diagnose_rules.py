@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -241,20 +241,20 @@ def test_figures_of_texts_and_trends_by_hand() -> None:
     assert not wave.down
 
 
-def test_another_package_adds_a_rule_and_one_that_fails_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    def of_ours(past: History) -> Any:
-        return rules.Diagnosis(severity="note", summary="seen", evidence=(), fix="none") if past.steps else None
-
-    def broken(past: History) -> Any:
-        raise ValueError("no")
-
-    entries = [SimpleNamespace(name=fn.__name__, load=lambda fn=fn: fn) for fn in (of_ours, broken)]
-    monkeypatch.setattr(rules, "entry_points", lambda group: entries if group == "slime.diagnosis" else [])
+def test_another_package_adds_the_page_s_rule_and_one_that_fails_is_a_note(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (source,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S)
+    (tmp_path / "rules_of_the_page.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    values = {"few-prompts": "rules_of_the_page:few_prompts", "broken": "rules_of_the_page:nothing"}
+    entries = EntryPoints(EntryPoint(name, value, rules.GROUP) for name, value in values.items())
+    monkeypatch.setattr(rules, "entry_points", lambda group: entries.select(group=group))
     rules.installed_rules.cache_clear()
-    found = {finding.rule: finding for finding in rules.findings_of(history())}
+    findings = {finding.rule: finding for finding in rules.findings_of(history({"data/prompts": 40.0}))}
     rules.installed_rules.cache_clear()
-    assert found["of_ours"].summary == "seen"
-    assert "ValueError: no" in found["broken"].summary
+    assert findings["few-prompts"].summary.startswith("few prompts")
+    assert findings["broken"].summary.startswith("the rule failed: AttributeError")
 
 
 def test_the_page_has_a_row_for_every_rule_in_order() -> None:
