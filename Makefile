@@ -69,6 +69,9 @@ bench: $(VENV)/.dev  ## measurements of docs/benchmarks.md, side by side with TR
 docs: $(VENV)/.dev  ## the documentation site, in build/site: every link is checked, and nothing is loaded from elsewhere
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
+screenshots: $(VENV)/.dev  ## pictures of the report, the live page and the terminal, from a run of the demonstration
+	$(BIN)/python tools/docs/screenshots.py
+
 sglang:  ## SGLang for the tests, in an environment of its own; where it cannot be had they are named as not proven
 
 environments:  ## verifiers and OpenEnv for the tests, likewise

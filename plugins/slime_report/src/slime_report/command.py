@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 NAME = "report.html"
-LIMIT = 44 << 20
+LIMIT = 38 << 20
 """Bytes that samples may take in the file, about; with the rest it stays under 50 MB."""
 
 

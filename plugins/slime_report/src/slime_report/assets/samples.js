@@ -53,8 +53,12 @@ slime.samples = (() => {
     if (!table.orders.has(key)) {
       const indices = Uint32Array.from({ length: table.count }, (_, i) => i), values = table[key];
       if (key !== "order") { // missing numbers last
-        const keys = Float64Array.from(values, (value) => Number.isNaN(value) ? Infinity : value);
-        indices.sort((a, b) => keys[a] - keys[b] || a - b);
+        const keys = Float64Array.from(values, (value) => Number.isNaN(value) ? Infinity : value), sorted = keys.slice().sort(), used = new Uint32Array(keys.length);
+        keys.forEach((key, i) => { // the place of the first equal key, by bisection: several times as fast as sorting by a function
+          let low = 0, high = sorted.length;
+          while (low < high) { const middle = (low + high) >> 1; if (sorted[middle] < key) low = middle + 1; else high = middle; }
+          indices[low + used[low]++] = i;
+        });
       }
       table.orders.set(key, indices);
     }
