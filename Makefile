@@ -34,7 +34,7 @@ CANDIDATES := python3 python3.13 python3.12 python3.11 python
 PYTHON ?= $(shell for p in $(CANDIDATES); do $$p -c '$(USABLE)' 2>/dev/null && command -v $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo dev check test nightly bench docs clean sglang environments
+.PHONY: help demo dev check test nightly bench docs screenshots clean sglang environments
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 18

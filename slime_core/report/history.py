@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -106,12 +107,20 @@ def open_ledger(run_dir: RunDir) -> sqlite3.Connection:
     """The database, to read, wherever ``report.ledger_dir`` has put it; sqlite3.Error where there is none."""
     path = run_dir.ledger
     if not path.exists() and run_dir.config.is_file():
-        from slime_core.config.load import read
         from slime_core.ledger.schema import own_folder
 
-        elsewhere = read(run_dir.config, check=False).config.report.ledger_dir
+        elsewhere = ledger_dir(run_dir)
         path = own_folder(run_dir.path, Path(elsewhere)) / path.name if elsewhere else path
     return sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=5)
+
+
+def ledger_dir(run_dir: RunDir) -> str:
+    """The run's ``report.ledger_dir``; empty where its config says nothing of it, or is no TOML."""
+    try:
+        folder = tomllib.loads(run_dir.config.read_text(encoding="utf-8"))["report"]["ledger_dir"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return folder if isinstance(folder, str) else ""
 
 
 def last_samples(run_dir: RunDir) -> list[dict[str, Any]]:

@@ -15,11 +15,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 from urllib.parse import quote
 
-from slime_core.config.load import read
 from slime_core.errors import StorageError
 from slime_core.ledger.codec import decode
 from slime_core.ledger.schema import NAME, own_folder, sqlite_error
 from slime_core.ledger.segments import RecordPlace, Segments
+from slime_core.report.history import ledger_dir
 from slime_core.types import Group, Prompt, Sample
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def open_recorded(run_dir: RunDir) -> Recorded:
 
 
 def _ledger_of(run_dir: RunDir) -> Path:
-    elsewhere = read(run_dir.config, check=False).config.report.ledger_dir
+    elsewhere = ledger_dir(run_dir)
     if run_dir.ledger.exists() or not elsewhere:
         return run_dir.ledger
     path = own_folder(run_dir.path, Path(elsewhere)) / NAME

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime_core import __version__
+from slime_core import SlimeError, __version__
 from slime_core.report.history import evaluations_of, read_lines, states, steps_of
 from slime_core.report.rundir import RunDir, now
 from slime_diagnose import diagnose
@@ -50,6 +50,7 @@ def run_facts(run_dir: RunDir) -> dict[str, Any]:
     """
     info, config, counts, records = run_dir.read_info(), config_of(run_dir), states(run_dir), read_steps(run_dir.path)
     steps = [with_record(step, records) for step in steps_of(run_dir)]
+    findings, undiagnosed = findings_of(run_dir)
     return {
         "name": run_dir.path.name,
         "path": str(run_dir.path),
@@ -65,8 +66,8 @@ def run_facts(run_dir: RunDir) -> dict[str, Any]:
         "restarts": [row for row in read_lines(run_dir.metrics) if row.get("kind") == "restart"],
         "states": counts,
         "config": config,
-        "findings": [finding.as_dict() for finding in diagnose(run_dir.path)],
-        "notices": notices_of(config, damaged_lines(run_dir.metrics), steps, counts),
+        "findings": findings,
+        "notices": notices_of(config, damaged_lines(run_dir.metrics), steps, counts) + undiagnosed,
     }
 
 
@@ -84,6 +85,14 @@ def notices_of(
     if not counts:
         notices.append("there is no ledger that can be read: samples are left out")
     return notices
+
+
+def findings_of(run_dir: RunDir) -> tuple[list[dict[str, Any]], list[str]]:
+    """What `slime diagnose` finds, and a sentence where it cannot read the run, such as one of an older version."""
+    try:
+        return [finding.as_dict() for finding in diagnose(run_dir.path)], []
+    except SlimeError as error:
+        return [], [f"slime diagnose cannot read the run: {error.what}"]
 
 
 def status_of(info: Mapping[str, Any], holder: Mapping[str, Any] | None) -> str:
