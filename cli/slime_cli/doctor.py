@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 import click
 
+from slime_cli.backend_checks import backend_checks
 from slime_cli.checks import own_checks
 from slime_cli.tables import heading, print_pairs
 from slime_core.errors import SlimeError
@@ -22,7 +23,7 @@ MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "
 @click.option("-v", "--verbose", is_flag=True, help="Details below the rows, such as each layer of the sandbox.")
 def command(named: tuple[str, ...], as_json: bool, verbose: bool) -> int:
     """Check this machine, this installation and the installed plugins. Exit code 1 where a check fails."""
-    checks = [*own_checks(), *plugin_checks(named)]
+    checks = [*own_checks(), *backend_checks(), *plugin_checks(named)]
     rows = [(check.name, run_check(check)) for check in checks]
     failed = sum(result.status == "fail" for _, result in rows)
     warned = sum(result.status == "warn" for _, result in rows)

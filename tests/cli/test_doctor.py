@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime_cli import checks, preflight
+from slime_cli import backend_checks, checks, preflight
 from slime_cli.checks import open_files
 from slime_cli.doctor import run_check
 from slime_core.config.load import load_config
@@ -40,10 +40,30 @@ def test_this_machine_passes(cli):
     assert {"python", "installation", "torch", "transformers", "device", "processor"} <= set(rows)
     assert {"memory", "disk", "open files", "hub", "runs", "plugin rm_math"} <= set(rows)
     assert {"shared memory", "temporary files", "network", "home", "locale", "clock"} <= set(rows)
+    assert {"backend fsdp", "backend sglang", "backend megatron", "backend ray"} <= set(rows)
+    assert "megatron-core" in rows["backend megatron"]["found"]
     assert [name for name in rows if name.startswith("sandbox")] == ["sandbox: level", "sandbox: gpu"]
     assert all(set(row) == {"name", "status", "found", "fix", "details"} for row in rows.values())
     assert [row for row in rows.values() if row["status"] == "fail"] == []
     assert (done.code, answer["ok"]) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "absent", "status", "fix"),
+    [
+        ("fsdp", "torch", "fail", '"torch>=2.11"'),
+        ("megatron", "megatron-core", "ok", "--train-backend megatron needs it: pip install"),
+        ("ray", "slime-ray", "ok", "pip install -e plugins/slime_ray"),
+        ("sglang", "aiohttp", "ok", '"aiohttp>=3.10"'),
+    ],
+)
+def test_a_backend_without_a_package_says_which_and_how_to_install_it(monkeypatch, name, absent, status, fix):
+    there = backend_checks.is_installed
+    monkeypatch.setattr(backend_checks, "is_installed", lambda package: package != absent and there(package))
+    result = backend_checks.backend(name)
+    assert result.status == status
+    assert f"missing: {absent}" in result.found
+    assert fix in result.found + result.fix
 
 
 def test_failed_checks_of_a_plugin_have_their_rows_and_exit_code_one(cli, install_plugin):
