@@ -22,7 +22,7 @@ ELSEWHERE = {
     "sglang": ["README.md", "cpu.toml", "gpu.toml"],  # one task for two machines: plugins/slime_sglang, tests/gpu
 }
 """Examples whose tests are the suite's own."""
-PAGES = (ROOT / "README.md", ROOT / "docs" / "examples.md")
+PAGES = (ROOT / "docs" / "examples.md",)
 LACKING = (
     r"CFG04\s+the run needs \d+ GPUs and sees \d+",
     r"CFG04\s+cluster.device = cuda, and torch sees no GPU on this machine",
