@@ -28,8 +28,8 @@ def backend(name: str) -> CheckResult:
     """What of a backend is installed; only the embedded ones are needed by every run."""
     absent = [package for package in packages(name) if not is_installed(package)]
     if absent:
-        own = BROUGHT_BY.get(name)
-        fix = install(name) if own in absent else install_line(name)
+        distribution = BROUGHT_BY.get(name)
+        fix = install(name) if distribution in absent else install_line(name)
         text = f"missing: {', '.join(absent)}; {CHOSEN_BY[name]} needs it"
         if name == "fsdp":
             return CheckResult(status="fail", found=text, fix=fix)
@@ -41,17 +41,19 @@ def backend(name: str) -> CheckResult:
 
 def packages(name: str) -> list[str]:
     """Distributions that a backend needs: those of its extra, and of slime's own package behind it."""
-    own = BROUGHT_BY.get(name)
-    rows = [own, *needs(own).get("", [])] if own else needs(DISTRIBUTION).get('extra == "fsdp"', [])
-    names = [re.split(r"[^\w.-]", row or "")[0] for row in rows]
-    ours = ("slime-", "editables")  # the second is of editable installs
-    return [package for package in dict.fromkeys(names) if package == own or not package.startswith(ours)]
+    distribution = BROUGHT_BY.get(name)
+    rows = needs(DISTRIBUTION).get('extra == "fsdp"', [])
+    if distribution:
+        rows = [distribution, *needs(distribution).get("", [])]
+    names = [re.split(r"[^\w.-]", row)[0] for row in rows]
+    prefixes = ("slime-", "editables")  # the second is of editable installs
+    return [package for package in dict.fromkeys(names) if package == distribution or not package.startswith(prefixes)]
 
 
-def is_installed(distribution: str) -> bool:
+def is_installed(name: str) -> bool:
     """Whether a distribution is installed; nothing is imported."""
     try:
-        return metadata.distribution(distribution) is not None
+        return metadata.distribution(name) is not None
     except metadata.PackageNotFoundError:
         return False
 
