@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slime_core.config.load import read
+from slime_core.errors import SlimeError
 from slime_core.report.progress import Pace, duration, evaluation_line, figures, place, total_steps
 from slime_core.report.rundir import RunDir
 from slime_core.types import StepReport
@@ -64,13 +65,18 @@ class Steps:
             return ""
         report, wall = StepReport(**parts, metrics=metrics), sum(row["seconds"].values())
         if self._pace is None:
-            self._pace = Pace(self._total())
+            self._pace = Pace(total_of(self._run_dir))
         self._pace.done = report.version - 1
         self._pace.add(wall)
         return f"{place(report)}  {'  '.join(figures(report, wall))}  eta {duration(self._pace.eta)}"
 
-    def _total(self) -> int:
-        return total_steps(read(self._run_dir.config, check=False).config)
+
+def total_of(run_dir: RunDir) -> int:
+    """Steps of the whole run; 0 where its config is of another slime, or cannot be read."""
+    try:
+        return total_steps(read(run_dir.config, check=False).config)
+    except (SlimeError, OSError):
+        return 0
 
 
 def follow(run_dir: RunDir, show: Callable[[str], None]) -> None:

@@ -163,7 +163,7 @@ class Report:
             self._mark = time.monotonic()
 
     def samples(self, version: int, groups: Sequence[Group]) -> None:
-        """Keep the best and the worst samples of the step that started from ``version`` completed steps."""
+        """Keep the best and the worst samples of the step that made ``version``."""
         self._guard("samples.jsonl", lambda: self._samples.write(version, groups))
 
     def note(self, text: str) -> None:

@@ -59,8 +59,8 @@ def test_a_run_is_followed_through_half_lines_damage_trims_and_its_end(run_dir):
     assert (follower.steps, follower.running, follower.total) == ([], True, Config().rollout.num_rollout)
     append(run_dir.metrics, step(1, **{"reward/mean": 0.5, "loss": None}), '{"kind": "st')
     assert follower.look()
-    assert follower.points("reward/mean") == [(1.0, 0.5)]
-    assert follower.points("loss") == []  # null: it was not finite
+    assert follower.series["reward/mean"] == [(1.0, 0.5)]
+    assert "loss" not in follower.series  # null: it was not finite
     cursor = follower.cursor
     append(run_dir.metrics, "ep\n[1]\n", step(2, **{"reward/mean": 0.75, "tokens/response": 40.0}))
     append(
@@ -68,7 +68,7 @@ def test_a_run_is_followed_through_half_lines_damage_trims_and_its_end(run_dir):
     )
     assert follower.look()
     assert not follower.look()
-    assert (follower.points("reward/mean"), follower.damaged) == ([(1.0, 0.5), (2.0, 0.75)], 2)
+    assert (follower.series["reward/mean"], follower.damaged) == ([(1.0, 0.5), (2.0, 0.75)], 2)
     assert follower.evaluations() == {"held": [(2.0, 1.0)]}
     assert follower.tokens_per_second == 40 / 8  # two steps of 4 s
     assert follower.eta == (follower.total - 2) * 4
@@ -86,7 +86,7 @@ def test_a_run_is_followed_through_half_lines_damage_trims_and_its_end(run_dir):
     other.rename(run_dir.metrics)  # as a resume trims
     append(run_dir.metrics, step(2, **{"reward/mean": 0.25}))
     follower.look()
-    assert follower.points("reward/mean") == [(1.0, 0.5), (2.0, 0.25)]
+    assert follower.series["reward/mean"] == [(1.0, 0.5), (2.0, 0.25)]
     assert follower.update(update["cursor"])["run"]["whole"]
 
 
@@ -99,7 +99,7 @@ def test_a_step_that_is_written_twice_counts_once_and_the_later_counts(run_dir):
         run_dir.metrics, {"kind": "restart", "version": 1, "number": 1, "of": 3, "cause": "TRN105"}, step(2, loss=3.0)
     )
     follower.look()
-    assert follower.points("loss") == [(1.0, 1.0), (2.0, 3.0)]
+    assert follower.series["loss"] == [(1.0, 1.0), (2.0, 3.0)]
     update = follower.update(cursor)["run"]
     assert (update["whole"], update["steps"]["metrics"]["loss"]) == (True, [1.0, 3.0])
     assert update["restarts"][0]["cause"] == "TRN105"

@@ -12,15 +12,17 @@ import json
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from math import isfinite
 from typing import Any
 
-from slime_core.errors import SlimeError, StorageError
-from slime_core.report.following import Lines
+from slime_core.errors import StorageError
+from slime_core.report.following import Lines, total_of
 from slime_core.report.history import states
-from slime_core.report.progress import Pace, total_steps
+from slime_core.report.progress import Pace
 from slime_core.report.rundir import RunDir
-from slime_report.data import columns_of, config_of, evaluation_columns, notices_of, stages_of, status_of
+from slime_report.data import columns_of, config_of, evaluation_columns, notices_of, stages_of, status_of, with_record
+from slime_report.recorder import read_steps
 
 NOTES = 500  # sentences of log/run.log that are kept
 SAMPLES = 256  # samples likewise: 64 steps of the default
@@ -35,7 +37,7 @@ class RunFollower:
     Example:
         follower = RunFollower(RunDir.open(Path("runs/demo-0")))
         follower.look()
-        follower.points("reward/mean")            # [(1, 0.02), (2, 0.05), ...]
+        follower.series["reward/mean"]            # [(1, 0.02), (2, 0.05), ...]
     """
 
     def __init__(self, run_dir: RunDir) -> None:
@@ -49,6 +51,7 @@ class RunFollower:
         self.rows: list[dict[str, Any]] = []  # of metrics.jsonl
         self.damaged = 0  # lines of it that are none
         self.steps: list[dict[str, Any]] = []  # those of steps by version; of one written twice, the later
+        self.series: dict[str, Points] = {}  # their metrics by version, without what is not finite
         self.samples: deque[dict[str, Any]] = deque(maxlen=SAMPLES)
         self.notes: deque[str] = deque(maxlen=NOTES)
         self.info: dict[str, Any] = {}
@@ -57,7 +60,7 @@ class RunFollower:
         self.counts: dict[str, int] = {}  # samples by state
 
     def look(self) -> bool:
-        """Read what is new; whether rows came, or the run started or ended.
+        """Read what is new; whether rows, samples or sentences came, or the run started or ended.
 
         Raises:
             StorageError: STO111 the run directory was removed or moved.
@@ -76,15 +79,29 @@ class RunFollower:
         self.rows += rows
         self.damaged += len(lines) - len(rows)
         if rows or self._metrics.anew:
-            by_version = {row["version"]: row for row in self.rows if row["kind"] == "step"}
-            self.steps = [by_version[version] for version in sorted(by_version)]
-        self.samples.extend(row for line in self._samples.new() if (row := parsed(line)))
-        self.notes.extend(self._notes.new())
+            self._add(rows)
+        samples = [row for line in self._samples.new() if (row := parsed(line))]
+        notes = self._notes.new()
+        self.samples.extend(samples)
+        self.notes.extend(notes)
         self.info, before = self.run_dir.read_info(), self.status
         self.status = status_of(self.info, self.run_dir.holder())
         self.phase = self.run_dir.read_phase()
         self.counts = states(self.run_dir)
-        return bool(rows) or self.status != before
+        return bool(rows or samples or notes) or self.status != before
+
+    def _add(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Put steps in order; a version that is written again makes all of them anew."""
+        steps = [row for row in rows if row["kind"] == "step"]
+        versions = [step["version"] for step in [*self.steps[-1:], *steps]]
+        if self._metrics.anew or any(later <= earlier for earlier, later in pairwise(versions)):
+            by_version = {row["version"]: row for row in self.rows if row["kind"] == "step"}
+            self.steps, steps, self.series = [], [by_version[version] for version in sorted(by_version)], {}
+        self.steps += steps
+        for step in steps:
+            for name, value in step["metrics"].items():
+                if is_figure(value):
+                    self.series.setdefault(name, []).append((float(step["version"]), float(value)))
 
     @property
     def cursor(self) -> str:
@@ -96,8 +113,10 @@ class RunFollower:
 
         The steps are columns, as `slime_report.data.columns_of` makes them: new ones, or ``whole`` all of them.
         """
+        records = read_steps(self.run_dir.path)
         generation, _, rest = after.partition(".")
-        count = int(rest.partition(".")[0]) if generation == str(self.generation) else 0
+        rows = rest.partition(".")[0]
+        count = int(rows) if generation == str(self.generation) and rows.isdecimal() else 0
         earlier = {row["version"] for row in self.rows[:count] if row["kind"] == "step"}
         steps = [step for step in self.steps if step["version"] not in earlier]
         whole = not earlier or any(row["version"] in earlier for row in self.rows[count:] if row["kind"] == "step")
@@ -105,7 +124,9 @@ class RunFollower:
             "cursor": self.cursor,
             "run": {
                 "whole": whole,
-                "steps": columns_of(self.steps if whole else steps, ("stage",)),
+                "steps": columns_of(
+                    [with_record(step, records) for step in (self.steps if whole else steps)], ("stage",)
+                ),
                 "notices": notices_of(self._config, self.damaged, self.steps, self.counts),
                 "status": self.status,
                 "phase": self.phase[0],
@@ -124,14 +145,9 @@ class RunFollower:
 
     @property
     def total(self) -> int:
-        """Steps of the whole run; 0 where its config cannot be read here."""
+        """Steps of the whole run; 0 where its config cannot be read."""
         if self._total is None:
-            from slime_core.config.load import read
-
-            try:
-                self._total = total_steps(read(self.run_dir.config, check=False).config)
-            except (SlimeError, OSError):
-                self._total = 0
+            self._total = total_of(self.run_dir)
         return self._total
 
     @property
@@ -146,18 +162,20 @@ class RunFollower:
     @property
     def stage_start(self) -> int:
         """The version from which the newest step's stage trains."""
-        stage = self.steps[-1].get("stage") if self.steps else None
-        return next((step["version"] - 1 for step in self.steps if step.get("stage") == stage), 0)
+        stage, start = (self.steps[-1].get("stage") if self.steps else None), 0
+        for step in reversed(self.steps):
+            if step.get("stage") != stage:
+                return start
+            start = step["version"] - 1
+        return start
 
-    def points(self, name: str) -> Points:
-        """A metric of the steps by version, without what is not finite."""
-        return points_of(self.steps, name)
-
-    def evaluations(self, name: str = "reward/mean") -> dict[str, Points]:
-        """A metric of every evaluation set by version."""
-        rows = [row for row in self.rows if row["kind"] == "eval"]
-        sets = dict.fromkeys(row["name"] for row in rows)
-        return {dataset: points_of([row for row in rows if row["name"] == dataset], name) for dataset in sets}
+    def evaluations(self) -> dict[str, Points]:
+        """Mean reward of every evaluation set by version."""
+        sets: dict[str, Points] = {}
+        for row in self.rows:
+            if row["kind"] == "eval" and is_figure(value := row["metrics"].get("reward/mean")):
+                sets.setdefault(row["name"], []).append((float(row["version"]), float(value)))
+        return sets
 
     def seconds(self, last: int) -> dict[str, float]:
         """Seconds by part, summed over the last steps, the longest first."""
@@ -195,10 +213,9 @@ def parsed(line: str) -> dict[str, Any] | None:
     return row if "kind" in row or "rank" in row else None
 
 
-def points_of(rows: Sequence[Mapping[str, Any]], name: str) -> Points:
-    """Versions and finite values of a metric."""
-    pairs = ((row["version"], row["metrics"].get(name)) for row in rows)
-    return [(float(at), float(value)) for at, value in pairs if isinstance(value, (int, float)) and isfinite(value)]
+def is_figure(value: Any) -> bool:
+    """Whether it is a finite number."""
+    return isinstance(value, (int, float)) and isfinite(value)
 
 
 def wall(step: Mapping[str, Any]) -> float:

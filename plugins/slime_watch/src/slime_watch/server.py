@@ -2,6 +2,9 @@
 
     GET /?token=T                                         the page, as the run is now
     GET /updates?after=CURSOR   Authorization: Bearer T   what came since; waits up to 20 s for it
+    GET /findings                                         what `slime diagnose` says
+    GET /samples                                          the table of all samples
+    GET /groups?first=N&count=M                           texts and tokens of groups, deflated
 
 Refused, in this order: a Host that is not this machine (403, a name that was rebound to it), another method (405), no
 or a wrong token (401), another path (404). The run is read only while somebody waits for it.
@@ -23,7 +26,8 @@ from urllib.parse import parse_qs
 from slime_core.errors import SlimeError
 from slime_core.report.rundir import RunDir
 from slime_report import page
-from slime_report.data import overview
+from slime_report.data import findings_of, overview
+from slime_report.samples import SampleBook
 from slime_service.address import Address, bind
 from slime_service.serving import HttpServer
 from slime_watch.follower import RunFollower
@@ -39,6 +43,9 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
 }
 
+GONE = "STO111"  # the run directory was removed
+PAGE = "application/octet-stream"  # of samples, as `slime_report.samples` has it
+
 Reply = tuple[int, str, bytes]  # status, content type, body
 
 
@@ -48,6 +55,8 @@ class LivePage:
     def __init__(self, run_dir: RunDir, token: str, ended: Callable[[], object]) -> None:
         self._follower, self._token, self._ended = RunFollower(run_dir), token.encode(), ended
         self._looked, self._looking = -INTERVAL, asyncio.Lock()
+        self._book: SampleBook | None = None
+        self._reading = asyncio.Lock()
         self._source = page.asset(page.EMBEDDED) + (files("slime_watch") / "assets" / "live.js").read_text()
         scripts = [page.application(self._source), page.plotly()]
         self._policy = page.policy(scripts, connect="'self'") + "; frame-ancestors 'none'"
@@ -58,10 +67,13 @@ class LivePage:
         try:
             status, kind, body = await self._reply(scope)
         except SlimeError as error:
-            self.failure, (status, kind, body) = error, problem(410, error.what)
-            self._ended()
+            status, kind, body = problem(410 if error.code == GONE else 500, error.what)
+            if error.code == GONE:
+                self.failure = error
+                self._ended()
         headers = {
             **HEADERS,
+            **({"content-encoding": "deflate"} if kind == PAGE else {}),
             "content-security-policy": self._policy,
             "content-type": kind,
             "content-length": str(len(body)),
@@ -88,6 +100,14 @@ class LivePage:
             return await self._page()
         if scope["path"] == "/updates":
             return await self._updates(query.get("after", [""])[0])
+        if scope["path"] == "/findings":
+            findings, _ = await asyncio.to_thread(findings_of, self._follower.run_dir)
+            return answer(findings)
+        if scope["path"] == "/samples":
+            return answer(await self._read_book(table_of))
+        if scope["path"] == "/groups":
+            first, count = (whole(query.get(name, [""])[0]) for name in ("first", "count"))
+            return 200, PAGE, await self._read_book(lambda book: book.page(range(len(book.groups))[first:][:count]))
         return problem(404, "nothing is served here")
 
     async def _page(self) -> Reply:
@@ -105,7 +125,17 @@ class LivePage:
             await asyncio.sleep(INTERVAL)
             await self._look()
         update = await asyncio.to_thread(self._follower.update, after)
-        return 200, "application/json", json.dumps(update, separators=(",", ":"), allow_nan=False).encode()
+        return answer(update)
+
+    async def _read_book(self, read: Callable[[SampleBook], Any]) -> Any:
+        """A part of the samples; one at a time, since a book is read through files that it keeps open."""
+
+        def work() -> Any:
+            self._book = self._book or SampleBook(self._follower.run_dir)
+            return read(self._book)
+
+        async with self._reading:
+            return await asyncio.to_thread(work)
 
     async def _look(self) -> None:
         """Read what is new, once a second for all who wait."""
@@ -113,6 +143,22 @@ class LivePage:
             if time.monotonic() - self._looked >= INTERVAL:
                 await asyncio.to_thread(self._follower.look)
                 self._looked = time.monotonic()
+
+
+def whole(text: str) -> int:
+    """A number of at most nine digits; 0 for anything else."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
+
+
+def table_of(book: SampleBook) -> dict[str, Any]:
+    """The table of all samples as they are now."""
+    book.refresh()
+    return {**book.table(), "policy": "", "notices": book.notices()}
+
+
+def answer(value: Any) -> Reply:
+    """JSON."""
+    return 200, "application/json", json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
 def problem(status: int, text: str) -> Reply:

@@ -8,6 +8,7 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.events import Resize
+from textual.geometry import Size
 from textual.widgets import Static
 
 from slime_core.errors import SlimeError
@@ -34,15 +35,19 @@ class WatchTerminal(App[None]):
     """
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("1", "show('curves')"),
-        Binding("2", "show('samples')"),
-        Binding("3", "show('notes')"),
-        Binding("4", "show('times')"),
-        Binding("a", "all_stages"),
-        Binding("question_mark", "show('keys')"),
-        Binding("left,p", "turn(1)", priority=True),
-        Binding("right,n", "turn(-1)", priority=True),
-        Binding("q,ctrl+c", "quit", priority=True),
+        # before the scrolled part's own, and so in the order in which keys are pressed
+        Binding(keys, action, priority=True)
+        for keys, action in (
+            ("1", "show('curves')"),
+            ("2", "show('samples')"),
+            ("3", "show('notes')"),
+            ("4", "show('times')"),
+            ("question_mark", "show('keys')"),
+            ("a", "all_stages"),
+            ("left,p", "turn(1)"),
+            ("right,n", "turn(-1)"),
+            ("q,ctrl+c", "quit"),
+        )
     ]
 
     def __init__(self, run_dir: RunDir) -> None:
@@ -50,6 +55,7 @@ class WatchTerminal(App[None]):
         self.follower = RunFollower(run_dir)
         self.shown, self.page, self.everything = "curves", 0, False
         self.failure: SlimeError | None = None
+        self._drawn = Size(0, 0)  # of the terminal when the body was drawn
 
     def compose(self) -> ComposeResult:
         """Head, body, keys."""
@@ -66,25 +72,27 @@ class WatchTerminal(App[None]):
     def look(self) -> None:
         """Read what is new; end where the run directory is gone."""
         try:
-            self.follower.look()
+            news = self.follower.look()
         except SlimeError as error:
             self.failure = error
             self.exit()
             return
-        self.draw()
+        self.draw(body=news)
 
-    def draw(self) -> None:
-        """Show the run as it was last read, at the size of the terminal."""
+    def draw(self, *, body: bool = True) -> None:
+        """Show the run as it was last read, at the size of the terminal; the ``body`` where it has changed."""
         width, height = self.size
         small = width < SMALLEST[0] or height < SMALLEST[1]
         self.query_one("#head", Static).update(too_small(width, height) if small else head(self.follower, width))
+        if not body and self.size == self._drawn:
+            return
+        self._drawn = self.size
         page = ViewPage(width=width - 1, height=height - 3, number=self.page, everything=self.everything)
         self.query_one("#text", Static).update("" if small else VIEWS[self.shown](self.follower, page))
 
     def on_resize(self, event: Resize) -> None:
         """Draw at the new size."""
-        if self.is_mounted(self.query("#text").first()):
-            self.draw()
+        self.call_after_refresh(self.draw)
 
     def action_show(self, name: str) -> None:
         """Show another part of the run from its start."""

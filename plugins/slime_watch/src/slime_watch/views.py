@@ -78,13 +78,10 @@ def head(follower: RunFollower, width: int, now: float | None = None) -> Text:
     return Text.assemble((first, "bold"), "\n", (second, "dim"))
 
 
-def panels(follower: RunFollower, everything: bool) -> list[Panel]:
+def panels(follower: RunFollower) -> list[Panel]:
     """Curves that have figures: those of `MAIN`, then every other metric by name."""
-    first = 0 if everything else follower.stage_start
-    names = sorted({name for step in follower.steps for name in step["metrics"]})
-    series: dict[str, Points] = {f"eval/{name}": points for name, points in follower.evaluations().items()}
-    series |= {name: follower.points(name) for name in names}
-    series = {name: later for name, points in series.items() if (later := [p for p in points if p[0] >= first])}
+    series = {f"eval/{name}": points for name, points in follower.evaluations().items()}
+    series |= {name: follower.series[name] for name in sorted(follower.series)}
     labels: dict[str, str] = {}
     for label, pattern in MAIN:
         if match := next((name for name in series if re.fullmatch(pattern, name)), None):
@@ -96,7 +93,8 @@ def panels(follower: RunFollower, everything: bool) -> list[Panel]:
 def curves(follower: RunFollower, page: ViewPage) -> Text:
     """A page of panels, and the newest sentences of the run's log."""
     width, height = page.width, page.height
-    series = panels(follower, page.everything)
+    first = 0 if page.everything else follower.stage_start
+    series = [(name, points) for name, points in panels(follower) if points[-1][0] >= first]
     if not series:
         empty = Text("\n  no step is finished yet\n\n", "bold")
         return empty.append_text(sentences(follower, width, height - 3))
@@ -104,10 +102,11 @@ def curves(follower: RunFollower, page: ViewPage) -> Text:
     room = height - min(NOTES, len(follower.notes)) if news else height
     columns, rows = (2 if width >= TWO_COLUMNS else 1), max(1, min(ROWS, room // PANEL))
     start = page.number % -(-len(series) // (rows * columns)) * rows * columns
-    ends = [x for _, points in series for x in (points[0][0], points[-1][0])]
-    span = (min(ends), max(ends))
+    left, right = min(points[0][0] for _, points in series), max(points[-1][0] for _, points in series)
     blocks = [
-        panel(title, points, width // columns - 1, room // rows, span)
+        panel(
+            title, [p for p in points if p[0] >= first], width // columns - 1, room // rows, (max(left, first), right)
+        )
         for title, points in series[start : start + rows * columns]
     ]
     lines = [line for i in range(0, len(blocks), columns) for line in zip(*blocks[i : i + columns])]
@@ -148,7 +147,7 @@ def samples(follower: RunFollower, page: ViewPage) -> Text:
         return Text("\n  no samples are kept yet (report.save_samples)")
     place = page.number % len(versions)
     version = versions[place]
-    text = Text(f"step {version + 1}   {place + 1} of {len(versions)}\n")
+    text = Text(f"step {version}   {place + 1} of {len(versions)}\n")
     for row in (row for row in follower.samples if row["version"] == version):
         terms = ", ".join(f"{name} {value}" for name, value in (row.get("terms") or {}).items())
         ended = f"{row.get('status')} after {row.get('response_length')} tokens"

@@ -132,7 +132,7 @@ slime.app = (() => {
     tabs.replaceChildren(...TABS().map(([name, label]) => h("button", { role: "tab", type: "button", "data-tab": name, "aria-selected": String(name === current), onclick: () => show(name) }, label)));
   };
   // A live page calls this with a new overview: curves grow, what is open stays open.
-  const shape = () => JSON.stringify(runs.map((run) => [Object.keys(run.steps.metrics), Object.keys(run.evaluations), run.stages.length, run.restarts.length, run.notices]));
+  const shape = () => JSON.stringify(runs.map((run) => [Object.keys(run.steps.metrics), Object.keys(run.evaluations), run.stages.length, run.restarts.length, run.notices, run.findings]));
   const update = (overview) => {
     const before = shape();
     arrange(overview);

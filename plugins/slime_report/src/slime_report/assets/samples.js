@@ -255,6 +255,7 @@ slime.samples = (() => {
     if (at >= 0) { into(at); open(at); }
   };
   const show = (runs) => {
+    if (slime.source.live) forget();
     const [, place, id] = location.hash.slice(1).split("/");
     const root = h("div", { className: "samples" }, h("div", { className: "empty" }, "Reading samples …"));
     start(runs, Math.min(runs.length - 1, Number(place) || 0), root, id === undefined ? undefined : decodeURIComponent(id));

@@ -1,13 +1,17 @@
 // A live page: the first data lies in it, what comes later is fetched from the server that sent it.
 (() => {
+  const JUDGED = 30000, SEARCHED = 64; // milliseconds between diagnoses, groups that a search reads at once
   const token = new URLSearchParams(location.search).get("token");
   const pause = (seconds) => new Promise((resolve) => setTimeout(resolve, 1000 * seconds));
   const say = (text) => { document.getElementById("state").textContent = text; };
-  const get = async (path) => {
+  const request = async (path) => {
     const response = await fetch(path, { headers: { Authorization: "Bearer " + token }, cache: "no-store" });
     if (!response.ok) throw Object.assign(new Error((await response.text()).trim()), { status: response.status });
-    return response.json();
+    return response;
   };
+  const get = async (path) => (await request(path)).json();
+  const groups = async (first, count) =>
+    slime.readPage(new Uint8Array(await (await request(`/groups?first=${first}&count=${count}`)).arrayBuffer()));
 
   // Columns of new steps behind those that are there; a metric that one side lacks has null there.
   const extend = (columns, more, before, count) => {
@@ -26,10 +30,11 @@
   };
 
   const follow = async (data) => {
-    for (let cursor = ""; ;) {
+    for (let cursor = "", judged = Date.now(); ;) {
       try {
         const { cursor: next, run } = await get("/updates?after=" + encodeURIComponent(cursor));
         if (next !== cursor) {
+          if (cursor && Date.now() - judged > JUDGED) { run.findings = await get("/findings"); judged = Date.now(); }
           merge(data.runs[0], run);
           slime.app.update(data);
           cursor = next;
@@ -47,6 +52,12 @@
   slime.source = {
     ...embedded,
     live: true,
+    samples: () => get("/samples"),
+    group: async (run, number) => (await groups(number, 1)).filter((sample) => sample.group === number),
+    pages: async function* (run) {
+      const count = (await slime.samples.load(slime.app.runs[run], run)).groups.length;
+      for (let first = 0; first < count; first += SEARCHED) yield [await groups(first, SEARCHED), Math.min(1, (first + SEARCHED) / count)];
+    },
     overview: async () => {
       const data = await embedded.overview();
       addEventListener("slime-ready", () => follow(data), { once: true });
