@@ -19,15 +19,17 @@ from contextlib import suppress
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from slime_compat.handlers import LOOPBACK, Authorize, Events, Handler, HttpError, NamedEvents, Request
 from slime_core.errors import SlimeError
 
 MAX_BODY = 64 << 20
 MAX_HEAD = 64 << 10
-MOST_SILENT = 4096
-"""Connections that have not asked anything; the first of more is closed. At most half of this process's files."""
+MOST_OPEN = 4096
+"""Connections; of more, the one that is idle for longest is closed. At most half of this process's files."""
+Client = tuple[str, int] | None
+"""The address of a connection's other end."""
 CLOSE_SECONDS = 1.0  # for a client to read its response when the server closes
 
 
@@ -41,26 +43,36 @@ def require_token(token: str) -> Authorize:
     return authorize
 
 
-class _Connection(H11Protocol):
-    """A connection that gives way to others while it says nothing."""
+class _Connection(HttpToolsProtocol):
+    """A connection that gives way to others while none of its requests is handled."""
+
+    _head_bytes = 0  # of a head that is not complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Close the longest silent connection where there are too many."""
+        """Close the longest idle connection where there are too many."""
         super().connection_made(transport)
-        silent = self.app_state.setdefault("silent", {})
-        silent[self] = None
-        most = min(MOST_SILENT, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-        if len(silent) > most:
-            next(iter(silent)).transport.close()
+        idle: dict[Client, asyncio.Transport] = self.app_state["idle"]
+        idle[self.client] = transport
+        if len(self.connections) > min(MOST_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2):
+            idle.pop(next(iter(idle))).close()
 
     def data_received(self, data: bytes) -> None:
-        """Count it no longer as silent."""
-        self.app_state["silent"].pop(self, None)
+        """Refuse a head that does not end."""
+        self._head_bytes += len(data) if self.cycle is None or not self.cycle.more_body else 0
         super().data_received(data)
+        if self._head_bytes > MAX_HEAD and not self.transport.is_closing():
+            self.send_400_response(f"A head may have {MAX_HEAD} bytes.")
+
+    def on_headers_complete(self) -> None:
+        """Count the next head from 0."""
+        self._head_bytes = 0
+        super().on_headers_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget it."""
-        self.app_state["silent"].pop(self, None)
+        """Cancel the handler of its request."""
+        self.app_state["idle"].pop(self.client, None)
+        if handler := self.app_state["handlers"].get(self.client):
+            handler.cancel()
         super().connection_lost(exc)
 
 
@@ -91,6 +103,8 @@ class LoopbackServer(uvicorn.Server):
         self.port: int = self._socket.getsockname()[1]
         self._loop = asyncio.new_event_loop() if threaded else loop
         self._stop = asyncio.Event()
+        self._idle: dict[Client, asyncio.Transport] = {}  # connections without a request that is handled
+        self._handlers: dict[Client, asyncio.Task[Any]] = {}
         super().__init__(
             uvicorn.Config(
                 self._respond,
@@ -104,7 +118,6 @@ class LoopbackServer(uvicorn.Server):
                 server_header=False,
                 date_header=False,
                 proxy_headers=False,
-                h11_max_incomplete_event_size=MAX_HEAD,
             )
         )
         self._thread: threading.Thread | None = None
@@ -136,6 +149,11 @@ class LoopbackServer(uvicorn.Server):
         finally:
             self._loop.close()
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve; connections share two tables."""
+        self.lifespan.state.update(idle=self._idle, handlers=self._handlers)
+        await super().startup(sockets)
+
     async def main_loop(self) -> None:
         """Serve until :meth:`close`; connections accepted last are tracked afterwards."""
         await self._stop.wait()
@@ -148,6 +166,8 @@ class LoopbackServer(uvicorn.Server):
         connections = self.server_state.connections
         for server in self.servers:
             server.close()
+        for handler in self._handlers.values():
+            handler.cancel()
         for connection in list(connections):
             connection.shutdown()
         with suppress(TimeoutError):
@@ -163,7 +183,7 @@ class LoopbackServer(uvicorn.Server):
         """See ASGI."""
         try:
             status, value = 200, await self._value(scope, receive)
-        except _HungUp:
+        except (_HungUp, asyncio.CancelledError):
             return
         except HttpError as error:
             status, value = error.status, error.body()
@@ -191,7 +211,7 @@ class LoopbackServer(uvicorn.Server):
                 handler raises.
         """
         headers = {name.decode("latin-1"): text.decode("latin-1").strip() for name, text in scope["headers"]}
-        if "origin" in headers or headers["host"].split(":")[0] not in (LOOPBACK, "localhost"):
+        if "origin" in headers or headers.get("host", "").split(":")[0] not in (LOOPBACK, "localhost"):
             raise HttpError(403, "only programs of this machine are served")
         kind, _, token = headers.get("authorization", "").partition(" ")
         bearer = token.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
@@ -210,7 +230,7 @@ class LoopbackServer(uvicorn.Server):
             raise HttpError(400, "the body is not a JSON object")
         if self.orphaned:
             raise HttpError(410, "the run has ended")
-        return await self._handled(handler(Request(token=bearer, payload=payload, headers=headers)), receive)
+        return await self._handled(handler(Request(token=bearer, payload=payload, headers=headers)), scope["client"])
 
     def _handler(self, method: str, path: str) -> Handler:
         if path in ("/health", "/health_generate"):
@@ -222,21 +242,21 @@ class LoopbackServer(uvicorn.Server):
             raise HttpError(405, f"use {' or '.join(methods)}")
         return self._routes[f"{method} {path}"]
 
-    async def _handled(self, work: Awaitable[Any], receive: Callable[[], Awaitable[Any]]) -> Any:
+    async def _handled(self, work: Awaitable[Any], client: Client) -> Any:
         """The value of ``work``, on the engine's loop; cancelled where the client hangs up or the server ends."""
-        value: asyncio.Future[Any]
-        if self._thread is None:
-            value = self._loop.create_task(_awaited(work))
-        else:
-            value = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_awaited(work), self._engine_loop))
-        ends = [self._loop.create_task(_hung_up(receive)), self._loop.create_task(self._stop.wait())]
-        await asyncio.wait([value, *ends], return_when=asyncio.FIRST_COMPLETED)
-        for end in ends:
-            end.cancel()
-        if value.done():
-            return value.result()
-        value.cancel()
-        raise _HungUp
+        transport = self._idle.pop(client, None)
+        task = asyncio.current_task()
+        if transport is None or task is None:
+            raise _HungUp  # it was closed meanwhile
+        self._handlers[client] = task
+        try:
+            if self._thread is None:
+                return await work
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_awaited(work), self._engine_loop))
+        finally:
+            del self._handlers[client]
+            if not transport.is_closing():
+                self._idle[client] = transport
 
 
 class _HungUp(Exception):
@@ -252,11 +272,6 @@ async def _body_of(receive: Callable[[], Awaitable[Any]]) -> bytes:
         body += message["body"]
         if not message["more_body"]:
             return bytes(body)
-
-
-async def _hung_up(receive: Callable[[], Awaitable[Any]]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _events(values: Events) -> bytes:
