@@ -87,6 +87,13 @@ def pytest_xdist_make_scheduler(config, log):
         def _split_scope(self, nodeid):
             return together(nodeid)
 
+        def mark_test_complete(self, node, item_index, duration=0):
+            """Forget what is done: every look at what is pending would count it."""
+            super().mark_test_complete(node, item_index, duration)
+            scope = together(self.registered_collections[node][item_index])
+            if all(self.assigned_work[node][scope].values()):
+                del self.assigned_work[node][scope]
+
     config.option.loadscopereorder = False
     return Together(config, log)
 

@@ -70,6 +70,7 @@ def test_list_imports_no_plugin_and_nothing_heavy(install_plugin):
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.nightly  # a process for each package of the house
 def test_list_with_hooks_shows_them_or_that_the_plugin_is_broken(cli, install_plugin):
     install_plugin("good", GOOD)
     install_plugin("bad", "import no_such_package")
@@ -132,34 +133,26 @@ def test_check_keeps_a_record_of_every_promise(cli, install_plugin):
     assert ("API" in done.out, done.out.endswith("all promises kept\n")) == (False, True)
 
 
+BROKEN = {
+    "import": ("import no_such_package", "PLG50"),
+    "hook name": (GOOD.replace("slime_reward", "slime_rewards"), "PLG54"),
+    "signature": (GOOD.replace("(group, ctx)", "(groups)"), "PLG53"),
+    "API": ("slime_api = 7\n" + GOOD, "PLG55"),
+    "length": (GOOD.replace("[1.0 for sample in group.samples]", "[1.0]"), "PLG59"),
+    "nan": (GOOD.replace("1.0 for", "float('nan') for"), "PLG58"),
+    "raises on an empty answer": (GOOD.replace("1.0 for", "sample.response[0] for"), "IndexError"),
+    "state": (GOOD + STATE.replace("{}", "{'seen': object()}"), "PLG64 the state of plugin 'geo' cannot be saved"),
+    "exits": ("import os\nos._exit(9)\n", "code 9"),
+    "dies": ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n", "code -9"),
+}
+WITNESSES = ("import", "signature", "nan", "dies")  # a process each: the others are tried at night
+
+
 @pytest.mark.parametrize(
-    ("source", "told"),
-    [
-        ("import no_such_package", "PLG50"),
-        (GOOD.replace("slime_reward", "slime_rewards"), "PLG54"),
-        (GOOD.replace("(group, ctx)", "(groups)"), "PLG53"),
-        ("slime_api = 7\n" + GOOD, "PLG55"),
-        (GOOD.replace("[1.0 for sample in group.samples]", "[1.0]"), "PLG59"),
-        (GOOD.replace("1.0 for", "float('nan') for"), "PLG58"),
-        (GOOD.replace("1.0 for", "sample.response[0] for"), "IndexError"),
-        (GOOD + STATE.replace("{}", "{'seen': object()}"), "PLG64 the state of plugin 'geo' cannot be saved"),
-        ("import os\nos._exit(9)\n", "code 9"),
-        ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n", "code -9"),
-    ],
-    ids=[
-        "import",
-        "hook name",
-        "signature",
-        "API",
-        "length",
-        "nan",
-        "raises on an empty answer",
-        "state",
-        "exits",
-        "dies",
-    ],
+    "kind", [pytest.param(kind, marks=[pytest.mark.nightly] * (kind not in WITNESSES)) for kind in BROKEN]
 )
-def test_check_of_a_broken_plugin_exits_with_4_and_says_why(cli, install_plugin, source, told):
+def test_check_of_a_broken_plugin_exits_with_4_and_says_why(cli, install_plugin, kind):
+    source, told = BROKEN[kind]
     install_plugin("geo", source)
     done = cli("plugins", "check", "geo")
     assert done.code == 4

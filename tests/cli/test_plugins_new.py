@@ -118,8 +118,9 @@ def backend_site(tmp_path_factory):
     return folder
 
 
+@pytest.mark.nightly
 @pytest.mark.system
-@pytest.mark.parametrize(("kind", "count"), [("engine", 10), pytest.param("trainer", 8, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("kind", "count"), [("engine", 10), ("trainer", 8)])
 def test_a_new_backend_s_own_tests_are_the_contract_and_pass(backend_site, kind, count):
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(backend_site / f"slime-own-{kind}")],

@@ -24,7 +24,9 @@ def work(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("qwen2", "llama"))]
+)
 def test_own_rows_and_reward_train_by_flags_alone(slime, work, family):
     tiny_model(work / "model", family=family)
     done = slime(

@@ -293,7 +293,7 @@ def test_an_agent_that_hangs_fails_its_own_sample(context, issue):
 
 
 def test_an_agent_that_rages_harms_no_other(context, issue, monkeypatch):
-    """Ten megabytes, nonsense, and more silent connections than are kept, while another agent works."""
+    """Ten megabytes, nonsense, and more connections than are kept, some with half a request, while another works."""
     monkeypatch.setattr("slime_compat.loopback.MOST_OPEN", 20)
 
     async def rage(session):
@@ -302,6 +302,8 @@ def test_an_agent_that_rages_harms_no_other(context, issue, monkeypatch):
             large = await client.post([{"role": "user", "content": "x" * 10_000_000}])
             assert (large.status_code, large.json()["error"]["message"]) == (413, "a body may have 8388608 bytes")
         pairs = [await asyncio.open_connection(host, port) for _ in range(200)]
+        for _, writer in pairs[-20:-10]:
+            writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bea")
         for _, writer in pairs[-10:]:
             writer.write(b"\x16\x03\x01 nonsense\r\n\r\n")
         answers = [await asyncio.wait_for(reader.read(), 20) for reader, _ in pairs[:150]]

@@ -1,6 +1,7 @@
 """Whole runs whose samples come from an agent that speaks OpenAI's API over plain HTTP, with the embedded engine."""
 
 import json
+import signal
 from collections import Counter
 
 import pytest
@@ -12,7 +13,7 @@ from slime_core.testing.models import CHAT_TEMPLATE
 pytestmark = pytest.mark.system
 
 AGENT = '''
-import asyncio, json, urllib.request
+import asyncio, json, os, signal, urllib.request
 
 from slime_chat import converse
 from slime_core.types import Reward
@@ -31,6 +32,9 @@ def work(session):
     said = [{"role": "user", "content": session.sample.prompt}]
     said += [ask(session, said), {"role": "user", "content": "sure?"}]
     first, second = ask(session, said), ask(session, said)
+    if session.sample.id == "main/5-0" and os.path.exists("kill"):
+        os.remove("kill")
+        os.kill(os.getpid(), signal.SIGKILL)
     ask(session, [*said, second, {"role": "user", "content": "so?"}], temperature=0.5)
     ask(session, [{"role": "user", "content": "in short"}])
 
@@ -51,7 +55,7 @@ def train(forked_slime, tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "agent.py").write_text(AGENT)
 
-    def train(name, *flags):
+    def train(name, *flags, code=0):
         done = forked_slime(
             *(
                 "run",
@@ -79,7 +83,7 @@ def train(forked_slime, tmp_path):
             ),
             cwd=tmp_path,
         )
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == code, done.stderr
         return tmp_path / name
 
     return train
@@ -106,6 +110,23 @@ def test_an_agents_branches_train_on_the_log_probs_that_the_trainer_has_too_and_
     assert [sample.to_dict() for step in again for sample in step] == [
         sample.to_dict() for step in steps for sample in step
     ]
+
+
+def test_a_run_that_is_killed_within_an_agents_dialogue_ends_in_the_same_weights(train, forked_slime, tmp_path):
+    ahead = ("--max-staleness", "1", "--no-colocate")  # in lockstep
+    whole = train("whole", *ahead)
+    (tmp_path / "kill").touch()
+    killed = train("killed", *ahead, code=-signal.SIGKILL)
+    assert not (tmp_path / "kill").exists()
+    resumed = forked_slime("run", "--resume", killed, cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    steps, counts = zip(*(steps_of(run, 2) for run in (whole, killed)), strict=True)
+    assert counts[1]["issued"] == counts[1]["trained"] == counts[0]["trained"]
+    assert [sample.to_dict() for step in steps[1] for sample in step] == [
+        sample.to_dict() for step in steps[0] for sample in step
+    ]
+    weights = [(run / "final" / "model.safetensors").read_bytes() for run in (whole, killed)]
+    assert weights[0] == weights[1]
 
 
 @pytest.mark.parametrize("flags", [(), ("--partial-rollout",)], ids=["dropped", "continued"])

@@ -27,7 +27,6 @@ from slime_core.testing.fakes import ScriptedEngine
 from slime_kernelbench import run as kernelbench
 from slime_kernelbench.commands import kernelbench as commands
 from slime_kernelbench.dialogue.words import load_words
-from slime_kernelbench.judge import JudgeOptions, LocalJudge
 from slime_kernelbench.options import Options
 from slime_kernelbench.problems import shipped
 from slime_kernelbench.records import FILE, PROBLEMS, read
@@ -353,14 +352,10 @@ def test_a_model_is_told_what_was_wrong_until_it_is_right(tmp_path):
     assert [turn["return"] for turn in read(tmp_path)] == pytest.approx([0.2, 0.5, 1.0])
 
 
-def test_the_example_that_every_prompt_shows_is_right_by_the_rules_that_it_names():
+def test_the_example_that_every_prompt_shows_is_right_by_the_rules_that_it_names(with_judge):
     module, answer = re.findall(r"```python\n(.*?)```", load_words("").user, re.DOTALL)[:2]
-
-    async def play():
-        async with LocalJudge(JudgeOptions(workers=1)) as judge:
-            return await judge.judge(answer, KernelProblem(id="example", name="add", source=module))
-
-    verdict = asyncio.run(play())
+    problem = KernelProblem(id="example", name="add", source=module)
+    verdict = with_judge(lambda judge: judge.judge(answer, problem))
     assert (verdict.status, verdict.flags) == ("correct", ()), verdict.diagnostics
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 from corpus_of_kernels import problem_of, sources
@@ -10,7 +11,6 @@ from corpus_of_kernels import problem_of, sources
 from slime_kernelbench.judge import JudgeOptions, LocalJudge, policy
 from slime_kernelbench.types import Verdict
 
-OPTIONS = JudgeOptions(workers=2)
 IMPATIENT = JudgeOptions(workers=2, import_seconds=4.0, call_seconds=4.0)  # two cheats never end
 HARMLESS_WITHOUT_POLICY = {
     # What they try is without effect on the verdict, and their kernel does compute the answer.
@@ -38,20 +38,25 @@ BEYOND_WITHOUT_POLICY = {
 }
 
 
-def judged(kind: str, options: JudgeOptions) -> dict[str, Verdict]:
+async def judged(kind: str, judge: LocalJudge) -> dict[str, Verdict]:
     """The verdict on each of a kind."""
-
-    async def all_of_them() -> dict[str, Verdict]:
-        texts = sources(kind)
-        async with LocalJudge(options) as judge:
-            verdicts = await asyncio.gather(*(judge.judge(text, problem_of(text)) for text in texts.values()))
-        return dict(zip(texts, verdicts))
-
-    return asyncio.run(all_of_them())
+    texts = sources(kind)
+    verdicts = await asyncio.gather(*(judge.judge(text, problem_of(text)) for text in texts.values()))
+    return dict(zip(texts, verdicts))
 
 
-def test_honest_kernels_are_correct() -> None:
-    verdicts = judged("honest", OPTIONS)
+def judged_impatiently(kind: str) -> dict[str, Verdict]:
+    """Likewise, by a judge of their own."""
+
+    async def by_its_own() -> dict[str, Verdict]:
+        async with LocalJudge(IMPATIENT) as judge:
+            return await judged(kind, judge)
+
+    return asyncio.run(by_its_own())
+
+
+def test_honest_kernels_are_correct(with_judge: Callable[..., dict[str, Verdict]]) -> None:
+    verdicts = with_judge(lambda judge: judged("honest", judge))
     assert len(verdicts) >= 15
     assert {name: (verdict.status, verdict.diagnostics) for name, verdict in verdicts.items()} == dict.fromkeys(
         verdicts, ("correct", ())
@@ -65,7 +70,7 @@ def test_honest_kernels_are_correct() -> None:
 
 
 def test_cheats_score_no_better_than_an_honest_failure() -> None:
-    verdicts = judged("cheats", IMPATIENT)
+    verdicts = judged_impatiently("cheats")
     assert len(verdicts) >= 40
     wrongly = {name: verdict for name, verdict in verdicts.items() if verdict.status in ("correct", "infra")}
     assert wrongly == {}
@@ -87,22 +92,19 @@ def test_cheats_score_no_better_than_an_honest_failure() -> None:
     ]
 
 
-def test_an_answer_kept_for_the_next_call_is_a_hack_without_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_kept_for_the_next_call_is_a_hack_without_the_policy(
+    monkeypatch: pytest.MonkeyPatch, with_judge: Callable[..., Verdict]
+) -> None:
     monkeypatch.setattr(policy, "read", lambda source, allow: policy.Reading(status="ok"))
     text = sources("cheats")["cache_by_shape"]
-
-    async def kept() -> Verdict:
-        async with LocalJudge(OPTIONS) as judge:
-            return await judge.judge(text, problem_of(text))
-
-    verdict = asyncio.run(kept())
+    verdict = with_judge(lambda judge: judge.judge(text, problem_of(text)))
     assert (verdict.status, [flag.rule for flag in verdict.flags]) == ("hack", ["global_state"])
 
 
 @pytest.mark.nightly
 def test_the_layers_at_run_time_hold_without_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "read", lambda source, allow: policy.Reading(status="ok"))
-    verdicts = judged("cheats", IMPATIENT)
+    verdicts = judged_impatiently("cheats")
     correct = {name for name, verdict in verdicts.items() if verdict.status == "correct"}
     assert correct <= HARMLESS_WITHOUT_POLICY | BEYOND_WITHOUT_POLICY
     assert verdicts["plain_torch"].status == "hack"

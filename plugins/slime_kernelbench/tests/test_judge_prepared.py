@@ -67,6 +67,7 @@ def test_processes_are_forked_from_one_that_has_read_triton() -> None:
     assert shown.stdout == "1 True\n"
 
 
+@pytest.mark.nightly
 def test_where_there_is_no_driver_there_is_nothing_to_hand_over(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="message"):
         files_of(tmp_path)

@@ -1,12 +1,10 @@
 """The second witness of what torch computes: hears what the dispatch mode is kept from hearing."""
 
-import asyncio
-
 import pytest
 import torch
 from corpus_of_kernels import problem_of, sources
 
-from slime_kernelbench.judge import JudgeOptions, LocalJudge, policy
+from slime_kernelbench.judge import policy
 from slime_kernelbench.judge.recorder import SWITCHED_OFF, Recorder
 
 
@@ -40,14 +38,9 @@ def test_a_witness_that_is_silenced_says_so(off):
         torch.autograd._enable_record_function(True)
 
 
-def test_a_sum_made_beside_the_watch_is_a_hack_without_the_policy(monkeypatch):
+def test_a_sum_made_beside_the_watch_is_a_hack_without_the_policy(monkeypatch, with_judge):
     monkeypatch.setattr(policy, "read", lambda source, allow: policy.Reading(status="ok"))
     text = sources("cheats")["computes_beside_the_watch"]
-
-    async def judged():
-        async with LocalJudge(JudgeOptions(workers=1)) as judge:
-            return await judge.judge(text, problem_of(text))
-
-    verdict = asyncio.run(judged())
+    verdict = with_judge(lambda judge: judge.judge(text, problem_of(text)))
     assert verdict.status == "hack"
     assert [flag.detail for flag in verdict.flags] == ["torch computed: add"]

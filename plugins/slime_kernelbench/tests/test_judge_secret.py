@@ -12,7 +12,6 @@ from slime_core.errors import StorageError
 from slime_core.testing.fakes import FakeEngine
 from slime_kernelbench import run as kernelbench
 from slime_kernelbench.dialogue.turns import occasion
-from slime_kernelbench.judge import JudgeOptions, LocalJudge
 from slime_kernelbench.options import Options
 from slime_kernelbench.secret import FILE, Secret
 
@@ -80,13 +79,12 @@ LEAKS = RELU.replace("        return ", '        raise ValueError(f"{x}")\n     
 
 
 @pytest.mark.integration
-def test_inputs_that_an_answer_lets_slip_are_not_those_of_the_next_turn_or_version():
-    async def told():
-        async with LocalJudge(JudgeOptions(workers=1)) as judge:
-            asked = [replace(problem("relu"), occasion=occasion) for occasion in ("7.0", "7.1", "8.0", "7.0")]
-            return [await judge.judge(f"{LEAKS}# {number}", one) for number, one in enumerate(asked)]
+def test_inputs_that_an_answer_lets_slip_are_not_those_of_the_next_turn_or_version(with_judge):
+    async def told(judge):
+        asked = [replace(problem("relu"), occasion=occasion) for occasion in ("7.0", "7.1", "8.0", "7.0")]
+        return [await judge.judge(f"{LEAKS}# {number}", one) for number, one in enumerate(asked)]
 
-    slips = [verdict.diagnostics[0].message for verdict in asyncio.run(told())]
+    slips = [verdict.diagnostics[0].message for verdict in with_judge(told)]
     assert len(set(slips[:3])) == 3, slips
     assert slips[3] == slips[0], "one occasion asks every candidate the same"
 

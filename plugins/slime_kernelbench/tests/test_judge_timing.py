@@ -345,12 +345,14 @@ def test_an_input_that_one_call_wrote_to_is_told() -> None:
     assert meter.mutated
 
 
+@pytest.mark.nightly
 @pytest.mark.integration
 def test_weights_go_to_a_model_that_names_them_otherwise() -> None:
     (trial,) = measured(GAIN, problem=SCALED)
     assert trial.status == "correct", trial.diagnostics
 
 
+@pytest.mark.nightly
 @pytest.mark.integration
 def test_a_problem_that_cannot_be_measured_leaves_a_right_answer_right() -> None:
     async def run() -> Trial:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-import asyncio
 import traceback
+from collections.abc import Callable
 
 import pytest
 from corpus_of_kernels import problem_of, sources
 
-from slime_kernelbench.judge import JudgeOptions, LocalJudge, policy
+from slime_kernelbench.judge import policy
 from slime_kernelbench.judge.module import executed
 from slime_kernelbench.judge.unread import WHY, without_unread
 from slime_kernelbench.types import Verdict
@@ -93,14 +93,11 @@ def test_no_function_that_honest_candidates_run_is_shut(name: str) -> None:
     assert shut <= {"backward", "benchmark", "get_inputs", "get_init_inputs", "main"}
 
 
-def test_the_judge_runs_what_the_policy_read_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = sources("honest")["submodules"]
+def test_the_judge_runs_what_the_policy_read_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, with_judge: Callable[..., Verdict]
+) -> None:
+    source = sources("honest")["submodules"] + "\n# read in part\n"
     monkeypatch.setattr(policy, "read", lambda text, allow: policy.Reading(status="ok", text=closed(text, "__init__")))
-
-    async def judged() -> Verdict:
-        async with LocalJudge(JudgeOptions(workers=1)) as judge:
-            return await judge.judge(source, problem_of(source))
-
-    verdict = asyncio.run(judged())
+    verdict = with_judge(lambda judge: judge.judge(source, problem_of(source)))
     assert verdict.status == "runtime_error"
     assert verdict.diagnostics[0].message == f"forward {WHY}"

@@ -23,6 +23,7 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(MODEL)
 
 
+@pytest.mark.nightly
 def test_the_tokenizer_is_the_one_the_tool_makes(tmp_path):
     runpy.run_path(str(TOOL))["main"](tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):

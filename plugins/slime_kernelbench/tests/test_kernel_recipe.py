@@ -1,8 +1,6 @@
 """The default recipe from end to end, with a few steps of each stage: what it writes down fits together."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,14 +24,13 @@ SMALLER = {
 }
 
 
-def test_both_stages_run_and_every_turn_is_written_down(tmp_path):
+def test_both_stages_run_and_every_turn_is_written_down(forked_slime, tmp_path):
     text = RECIPE.read_text()
     for given, smaller in SMALLER.items():
         assert text.count(given) == 1, given
         text = text.replace(given, smaller)
     (tmp_path / "small.toml").write_text(text)
-    command = [Path(sys.executable).with_name("slime"), "run", "small.toml", "--run-dir", "run"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = forked_slime("run", "small.toml", "--run-dir", "run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["kind"] == "step"]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from corpus_of_kernels import problem, sources
 
-from slime_kernelbench.judge import JudgeOptions, LocalJudge
+from slime_kernelbench.judge import LocalJudge
 from slime_kernelbench.problems import shipped
 from slime_kernelbench.types import KernelProblem, Verdict
 
@@ -18,28 +19,24 @@ RELU = sources("honest")["relu_with_main"]
 CHEAT = sources("cheats")["memory_never_written"]
 
 
-def with_judge(asked: Callable[[LocalJudge], Awaitable[object]], options: JudgeOptions | None = None) -> object:
-    async def run() -> object:
-        async with LocalJudge(options or JudgeOptions()) as judge:
-            return await asked(judge)
-
-    return asyncio.run(run())
+WithJudge = Callable[[Callable[[LocalJudge], Awaitable[Any]]], Any]
 
 
-def test_one_source_for_one_problem_is_evaluated_once() -> None:
+def test_one_source_for_one_problem_is_evaluated_once(with_judge: WithJudge) -> None:
     async def asked(judge: LocalJudge) -> None:
-        together = await asyncio.gather(*(judge.judge(RELU, problem("relu")) for _ in range(4)))
-        later = await judge.judge(RELU, problem("relu"))
+        source, before = RELU + "\n# once\n", judge.evaluations
+        together = await asyncio.gather(*(judge.judge(source, problem("relu")) for _ in range(4)))
+        later = await judge.judge(source, problem("relu"))
         assert [verdict.status for verdict in (*together, later)] == ["correct"] * 5
         assert [verdict.cached for verdict in (*together, later)] == [False, True, True, True, True]
-        assert judge.evaluations == 1
-        other = await judge.judge(RELU, problem("softmax"))
-        assert (other.status, judge.evaluations) == ("wrong", 2)
+        assert judge.evaluations - before == 1
+        other = await judge.judge(source, problem("softmax"))
+        assert (other.status, judge.evaluations - before) == ("wrong", 2)
 
     with_judge(asked)
 
 
-def test_a_cheat_leaves_nothing_to_the_next_candidate() -> None:
+def test_a_cheat_leaves_nothing_to_the_next_candidate(with_judge: WithJudge) -> None:
     async def asked(judge: LocalJudge) -> None:
         first = await judge.judge(RELU, problem("relu"))
         for name in ("zeroes_its_input", "forged_stdout_alone", "kernel_writes_beyond", "memory_never_written"):
@@ -51,7 +48,7 @@ def test_a_cheat_leaves_nothing_to_the_next_candidate() -> None:
     with_judge(asked)
 
 
-def test_an_examination_has_every_style_and_regime() -> None:
+def test_an_examination_has_every_style_and_regime(with_judge: WithJudge) -> None:
     async def asked(judge: LocalJudge) -> None:
         drawn = await judge._examiner.examination(problem("relu"))
         names = {style.name: [question.regime for question in style.questions] for style in drawn.styles}
@@ -63,13 +60,13 @@ def test_an_examination_has_every_style_and_regime() -> None:
     with_judge(asked)
 
 
-def test_a_failed_judgement_is_infra_and_not_remembered() -> None:
+def test_a_failed_judgement_is_infra_and_not_remembered(with_judge: WithJudge) -> None:
     broken = KernelProblem(id="broken", name="broken", source="raise ValueError('a broken problem')")
 
     async def asked(judge: LocalJudge) -> None:
-        for count in (1, 2):
-            verdict = await judge.judge(RELU, broken)
-            assert (verdict.status, verdict.cached, judge.evaluations) == ("infra", False, count)
+        for _ in range(2):
+            before, verdict = judge.evaluations, await judge.judge(RELU, broken)
+            assert (verdict.status, verdict.cached, judge.evaluations - before) == ("infra", False, 1)
             assert "a broken problem" in verdict.diagnostics[0].message
         assert "a broken problem" in await judge.reference_check(broken)
         assert await judge.reference_check(problem("relu")) == ""
@@ -77,7 +74,7 @@ def test_a_failed_judgement_is_infra_and_not_remembered() -> None:
     with_judge(asked)
 
 
-def test_diagnostics_point_into_the_candidate() -> None:
+def test_diagnostics_point_into_the_candidate(with_judge: WithJudge) -> None:
     spoiled = {
         "import": ("import triton.language as tl\n", "import triton.language as tl\n1 / 0\n", "ZeroDivisionError"),
         "name": ("tl.maximum(x, 0.0)", "tl.maximal(x, 0.0)", "AttributeError"),
@@ -97,7 +94,6 @@ def test_diagnostics_point_into_the_candidate() -> None:
         return dict(zip(texts, found))
 
     verdicts = with_judge(asked)
-    assert isinstance(verdicts, dict)
     assert {name: verdict.diagnostics[0].kind for name, verdict in verdicts.items()} == {
         name: kind for name, (_, _, kind) in spoiled.items()
     }
@@ -108,7 +104,7 @@ def test_diagnostics_point_into_the_candidate() -> None:
     assert not verdicts["wrong"].correct
 
 
-def test_a_kernel_that_forgets_a_part_of_its_answer_is_wrong_and_no_cheat() -> None:
+def test_a_kernel_that_forgets_a_part_of_its_answer_is_wrong_and_no_cheat(with_judge: WithJudge) -> None:
     """A block too small for its rows, a grid of one program: their mistake shows, and nothing else made the rest."""
     small = sources("honest")["row_softmax"].replace("triton.next_power_of_2(n_cols)", "128")
     zeros = RELU.replace("torch.empty(", "torch.zeros(").replace("triton.cdiv(", "min(1, ")
@@ -119,7 +115,6 @@ def test_a_kernel_that_forgets_a_part_of_its_answer_is_wrong_and_no_cheat() -> N
         return [await judge.judge(text, problem(name)) for text, name in pairs]
 
     found = with_judge(asked)
-    assert isinstance(found, list)
     assert [(verdict.status, [flag.rule for flag in verdict.flags]) for verdict in found] == [
         ("wrong", []),
         ("wrong", []),
@@ -127,7 +122,7 @@ def test_a_kernel_that_forgets_a_part_of_its_answer_is_wrong_and_no_cheat() -> N
     ]
 
 
-def test_bfloat16_is_an_error_in_the_interpreter_never_a_wrong_number() -> None:
+def test_bfloat16_is_an_error_in_the_interpreter_never_a_wrong_number(with_judge: WithJudge) -> None:
     half = sources("honest")["half_precision"]
     upcast = half.replace("float16", "bfloat16")
     source = problem("half_add").source.replace(".half()", ".bfloat16()")
@@ -138,15 +133,15 @@ def test_bfloat16_is_an_error_in_the_interpreter_never_a_wrong_number() -> None:
         cheat = await judge.judge(sources("cheats")["bfloat16_in_the_kernel"], problem("relu"))
         return [await judge.judge(upcast, bfloat16), await judge.judge(in_place, bfloat16), cheat]
 
-    honest, arithmetic, cheat = with_judge(asked)  # type: ignore[misc]
+    honest, arithmetic, cheat = with_judge(asked)
     assert honest.status == "correct"
     assert arithmetic.status == "infra"  # right on a GPU, perhaps: masked
     assert cheat.status in ("runtime_error", "wrong")  # nobody asked it to round
 
 
 @pytest.mark.nightly
-def test_every_problem_of_ours_can_be_judged() -> None:
+def test_every_problem_of_ours_can_be_judged(with_judge: WithJudge) -> None:
     async def asked(judge: LocalJudge) -> dict[str, str]:
         return {one.id: await judge.reference_check(one) for one in shipped()}
 
-    assert {name: why for name, why in with_judge(asked).items() if why} == {}  # type: ignore[attr-defined]
+    assert {name: why for name, why in with_judge(asked).items() if why} == {}

@@ -3,7 +3,9 @@
 import asyncio
 import itertools
 import os
+import resource
 import signal
+import socket
 import sys
 import time
 
@@ -13,6 +15,7 @@ from mcp.types import EmbeddedResource, ImageContent, ResourceLink, TextContent,
 server = MCPServer("tools")
 counts = itertools.count(1)
 meeting = asyncio.Barrier(2)
+sockets = []
 
 
 @server.tool()
@@ -44,6 +47,16 @@ def fail(text: str) -> str:
 def big(size: int) -> str:
     """Return a long text."""
     return "a" + "x" * (size - 2) + "z"
+
+
+@server.tool()
+def hoard(count: int) -> str:
+    """Open sockets and keep them."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    for _ in range(count // 2):
+        sockets.extend(socket.socketpair())
+    return f"{len(sockets)} are open"
 
 
 @server.tool()

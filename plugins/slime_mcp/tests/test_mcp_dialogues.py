@@ -13,18 +13,20 @@ from slime_core.types import Group, Prompt, Status
 from slime_mcp import plugin
 
 pytestmark = pytest.mark.unit
+LARGE = ("big", {"size": 10_000_000})
 
 
 @pytest.mark.parametrize("transport", ["stdio", "http"])
 def test_results_of_parallel_calls_are_read_and_do_not_train(context, play, call, tokenizer, http_server, transport):
     server = STDIO if transport == "stdio" else {"name": "tools", "url": http_server}
-    both, sums = call(("meet", {"name": "a"}), ("meet", {"name": "b"})), call(("add", {"a": 1, "b": 2}))
+    both, sums = call(("meet", {"name": "a"}), ("meet", {"name": "b"})), call(("add", {"a": 1, "b": 2}), LARGE)
     ctx = context(both, sums, "3<|im_end|>", servers=(server,))
     (sample,) = play(ctx)
     called = [
         ("meet", {"name": "a"}, "a was there"),
         ("meet", {"name": "b"}, "b was there"),
         ("add", {"a": 1, "b": 2}, "3"),
+        (*LARGE, "a" + "x" * 1999 + " ... 9996000 characters ... " + "x" * 1999 + "z"),
     ]
     calls = [{"type": "function", "function": {"name": name, "arguments": given}} for name, given, _ in called]
     told = [{"role": "tool", "content": text} for _, _, text in called]
@@ -33,7 +35,7 @@ def test_results_of_parallel_calls_are_read_and_do_not_train(context, play, call
         {"role": "assistant", "content": "", "tool_calls": calls[:2]},
         *told[:2],
         {"role": "assistant", "content": "", "tool_calls": calls[2:]},
-        told[2],
+        *told[2:],
         {"role": "assistant", "content": "3"},
     ]
     tools = plugin.slime_messages(list(ASK), None, {}, ctx)[1]
@@ -51,7 +53,7 @@ def test_results_of_parallel_calls_are_read_and_do_not_train(context, play, call
     assert sample.status is Status.COMPLETED
     assert sample.metadata["mcp"]["answer"] == "3"
     figures = sample.metadata["metrics"]
-    assert (figures["mcp/turns"], figures["mcp/calls"], figures["mcp/errors"]) == (3, 3, 0)
+    assert (figures["mcp/turns"], figures["mcp/calls"], figures["mcp/errors"]) == (3, 4, 0)
 
 
 def test_every_mistake_is_answered_and_counted(context, play, call, results):

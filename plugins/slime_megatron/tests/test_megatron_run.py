@@ -30,6 +30,7 @@ rollout_slots = 8
 [data]
 prompt_data = "rows.jsonl"
 input_key = "q"
+apply_chat_template = true
 label_key = "a"
 
 [reward]
@@ -48,6 +49,7 @@ save_interval = 2
 
 [[stage]]
 name = "warmup"
+input_key = "talk"
 loss_type = "sft_loss"
 num_rollout = 1
 n_samples_per_prompt = 1
@@ -64,26 +66,43 @@ async def reward(args, sample, **kwargs):
 """
 
 
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] + '=' + (m.content or '') }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name + call.function.arguments.a|string }}{% endfor %}"
+    "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}a={% endif %}"
+)
+
+
+def talk(a, b):
+    """A conversation whose first answer is a tool call; both answers are trained, the result is not."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": a}}}
+    return [
+        {"role": "user", "content": f"{a}+{b}="},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": str(a + b)},
+        {"role": "assistant", "content": f"{a}+{b}={a + b}"},
+    ]
+
+
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     """A folder with recipe, model, data and reward."""
     folder = tmp_path_factory.mktemp("megatron")
-    tiny_model(folder / "model", tied=True)
-    rows = [{"q": f"{a}+{b}=", "a": str(a + b)} for a in range(4) for b in range(4)]
+    tiny_model(folder / "model", tied=True, chat_template=TEMPLATE)
+    rows = [{"q": f"{a}+{b}=", "a": str(a + b), "talk": talk(a, b)} for a in range(4) for b in range(4)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "length.py").write_text(REWARD)
     (folder / "both.toml").write_text(RECIPE)
     return folder
 
 
-def run(work, *args, megatron=True):
-    """`slime ARGS` in a process of its own; its metrics by step."""
-    path = [str(ON_CPU)] if megatron else []
+def run(work, *args):
+    """`slime ARGS` in a process of its own, in which Megatron-core runs."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
-        "PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+        "PYTHONPATH": os.pathsep.join([str(ON_CPU), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
     }
     command = [str(Path(sys.executable).parent / "slime"), *args]
     done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=280)
@@ -96,9 +115,11 @@ def steps(folder):
 
 
 @pytest.fixture(scope="module")
-def with_fsdp(work):
+def with_fsdp(work, zygote, tmp_path_factory):
     """The run that every other is held against."""
-    run(work, "run", "both.toml", "--run-dir", "fsdp", megatron=False)
+    said = tmp_path_factory.mktemp("said")
+    done = zygote.slime(said, "run", "both.toml", "--run-dir", "fsdp", cwd=work, path=(), hung=280)
+    assert done.returncode == 0, done.stderr
     return steps(work / "fsdp")
 
 

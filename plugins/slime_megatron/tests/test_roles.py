@@ -170,11 +170,11 @@ def fsdp_with_experts(experts):
 def run(zygote, tmp_path_factory):
     """Do a job on the ranks of a layout; each with the plugin that watches."""
     root, found = tmp_path_factory.mktemp("layouts"), {}
-    info = root / "site" / "dist_watch-1.0.dist-info"
+    info = root / "site" / "dist_onlooker-1.0.dist-info"
     info.mkdir(parents=True)
-    (root / "site" / "watch_plugin_module.py").write_text(WATCH)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dist-watch\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[slime.plugins]\nwatch = watch_plugin_module\n")
+    (root / "site" / "onlooker_plugin_module.py").write_text(WATCH)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dist-onlooker\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[slime.plugins]\nonlooker = onlooker_plugin_module\n")
 
     def once(job, name, folders, world, megatron):
         """What rank 0 found, and its columns; ranks that failed before fail again at once."""
@@ -364,7 +364,7 @@ def make_trainer(rank, root, world, folders, stage_of):
 
 def all_roles(rank, root, world, folders, megatron):
     """Everything on this rank."""
-    stage_of = stages(folders, megatron, ("models", "watch"))
+    stage_of = stages(folders, megatron, ("models", "onlooker"))
     trainer = make_trainer(rank, root, world, folders, stage_of)
     metrics, arrays, batch = learn(trainer, folders, stage_of)
     if rank == 0:
@@ -450,21 +450,21 @@ def guards(trainer, batch):
 
 def hooks():
     """Calls that the plugin saw."""
-    import watch_plugin_module
+    import onlooker_plugin_module
 
-    return list(watch_plugin_module.CALLS)
+    return list(onlooker_plugin_module.CALLS)
 
 
 def frozen(trainer, batch):
     """A step whose rate a hook sets to 0, and one after it: whether each moves the policy."""
-    import watch_plugin_module
+    import onlooker_plugin_module
 
     def policy():
         return copies(held.tensor for held in trainer._worker.policy.tensors.by_name.values())
 
     moved = []
     for rate in (0.0, None):
-        watch_plugin_module.RATE = rate
+        onlooker_plugin_module.RATE = rate
         before = policy()
         call(trainer, "step", batch)
         moved.append(not equal(before, policy()))

@@ -85,7 +85,7 @@ def test_rotations_are_megatron_cores(rotated, interleaved, dtype):
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)])
 def test_compiled_functions_are_the_same_and_are_made_once_for_all_lengths(dtype):
     """By what traces a function and takes its gradient apart, without the compiler behind: minutes on a CPU."""
     made = []

@@ -42,8 +42,9 @@ def normal(raw: Any, where: str) -> Message:
         "role": role,
         "content": "" if content is None and role == "assistant" else text_of(content, where),
     }
-    check_characters(message["content"], where)
     message |= {name: str(raw[name]) for name in KEPT if raw.get(name) is not None}
+    for text in message.values():
+        check_characters(text, where)
     if role == "assistant":
         if raw.get("function_call"):
             raise bad("function_call is not served; use tool_calls", where)
@@ -53,8 +54,6 @@ def normal(raw: Any, where: str) -> Message:
             message["reasoning_content"] = str(reasoning)
     elif calls:
         raise bad(f"a {role} message has tool_calls", where)
-    if role != "assistant":  # a known response is never encoded again
-        check_characters(message, where)
     return message
 
 

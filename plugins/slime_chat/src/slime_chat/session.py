@@ -204,7 +204,8 @@ class Session:
         parent, start, prompt = self._place(ask)
         tokens = [*parent.tokens(), *prompt]
         seeds = [self._draw(tokens, ask.seed) for _ in range(ask.n)]
-        completions = await together(self._generate(tokens, ask.params, seed) for seed in seeds)
+        works = [self._generate(tokens, ask.params, seed) for seed in seeds]
+        completions = await together(works) if ask.n > 1 else [await works[0]]
         nodes = []
         for done, seed in zip(completions, seeds, strict=True):
             message, stop = self._message(done, ask, seed)

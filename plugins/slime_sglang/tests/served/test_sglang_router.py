@@ -88,7 +88,11 @@ def installation(sglang_python: str) -> Installation:
     return found
 
 
-@pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "check",
+    [*ENGINE_CHECKS[:2], *(pytest.param(check, marks=pytest.mark.nightly) for check in ENGINE_CHECKS[2:])],
+    ids=lambda check: check.__name__,
+)
 def test_an_engine_behind_sglangs_router(
     check: EngineCheck, server: RawServer, installation: Installation, served_model: Path, tmp_path: Path
 ) -> None:
