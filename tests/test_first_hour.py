@@ -71,7 +71,7 @@ def test_the_quick_start_runs_as_it_is_written(tmp_path, forked_slime):
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_quick_start_and_plugin_guide_run_in_an_empty_environment(tmp_path):
     clone = tmp_path / "slime"
     skipped = shutil.ignore_patterns(".venv*", ".git", "build", "runs", "__pycache__", ".*_cache")
