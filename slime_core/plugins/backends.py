@@ -122,8 +122,10 @@ def implied(config: Config) -> tuple[str, ...]:
     Raises:
         ConfigError: CFG04 one is not installed.
     """
-    needs = {BUFFER: (config.rollout.rollout_buffer_url, "rollout.rollout_buffer_url")}
-    needs[TRACKERS] = (config.plugin.get(TRACKERS), f"plugin.{TRACKERS}")
+    needs: dict[str, tuple[Any, str]] = {
+        BUFFER: (config.rollout.rollout_buffer_url, "rollout.rollout_buffer_url"),
+        TRACKERS: (config.plugin.get(TRACKERS), f"plugin.{TRACKERS}"),
+    }
     names = [name for name, (value, _) in needs.items() if value]
     for name in names:
         if not is_installed(name):
