@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from slime_core.config.problems import Problem
     from slime_core.config.schema import Config
     from slime_core.context import Context
-    from slime_core.protocols import Check, Estimator, Loss, PromptSource, Sink
+    from slime_core.protocols import Check, Estimator, Loss, PromptSource, Sink, SpanObserver
     from slime_core.types import Batch, Drop, Group, Message, Prompt, Reward, Sample, SamplingParams, StepReport
 
 API_VERSION = 1
@@ -109,6 +109,7 @@ HOOKS: dict[str, HookInfo] = {
     ),
     "slime_state": HookInfo(kind="declare"),
     "slime_sinks": HookInfo(kind="declare"),
+    "slime_spans": HookInfo(kind="declare"),
     "slime_step_done": HookInfo(
         kind="event", replaces=("custom-rollout-log-function-path", "custom-eval-rollout-log-function-path")
     ),
@@ -461,6 +462,24 @@ def slime_sinks(ctx: Context) -> list[Sink]:  # type: ignore[empty-body]
     @slime_core.hookimpl
     def slime_sinks(ctx):
         return [Rewards()]
+    """
+
+
+@hookspec
+def slime_spans(ctx: Context) -> list[SpanObserver]:  # type: ignore[empty-body]
+    """Return observers of what takes time: requests to the engine, rewards and the parts of a step.
+
+    import slime_core
+
+    class Slow:
+        def begin(self, span): pass
+        def end(self, span):
+            if span.seconds > 60:
+                print(span.name, span.facts, span.seconds)
+
+    @slime_core.hookimpl
+    def slime_spans(ctx):
+        return [Slow()]
     """
 
 

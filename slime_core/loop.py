@@ -90,7 +90,7 @@ async def run_stage(stage: Stage, progress: Progress, verification: Verification
 
 async def run_step(stage: Stage, progress: Progress, verification: Verification) -> None:
     """Take groups, train on them, bring the new weights to the engines; then report, evaluate and save."""
-    clock = StepClock(progress.pop_checkpoint_seconds(), stage.report.phase)
+    clock = StepClock(progress.pop_checkpoint_seconds(), stage.report.phase, stage.plugins.span)
     with clock.part("rollout"):
         recorded = await progress.recorded_positions()
         groups = await stage.take(recorded)

@@ -213,7 +213,35 @@ class RequestTurn:
             versions=[v for piece in pieces for v in piece.versions],
             epoch=pieces[-1].epoch if pieces else 0,
             text=self.request.text(tokenizer, tokens, finish),
+            seconds={name: sum(piece.seconds.get(name, 0.0) for piece in pieces) for name in pieces[0].seconds}
+            if pieces
+            else {},
         )
+
+
+@dataclass(slots=True, kw_only=True)
+class Span:
+    """Something that takes time in a run: a ``request`` to an engine, a ``reward``, or a part of a step.
+
+    Example: Span(name="request", start=12.5, facts={"sample": "grpo/17-0", "prompt": 6}, seconds=0.8)
+    """
+
+    name: str  # request, reward; rollout, score, train, fingerprint, sync, evaluate
+    start: float  # monotonic seconds
+    facts: dict[str, Any] = field(default_factory=dict)  # more of them at the end
+    seconds: float | None = None  # None while it goes on
+
+
+class SpanObserver(Protocol):
+    """Sees every span of a run, on the thread of the event loop; it may fail without stopping the run."""
+
+    def begin(self, span: Span) -> None:
+        """A span begins."""
+        ...
+
+    def end(self, span: Span) -> None:
+        """The same object, with its time."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)

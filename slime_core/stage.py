@@ -19,6 +19,7 @@ from slime_core.report.metrics import ledger_metrics, rollout_metrics
 from slime_core.rollout.collector import Collector
 from slime_core.rollout.dump import Dump, DumpedGroups
 from slime_core.rollout.groups import training_params
+from slime_core.rollout.observed_engine import observed
 from slime_core.types import Group, StepReport
 from slime_core.weights.update import Canary, sync_weights
 
@@ -44,7 +45,7 @@ class Stage:
         self.plugins, self.report = plugins, report
         self.ctx = ctx = Context(
             config=config,
-            engine=components.engines,
+            engine=observed(components.engines, plugins),
             engines=components.roles,
             tokenizer=components.tokenizer,
             sampling=training_params(config),

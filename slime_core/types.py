@@ -319,6 +319,8 @@ class Completion:
     versions: list[int]  # weights that made each token
     epoch: int = 0  # process start of the engine
     text: str = ""  # decoded, stop string cut off; never re-tokenised
+    seconds: dict[str, float] = field(default_factory=dict, compare=False)
+    """Wall time in ``queue`` and then in ``prefill``, where the engine says it; the rest of a request is decoding."""
 
 
 @dataclass(slots=True, kw_only=True)

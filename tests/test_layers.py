@@ -27,6 +27,7 @@ LAYERS = {
         "memory",
         "heartbeat",
         "parent",
+        "profile",
     ),
     1: ("protocols", "context", "hookspecs", "backends", "plugins", "algorithms", "config"),
     2: ("data", "evaluation", "weights", "report", "ledger", "kernels"),

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[1]
 RUNS = {
     "grpo": (
-        "options prompts sampling generate sample_done reward reward_types advantage loss batch state sinks step_done",
+        "options prompts sampling generate sample_done reward reward_types advantage loss batch state sinks spans step_done",
         "--advantage-estimator centred --loss-type reinforce --n-samples-per-prompt 4",
     ),
     "backends": (

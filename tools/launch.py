@@ -143,7 +143,7 @@ OTHERS: dict[str, Other] = {
     **_refused("slime run --resume RUN_DIR goes on where a run ended", "start-rollout-id"),
     **_refused("export HTTP_PROXY before the run", "http-proxy"),
     **_refused("--engine-topology FILE.toml", "prefill-num-servers"),
-    **_refused("a plugin with slime_megatron_init may start a profiler", "profile-target", values=-1),
+    **_refused("--profile N records ranks and embedded engines in step N", "profile-target", values=-1),
     **_refused("a plugin with slime_megatron_init may record memory", "record-memory-history", values=0),
     **_refused("a plugin with slime_megatron_init may record memory", "memory-recorder", "memory-snapshot-dir"),
     **_refused("a plugin with slime_megatron_init may record memory", "memory-snapshot-num-steps"),

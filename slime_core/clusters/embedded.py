@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime_core.config.stages import rollout_slots
 from slime_core.data.chat import raw_prompt_notices
 from slime_core.engines.local import LocalEngine
 from slime_core.engines.local.slots import SHARE, SHARE_ALONE
+from slime_core.profile import StepProfile
 from slime_core.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
@@ -49,10 +51,12 @@ async def embedded_engine(
     length: int = 0,
     epoch: int = 0,
     alone: bool = False,
+    run_dir: Path | None = None,
+    name: str = "engine",
 ) -> AsyncIterator[LocalEngine]:
     """An engine over ``folder`` without weights yet; ``slots`` and ``length`` replace the config's where given.
 
-    ``alone`` says that no trainer wants its GPU's memory.
+    ``alone`` says that no trainer wants its GPU's memory. Its profile goes into ``run_dir``, under ``name``.
     """
     engine = LocalEngine(
         folder,
@@ -63,6 +67,10 @@ async def embedded_engine(
         thread=thread,
         epoch=epoch,
         exact=config.train.true_on_policy_mode,
+        profile=StepProfile(run_dir / "profile", config.report.profile, config.rollout.max_staleness)
+        if run_dir
+        else None,
+        name=name,
         share=SHARE_ALONE if alone and config.cluster.device != "cpu" else SHARE,
     )
     try:

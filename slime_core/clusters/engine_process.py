@@ -92,7 +92,7 @@ class EngineProcess:
         self.abilities: frozenset[Ability] = frozenset()
         self._config, self._thread, self.number = config, thread, number
         self._start, self._sender = start, sender
-        self.log = run_dir / "log" / f"engine-{number}.log"
+        self._run_dir, self.log = run_dir, run_dir / "log" / f"engine-{number}.log"
         self._block = SharedBlock()
         self._sent = 0  # number of the block that the process has
         self._loading = asyncio.Lock()
@@ -116,7 +116,8 @@ class EngineProcess:
                 channel = await ProcessChannel.start(child, child_end.fileno())
         self._proxy = Proxy(channel, f"the engine's process {channel.pid}", EngineError, LOST, self._note)
         try:
-            await self.call("start", self._config, self.epoch, self._start is None and _has_own_gpu(self._config))
+            alone = self._start is None and _has_own_gpu(self._config)
+            await self.call("start", self._config, self.epoch, alone, self._run_dir, self.number)
         except BaseException:
             await self.__aexit__()
             raise
@@ -206,13 +207,13 @@ class EngineService(Service):
         """See `Service`: version and abilities."""
         return (self.target.version, self.target.abilities) if self.target is not None else (-1, frozenset())
 
-    async def start(self, config: Config, epoch: int, alone: bool) -> None:
-        """Make the engine; ``alone`` says that no other process wants its GPU's memory."""
+    async def start(self, config: Config, epoch: int, alone: bool, run_dir: Path, number: int) -> None:
+        """Make engine ``number``; ``alone`` says that no other process wants its GPU's memory."""
         thread = TorchThread(config.cluster.cpu_threads)
         self.stack.callback(thread.close)
         folder = open_folder(config)
         self.target = await self.stack.enter_async_context(
-            embedded_engine(config, folder, thread, epoch=epoch, alone=alone)
+            embedded_engine(config, folder, thread, epoch=epoch, alone=alone, run_dir=run_dir, name=f"engine-{number}")
         )
 
     def block(self, memory: Any) -> None:

@@ -142,7 +142,9 @@ async def assembled(
             if cluster_of(config).remote:
                 devices = device_sharing(config, engine, trainer)
         else:
-            engine = await stack.enter_async_context(embedded_engine(config, folder, thread, epoch=epoch))
+            engine = await stack.enter_async_context(
+                embedded_engine(config, folder, thread, epoch=epoch, run_dir=run_dir)
+            )
             devices = TimeSharing(engine)
         if places.start_engine is None:
             for apart in engines:

@@ -236,6 +236,7 @@ def _header(turn: RequestTurn) -> dict[str, Any]:
 
 def _scalars(piece: Completion) -> tuple[int, dict[str, Any]]:
     fields = asdict(piece)
+    del fields["seconds"]
     for name in (*TURN_INTS, *TURN_LOGS, TURN_PLAIN):
         if len(fields.pop(name)) != len(piece.tokens) and not (name == TURN_PLAIN and not piece.plain_log_probs):
             raise ValueError(f"request {piece.id}: {name} does not have one entry a token")

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from slime_core.algorithms.shared.terms import add_terms, needed_roles, role_columns
-from slime_core.errors import PluginError
+from slime_core.errors import PluginError, text_of
+from slime_core.notices import notice
 from slime_core.plugins.boundary import CORE, HookImpl, HookThreads, Stuck, call, call_now, wrong
 from slime_core.plugins.isolated import INSIDE, Processes, group_question, sample_question
 from slime_core.plugins.load import LoadedPlugin, fingerprint, load_options, sources
 from slime_core.plugins.result_checks import checked_columns, expect, same_groups, to_reward, to_rewards
 from slime_core.plugins.router import INFRA, HookRouter, made_elsewhere
-from slime_core.protocols import Estimator, Loss, PromptSource, Role, Sink
+from slime_core.protocols import Estimator, Loss, PromptSource, Role, Sink, Span, SpanObserver
 from slime_core.types import Batch, Columns, Drop, Group, Message, Prompt, Reward, Sample, SamplingParams, StepReport
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ class Plugins:
         self._threads = HookThreads()
         self._processes = Processes() if INSIDE not in os.environ else None
         self._checks: Any = None  # from the first use on
+        self._observers: list[SpanObserver] = []
         self.last_call = ""
         """The plugin's hook that was called last, and for what; empty before the first."""
         self._router = HookRouter(self._loaded, core, functions)
@@ -82,7 +85,8 @@ class Plugins:
         impl = self._owner("slime_reward", group.prompt.task, ctx)
         judge = self._judge_rest if made_elsewhere(ctx.config, ctx.evaluation) else self._judge
         copy = self._hook_checks().copy(group, ctx) if ctx.config.report.check_hooks else None
-        rewards = await judge(impl, group, ctx)
+        with self.span("reward", group=group.id, samples=[sample.id for sample in group.samples]):
+            rewards = await judge(impl, group, ctx)
         if copy is not None:
             self._hook_checks().compare(impl, copy, rewards, await judge(impl, copy, ctx))
         return rewards
@@ -270,6 +274,32 @@ class Plugins:
             sinks += expect(impl, self._call_now(impl, ctx, "the run"), list, "the run", "return a list")
         return sinks
 
+    @property
+    def observed(self) -> bool:
+        """Whether a plugin observes the run's spans."""
+        return bool(self._observers)
+
+    @contextmanager
+    def span(self, name: str, **facts: Any) -> Iterator[Span]:
+        """Show the block to every observer (`slime_spans`); one that raises is not called again."""
+        span = Span(name=name, start=time.monotonic(), facts=facts)
+        self._observe("begin", span)
+        try:
+            yield span
+        finally:
+            span.seconds = time.monotonic() - span.start
+            self._observe("end", span)
+
+    def _observe(self, method: str, span: Span) -> None:
+        for observer in self._observers:
+            try:
+                getattr(observer, method)(span)
+            except Exception as error:
+                self._observers = [other for other in self._observers if other is not observer]
+                notice(
+                    ("span", observer), f"{type(observer).__name__} failed; it sees no more spans: {text_of(error)}"
+                )
+
     def step_done(self, report: StepReport, ctx: Context) -> None:
         """Call every `slime_step_done` with a finished step."""
         self.notify("slime_step_done", f"step {report.version}", ctx, report=report)
@@ -277,9 +307,13 @@ class Plugins:
     @asynccontextmanager
     async def running(self, ctx: Context) -> AsyncIterator[None]:
         """A run, or an evaluation alone; every `slime_run_done` is called when it is over, however it ended."""
+        for impl in self._declared("slime_spans"):
+            value = self._call_now(impl, ctx, "the run")
+            self._observers = [*self._observers, *expect(impl, value, list, "the run", "return a list")]
         try:
             yield
         finally:
+            self._observers = []
             for impl in self._router.listeners("slime_run_done", ctx.config):
                 await self._call(impl, ctx, "the run", REWARD)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -19,6 +20,7 @@ class StepClock:
 
     seconds: dict[str, float] = field(default_factory=dict)
     phase: Callable[[str], None] = lambda name: None  # called with the part that begins, and with "" at its end
+    span: Callable[[str], AbstractContextManager[Any]] = nullcontext  # around each part
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -26,7 +28,8 @@ class StepClock:
         start = time.monotonic()
         self.phase(name)
         try:
-            yield
+            with self.span(name):
+                yield
         finally:
             self.phase("")
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start

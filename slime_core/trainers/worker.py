@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from slime_core.config.presets import settle
 from slime_core.errors import SlimeError, TrainerError
 from slime_core.memory import first_line, is_out_of_memory, trim
+from slime_core.profile import StepProfile
 from slime_core.trainers.batch import check_columns, check_tokens, stamp_of
 from slime_core.trainers.data_parallel import CRITIC_COLUMNS, DataParallelRank, Partitioner, RankBatch, agreed, pack
 from slime_core.trainers.offload import HostStaging, Offload
@@ -87,6 +88,7 @@ class Worker(ABC):
         self.offload = Offload(self._tensors)
         self.staging = HostStaging(self.device)
         self.guard = NonFiniteGuard(errors=errors if rank == 0 else None)
+        self.profile = StepProfile((errors or Path()).parent / "profile", config.report.profile if errors else 0)
         self.senders = Senders(self.device, folder.path, config)
         self.stage: Config | None = None
         self.steps = 0  # calls of step in this stage
@@ -163,7 +165,7 @@ class Worker(ABC):
         partitioner = self.partitioner()
         rank_batch = work if isinstance(work, RankBatch) else partitioner.partition(work)[self.dp_rank.number]
         self._check(rank_batch, work, roles)
-        with self._explain_oom(rank_batch, "scoring"):
+        with self._explain_oom(rank_batch, "scoring"), self._profile(rank_batch, "score" if roles else ""):
             columns = {role: self._score(rank_batch, role) for role in sorted(roles)}
         columns_of: dict[str, Columns] = {role: one for role, one in columns.items() if one} if self.speaks() else {}
         return columns_of if isinstance(work, RankBatch) else partitioner.gather(work, columns_of)
@@ -191,12 +193,18 @@ class Worker(ABC):
         partitioner = self.partitioner()
         rank_batch = work if isinstance(work, RankBatch) else partitioner.partition_step(work)[self.dp_rank.number]
         self._check(rank_batch, work)
-        with self._explain_oom(rank_batch, "training on"):
+        with self._explain_oom(rank_batch, "training on"), self._profile(rank_batch, "train"):
             try:
                 return self._step(rank_batch)
             finally:
                 if self.device.type == "cpu":
                     trim()  # activations, before an engine generates
+
+    def _profile(self, rank_batch: RankBatch, part: str) -> AbstractContextManager[None]:
+        """Record the block, where it is ``part`` of the step of `report.profile`; nothing where that is empty."""
+        if not part:
+            return nullcontext()
+        return self.profile.record(rank_batch.batch.version + 1, f"{part}-rank{self.rank}")
 
     def _step(self, rank_batch: RankBatch) -> dict[str, float]:
         metrics, alone = dict[str, float](), self.steps < self._critic_only_steps

@@ -11,6 +11,12 @@ class ReportSection(Section):
     """Where figures go."""
 
     save_samples: int = key(4, "Best and worst samples kept a step for `slime show`.", FIGURES, ge=0)
+    profile: int = key(
+        0,
+        "Step, from 1, that torch's profiler records: RUN/profile/*.json of ranks and embedded engines.",
+        FIGURES,
+        ge=0,
+    )
     export_final: bool = key(True, "Write final/, a Hugging Face folder.", FIGURES)
     save_interval: int = key(20, "Steps between checkpoints; 0 is only at the end and on signals.", FIGURES, ge=0)
     save_keep: int = key(2, "Checkpoints kept, the newest of them; older ones are removed.", FIGURES, ge=1)

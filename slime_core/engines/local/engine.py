@@ -19,12 +19,14 @@ from slime_core.engines.local.served import ServedModel
 from slime_core.engines.local.slots import SHARE, EngineJob, make_job
 from slime_core.errors import EngineError
 from slime_core.memory import first_line, is_out_of_memory, trim
+from slime_core.profile import ENGINE_SECONDS
 from slime_core.protocols import Ability, PauseMode
 from slime_core.types import Completion
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from slime_core.profile import StepProfile
     from slime_core.threads import TorchThread
     from slime_core.types import GenerateRequest, WeightCheck, WeightRoute, WeightUpdate
     from slime_core.weights.folder import ModelFolder
@@ -62,6 +64,8 @@ class LocalEngine:
         share: float = SHARE,  # of the free memory, at most, for the cache
         paged: bool | None = None,  # whether the cache lies in pages: None is on a GPU
         exact: bool = False,  # the arithmetic of a trainer with true_on_policy_mode
+        profile: StepProfile | None = None,
+        name: str = "engine",  # of its profile
     ) -> None:
         if slots < 1 or context_len < 2:
             raise ValueError(f"slots must be at least 1 and context_len at least 2, not {slots} and {context_len}")
@@ -72,6 +76,7 @@ class LocalEngine:
         self._folder, self._thread = folder, thread
         self._slots, self._context_len = slots, context_len
         self._dtype, self._device, self._share, self._paged, self._exact = dtype, device, share, paged, exact
+        self._profile, self._name = profile, name
         self._scheduler: Scheduler | None = None  # from the first load on
         self._inbox: list[EngineJob] = []
         self._leavers: list[EngineJob] = []  # their callers were cancelled
@@ -299,7 +304,11 @@ class LocalEngine:
         self._scheduler.served.wake()
         leaving = {id(job) for job in leavers}
         self._scheduler.end(leavers)
-        return self._scheduler.run([job for job in incoming if id(job) not in leaving], HOP_SECONDS)
+        jobs, step = [job for job in incoming if id(job) not in leaving], self.version + 1
+        if self._profile is not None and self._profile.due(step, self._name):
+            with self._profile.record(step, self._name):
+                return self._scheduler.run(jobs, ENGINE_SECONDS)
+        return self._scheduler.run(jobs, HOP_SECONDS)
 
     def _score(self, ids: NDArray[np.int64], start: int) -> NDArray[np.float32]:
         if self._scheduler is None or not self._scheduler.served.ready:

@@ -279,6 +279,9 @@ class Scheduler:
         slots = self._slots
         slots.advance(rows, tokens, version)
         positions = slots.position[rows]
+        for slot in rows[positions == slots.start[rows]]:
+            if job := slots.jobs[slot]:
+                job.token_time = job.token_time or time.monotonic()
         slots.log_probs[rows, positions] = log_probs
         slots.plain[rows, positions] = plain
         sound = np.isfinite(plain)
@@ -295,6 +298,8 @@ class Scheduler:
     def _finish(self, job: EngineJob, finish: Literal["stop", "length", "abort"]) -> EngineJob:
         done = job.completion
         done.finish = finish
+        if job.token_time:
+            done.seconds = {"queue": job.slot_time - job.start, "prefill": job.token_time - job.slot_time}
         done.text = job.request.text(self._tokenizer, done.tokens, finish) if done.tokens else ""
         return job
 

@@ -25,8 +25,9 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -71,6 +72,9 @@ class EngineJob:
     stop_ids: tuple[int, ...]
     completion: Completion  # with the tokens of slots that it has left
     error: EngineError | None = None
+    start: float = field(default_factory=time.monotonic)
+    slot_time: float = 0.0  # when it first had a slot
+    token_time: float = 0.0  # when its first token was drawn
 
     @property
     def seed(self) -> int:
@@ -186,6 +190,7 @@ class Slots:
         params = job.request.params
         last = len(tokens) - 1
         self.jobs[slot] = job
+        job.slot_time = job.slot_time or time.monotonic()
         self.active[slot] = True
         self.position[slot], self.token[slot], self.start[slot] = last, tokens[last], last + 1
         self.budget[slot] = job.limit - len(job.completion.tokens)

@@ -189,7 +189,7 @@ REFUSED = (
         "tensorboard_dir tensorboard_log_interval timing_log_level",
         "figures go by [plugin.trackers]; --use-wandb, --use-tensorboard",
     ),
-    *_refused("profile profile_step_start profile_step_end use_pytorch_profiler", _LOOP + "leave it out"),
+    *_refused("profile_step_start profile_step_end use_pytorch_profiler", _LOOP + "leave it out"),
     *_refused("cpu_offloading_weights cpu_offloading_activations", "weights stay on the GPU; --cpu-offloading"),
     *_refused(
         "model_parallel_size encoder_num_layers decoder_num_layers",

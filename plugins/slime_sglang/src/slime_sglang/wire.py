@@ -104,7 +104,16 @@ def completion(answer: Any, expected: ExpectedAnswer, *, final: bool = True) -> 
         versions=versions(info, count, expected, where),
         epoch=expected.epoch,
         text=text if isinstance(text, str) else "",
+        seconds=_seconds(info),
     )
+
+
+def _seconds(info: Mapping[str, Any]) -> dict[str, float]:
+    """Times that a server with ``enable_metrics`` says."""
+    queue, start, end = (info.get(name) for name in ("queue_time", "forward_entry_time", "prefill_finished_time"))
+    if not (isinstance(queue, float) and isinstance(start, float) and isinstance(end, float)):
+        return {}
+    return {"queue": queue, "prefill": max(0.0, end - start)}
 
 
 def _finish(info: Mapping[str, Any], where: str) -> Finish:

@@ -39,3 +39,8 @@ class TrackerOptions(Section):
     tracker_histograms: bool = key(
         True, "Histograms of rewards, lengths, advantages and log-prob gaps, where a tracker has them.", FIGURES
     )
+    prometheus_port: int = key(0, "Serve /metrics for Prometheus at this port; 0: do not.", FIGURES, ge=0, lt=65536)
+    prometheus_host: str = key("127.0.0.1", "Address of it; anyone who reaches it reads the figures.", FIGURES)
+    trace: bool = key(False, "Write RUN/trace.json, which Perfetto opens: what each sample's time went into.", FIGURES)
+    trace_steps: int = key(0, "Steps that are traced, from the start or a resume; 0: all.", FIGURES, ge=0)
+    otlp_endpoint: str = key("", "Send these traces to an OpenTelemetry collector, such as http://HOST:4318.", FIGURES)
