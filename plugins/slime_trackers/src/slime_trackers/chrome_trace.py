@@ -7,7 +7,9 @@ readers allow, and a resumed run goes on behind its last whole line.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import queue
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,69 +26,67 @@ class ChromeTrace:
     """A `timeline.SpanWriter`."""
 
     def __init__(self) -> None:
-        self._lines: list[str] = []
-        self._file: BinaryIO | None = None
-        self._lanes: set[int] = set()
+        self._events: list[tuple[str, int, str, float, float, Mapping[str, Any]]] = []
+        self._queue: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
+        self._lanes: set[int] = set()  # that have a name
 
     def open(self, run_dir: Path) -> None:
         """Begin the file, or go on with it."""
         path = run_dir / "trace.json"
-        self._file = open(path, "r+b" if path.exists() else "w+b")  # noqa: SIM115
-        self._file.seek(0, 2)
-        if not self._go_on():
-            self._file.seek(0)
-            self._file.truncate()
-            self._file.write(b"[\n" + self._name(RUN, 0, "process_name", "run").encode())
-            for text in (self._name(RUN, 0, "thread_name", LOOP), self._name(SAMPLES, 0, "process_name", "samples")):
-                self._file.write(b",\n" + text.encode())
-        self._file.flush()
-
-    def _go_on(self) -> bool:
-        """Cut the file behind its last whole event."""
-        assert self._file is not None
-        start = max(0, self._file.tell() - LONGEST)
-        self._file.seek(start)
-        tail = self._file.read()
-        end = tail.rfind(b"}")
-        while end >= 0 and not _is_event(tail[tail.rfind(b"\n", 0, end) + 1 : end + 1]):
-            end = tail.rfind(b"}", 0, end)
-        if end >= 0:
-            self._file.seek(start + end + 1)
-            self._file.truncate()
-        return end >= 0
+        file = open(path, "r+b" if path.exists() else "w+b")  # noqa: SIM115
+        if not _go_on(file):
+            file.seek(0)
+            file.truncate()
+            names = [(RUN, 0, "process_name", "run"), (RUN, 0, "thread_name", LOOP)]
+            names.append((SAMPLES, 0, "process_name", "samples"))
+            file.write(("[\n" + ",\n".join(_name(*name) for name in names)).encode())
+        file.flush()
+        self._thread = threading.Thread(target=self._work, args=(file,), name="slime-trace", daemon=True)
+        self._thread.start()
 
     def write(self, track: str, lane: int, name: str, start: float, end: float, facts: Mapping[str, Any]) -> None:
-        """One complete event; microseconds are rounded at both ends, so that spans which nest still do."""
-        if lane and lane not in self._lanes:
-            self._lanes.add(lane)
-            self._lines.append(self._name(SAMPLES, lane, "thread_name", f"lane {lane}"))
-        at = round(start * 1e6)
-        values = dict(facts) if track == LOOP else {"sample": track, **facts}
-        self._lines.append(
-            f'{{"name":{json.dumps(name)},"ph":"X","pid":{SAMPLES if lane else RUN},"tid":{lane},'
-            f'"ts":{at},"dur":{round(end * 1e6) - at},"args":{json.dumps(values)}}}'
-        )
-
-    def _name(self, pid: int, tid: int, kind: str, text: str) -> str:
-        return f'{{"name":"{kind}","ph":"M","pid":{pid},"tid":{tid},"args":{{"name":"{text}"}}}}'
+        """One complete event."""
+        self._events.append((track, lane, name, start, end, facts))
 
     def leave(self, track: str) -> None:
         """Nothing: its lane is used again."""
 
     def flush(self) -> None:
-        """Write what there is."""
-        if self._lines and self._file is not None:
-            self._file.write("".join(f",\n{line}" for line in self._lines).encode())
-            self._file.flush()
-            self._lines.clear()
+        """Have the thread write what there is."""
+        events, self._events = self._events, []
+        self._queue.put(events)
 
     def close(self) -> None:
         """End the array."""
         self.flush()
-        if self._file is not None:
-            self._file.write(END)
-            self._file.close()
-            self._file = None
+        self._queue.put(None)
+        self._thread.join()
+
+    def _work(self, file: BinaryIO) -> None:
+        """Write events until there are no more; texts are made here, beside what the run computes."""
+        with file:
+            while (events := self._queue.get()) is not None:
+                file.write("".join(f",\n{line}" for event in events for line in self._lines(*event)).encode())
+                file.flush()
+            file.write(END)
+
+    def _lines(
+        self, track: str, lane: int, name: str, start: float, end: float, facts: Mapping[str, Any]
+    ) -> Iterator[str]:
+        """The lines of an event; microseconds are cut at both ends, so that spans which nest still do."""
+        if lane and lane not in self._lanes:
+            self._lanes.add(lane)
+            yield _name(SAMPLES, lane, "thread_name", f"lane {lane}")
+        at, to = int(start * 1e6), int(end * 1e6)
+        values = json.dumps(facts if track == LOOP else {"sample": track, **facts})
+        yield (
+            f'{{"name":"{name}","ph":"X","pid":{SAMPLES if lane else RUN},"tid":{lane},'
+            f'"ts":{at},"dur":{to - at},"args":{values}}}'
+        )
+
+
+def _name(pid: int, tid: int, kind: str, text: str) -> str:
+    return f'{{"name":"{kind}","ph":"M","pid":{pid},"tid":{tid},"args":{{"name":"{text}"}}}}'
 
 
 def _is_event(line: bytes) -> bool:
@@ -94,3 +94,17 @@ def _is_event(line: bytes) -> bool:
         return isinstance(json.loads(line), dict)
     except ValueError:
         return False
+
+
+def _go_on(file: BinaryIO) -> bool:
+    """Cut a file behind its last whole event; False where it has none."""
+    start = max(0, file.seek(0, 2) - LONGEST)
+    file.seek(start)
+    tail = file.read()
+    end = tail.rfind(b"}")
+    while end >= 0 and not _is_event(tail[tail.rfind(b"\n", 0, end) + 1 : end + 1]):
+        end = tail.rfind(b"}", 0, end)
+    if end >= 0:
+        file.seek(start + end + 1)
+        file.truncate()
+    return end >= 0

@@ -110,16 +110,16 @@ class Timeline:
         start = span.start + self._zero
         end = start + (span.seconds or 0.0)
         samples = _samples_of(span)
+        facts = {key: value for key, value in span.facts.items() if key not in ("sample", "samples")}
         if not samples:
             self.writer.write(LOOP, 0, span.name, start, end, {"version": self._done, **span.facts})
             if span.name == "train":
                 self._train(start, end)
         for name in samples:
             if (way := self._ways.get(name)) is not None:
-                self._end(name, way, span, start, end)
+                self._end(name, way, span, start, end, facts)
 
-    def _end(self, name: str, way: SampleWay, span: Span, start: float, end: float) -> None:
-        facts = {key: value for key, value in span.facts.items() if key not in ("sample", "samples")}
+    def _end(self, name: str, way: SampleWay, span: Span, start: float, end: float, facts: Mapping[str, Any]) -> None:
         self.writer.write(name, way.lane, span.name, start, end, facts)
         if span.name == "request":
             at = start
