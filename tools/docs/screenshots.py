@@ -16,6 +16,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,6 @@ PICTURES = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 SIZE = {"width": 1280, "height": 800}
 SLIME = (sys.executable, "-m", "slime_cli.main")
 TABS = ("overview", "timeline", "samples")
-SETTLED = "document.querySelectorAll('.main-svg').length > 8"
 
 
 def take_pictures(browser: Any, run: Path, report: Path) -> None:
@@ -32,23 +33,32 @@ def take_pictures(browser: Any, run: Path, report: Path) -> None:
         context = browser.new_context(viewport=SIZE, color_scheme=theme)
         page = context.new_page()
         page.goto(f"file://{report}")
-        page.wait_for_function(SETTLED)
-        page.get_by_role("button", name="grpo").click()
+        page.locator(".main-svg").nth(8).wait_for()
+        page.get_by_role("button", name="grpo", exact=True).click()
         for tab in TABS:
             page.evaluate(f"slime.app.show('{tab}')")
             if tab == "samples":
                 show_sample(page)
             page.wait_for_timeout(1500)
             page.screenshot(path=PICTURES / f"report-{tab}-{theme}.png")
-        watch = subprocess.Popen([*SLIME, "watch", str(run)], stdout=subprocess.PIPE, text=True)
-        assert watch.stdout is not None
-        page.goto(watch.stdout.readline().strip())
-        page.wait_for_function(SETTLED)
-        page.wait_for_timeout(1500)
-        page.screenshot(path=PICTURES / f"watch-{theme}.png")
-        context.close()
-        watch.send_signal(signal.SIGINT)
-        watch.wait(20)
+        with watched(run) as url:
+            page.goto(url)
+            page.locator(".main-svg").nth(8).wait_for()
+            page.wait_for_timeout(1500)
+            page.screenshot(path=PICTURES / f"watch-{theme}.png")
+            context.close()
+
+
+@contextmanager
+def watched(run: Path) -> Iterator[str]:
+    """The address of the live page, while it is served."""
+    process = subprocess.Popen([*SLIME, "watch", str(run)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(20)
 
 
 def show_sample(page: Any) -> None:

@@ -243,10 +243,10 @@ slime.charts = (() => {
       oninput: () => { settings.smooth = Number(smooth.value); redraw(); } });
     const controls = h("div", { className: "controls" },
       h("label", null, "smoothing", smooth),
-      h("label", null, "horizontal", slime.pick([["step", "step"], ["time", "minutes"]], settings.x, (value) => {
+      h("span", { className: "field" }, "horizontal", slime.pick([["step", "step"], ["time", "minutes"]], settings.x, (value) => {
         settings.x = value; runs.forEach(place); redraw();
       })),
-      runs.length === 1 && runs[0].stages.length > 1 && h("label", null, "stage", slime.pick([["", "all"], ...runs[0].stages.map(({ name }) => [name, name])], settings.stage, (value) => { settings.stage = value; redraw(); })),
+      runs.length === 1 && runs[0].stages.length > 1 && h("span", { className: "field" }, "stage", slime.pick([["", "all"], ...runs[0].stages.map(({ name }) => [name, name])], settings.stage, (value) => { settings.stage = value; redraw(); })),
       runs.length > 1 && h("span", { className: "legend", style: "display:flex;gap:14px;flex-wrap:wrap" }, runs.map((run) => h("span", null, h("span", { className: "swatch", style: "background:" + run.colour }), run.name))));
     const sections = CHARTS.map(([name, charts]) => {
       const figures = charts.map((definition) => chart(definition, runs)).filter(Boolean);

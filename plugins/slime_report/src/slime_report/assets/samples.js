@@ -126,7 +126,7 @@ slime.samples = (() => {
       const figures = groupFigures(table)[item];
       cells[0].style.background = shade(figures.mean);
       cells[1].textContent = slime.visible(table.groups[item]);
-      cells[2].textContent = bars(item);
+      cells[2].textContent = bars(item); cells[2].style.color = "var(--soft)";
       cells[3].textContent = `${number(figures.mean, 3)} ± ${number(figures.std, 2)}`;
       cells[4].textContent = Number.isNaN(figures.step) ? "–" : "step " + figures.step;
       row.setAttribute("aria-selected", String(table.group[state.selected] === item));
@@ -134,7 +134,7 @@ slime.samples = (() => {
       cells[0].style.background = shade(table.reward[item]);
       cells[1].textContent = slime.visible(table.id[item]);
       const fate = table.names.fate[table.fate[item]], status = table.names.status[table.status[item]];
-      cells[2].textContent = fate === "trained" ? (status === "completed" ? "" : status) : fate;
+      cells[2].style.color = ""; cells[2].textContent = fate === "trained" ? (status === "completed" ? "" : status) : fate;
       cells[3].textContent = `${number(table.reward[item], 3)}  ·  ${table.length[item]} tok`;
       cells[4].textContent = Number.isNaN(table.step[item]) ? "–" : "step " + table.step[item];
       row.setAttribute("aria-selected", String(state.selected === item));
