@@ -40,7 +40,8 @@ def heldout_falls(history: History) -> Diagnosis | None:
     With at least three evaluations. verl's issue 5038 is of this kind.
     """
     for name in dict.fromkeys(row["name"] for row in history.evaluations):
-        rows = [row for row in history.evaluations if row["name"] == name and "reward/mean" in row["metrics"]]
+        named = [row for row in history.evaluations if row["name"] == name]
+        rows = [row for row in named if row["metrics"].get("reward/mean") is not None]
         if not history.rewarded or len(rows) < EVALUATIONS:
             continue
         best, last = max(rows, key=lambda row: row["metrics"]["reward/mean"]), rows[-1]

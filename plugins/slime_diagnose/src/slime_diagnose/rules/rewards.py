@@ -7,6 +7,7 @@ from statistics import fmean
 
 from slime_diagnose.diagnosis import Diagnosis
 from slime_diagnose.history import History, Row
+from slime_diagnose.rules.responses import model_facts
 from slime_diagnose.texts import has_label, shown
 from slime_diagnose.trends import SURE, course_of, middle, moving
 
@@ -27,6 +28,8 @@ INTENDED = ("over_sampled", "debug_rollout_only")
 TINY = 0.01
 """Spread of rewards in a group, relative to the spread of all, that a division by its std blows up a hundred times;
 Liu et al. 2025 (Dr. GRPO) describe the bias."""
+CUT_OFF = 0.8
+"""Share of truncated responses that explains why none is right; below, a fifth ended and was wrong."""
 ACCURACY = re.compile(r"correct|accura|answer|exact|match|solved|verif|^acc$", re.I)
 """Names of terms that judge an answer, as graders of TRL, open-r1 and verl call them."""
 
@@ -263,10 +266,17 @@ def reason(history: History, rows: list[Row], matches: list[Row]) -> dict[str, s
             "the format it expects is the reason; tell the prompt the format, or choose another grader",
             "key": reward_key,
         }
-    if fmean(history.recent("truncated_ratio") or [0.0]) > 0.5:
+    if fmean(history.recent("truncated_ratio") or [0.0]) > CUT_OFF:
         return {
             "fix": "most responses are cut off before an answer: raise rollout_max_response_len",
             "key": "rollout.rollout_max_response_len",
+        }
+    model = model_facts(config.rollout.hf_checkpoint)
+    if model.get("chat_template") and not config.data.apply_chat_template:
+        return {
+            "fix": f"the label stands in {len(matches)} of {len(rows)} responses, and the model's chat template is "
+            "not applied: --apply-chat-template, then see whether the grader finds the answer",
+            "key": "data.apply_chat_template",
         }
     return {
         "fix": f"the label stands in {len(matches)} of {len(rows)} responses: the model does not know them (take "
