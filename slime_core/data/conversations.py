@@ -86,7 +86,22 @@ class ReplyEncoder:
         pieces = pieces or self._by_prefixes(dialogue, trained, tools, where)
         (prompt, _), *rest = pieces
         tokens = [token for ids, _ in rest for token in ids]
+        self._require_calls([dialogue[number] for number in trained], decode(self.tokenizer, tokens), where)
         return EncodedReply(prompt=prompt, tokens=tokens, loss_mask=[mask for ids, mask in rest for _ in ids])
+
+    def _require_calls(self, answers: Sequence[Message], text: str, where: str) -> None:
+        """Refuse a template that leaves tool calls out: an answer would be trained that says nothing."""
+        calls = [call.get("function") or call for answer in answers for call in answer.get("tool_calls") or ()]
+        missing = [call["name"] for call in calls if call["name"] not in text]
+        if missing:
+            raise DataError(
+                f"the chat template leaves out the tool call '{missing[0]}'",
+                code="DAT25",
+                where=where,
+                why="the model would learn an answer without it",
+                fix="write calls into the content of the messages, or a template that knows tool_calls into the model "
+                "folder: chat_template.jinja",
+            )
 
     def text(self, prompt: str, answer: str) -> EncodedReply:
         """An answer to a prompt that are texts, read without a chat template; the end token follows."""

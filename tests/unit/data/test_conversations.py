@@ -119,9 +119,8 @@ def test_a_template_that_drops_reasoning_trains_the_last_turn_and_is_refused_for
     assert text_of(encoder, reply).endswith("<|im_start|>assistant\n<think>\n4 and 3\n</think>\n\n7<|im_end|>")
     apart = [*TALK[:3], {"role": "assistant", "content": "7", "reasoning_content": "4 and 3"}]
     assert encoder.conversation(apart, None, "r:1") == reply
-    calls = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
     with pytest.raises(DataError, match="writes message 3 in another way"):
-        encoder.conversation([*TALK[:3], calls], None, "r:1")
+        encoder.conversation([*TALK[:3], CALLING], None, "r:1")
     with pytest.raises(DataError, match="writes message 1 in another way") as refusal:
         ReplyEncoder(speaker("r1")).conversation(talk, None, "rows.jsonl:3")
     assert refusal.value.where == "rows.jsonl:3"
@@ -200,11 +199,15 @@ def test_tool_calls_train_and_their_results_do_not(name):
     assert "RESULT" in text_of(encoder, reply)
 
 
+CALLING = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+
+
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
         (TALK[:1], "no assistant message"),
         ([TALK[0], {**TALK[1], "weight": 0}], "no assistant message"),
+        ([TALK[0], CALLING], "the chat template leaves out the tool call 'add'"),
     ],
 )
 def test_a_conversation_with_nothing_to_train_on_is_refused(messages, message):
