@@ -67,7 +67,7 @@ bench: $(VENV)/.dev  ## measurements of docs/benchmarks.md, side by side with TR
 		echo "== $$tool"; $(BIN)/python $$tool; done
 
 docs: $(VENV)/.dev  ## the documentation site, in build/site: every link is checked, and nothing is loaded from elsewhere
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 screenshots: $(VENV)/.dev  ## pictures of the report, the live page and the terminal, from a run of the demonstration
 	$(BIN)/python tools/docs/screenshots.py

@@ -1,6 +1,7 @@
 """The documentation site: it builds with no broken link, loads nothing from elsewhere, and its examples run."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -45,8 +46,15 @@ def test_the_site_builds_without_a_warning_and_has_every_page(site):
     pages = [path.parent if path.name == "README.md" else path.with_suffix("") for path in site_pages.pages()]
     missing = [path for path in pages if not (site / path.relative_to(ROOT) / "index.html").is_file()]
     assert [path for path in missing if path.name != "index"] == []
+    assert list(site.glob("docs/images/step.svg"))
     assert "slime_core.types.Sample" in (site / "docs/api/types/index.html").read_text()
     assert "asynccontextmanager" in (site / "docs/hooks/slime_engine/index.html").read_text()
+
+
+def test_make_docs_counts_warnings_as_the_fixture_does():
+    done = subprocess.run(["make", "--dry-run", "docs"], capture_output=True, text=True, cwd=ROOT, check=True)
+    (line,) = [line for line in done.stdout.splitlines() if "mkdocs" in line]
+    assert line.endswith("-m mkdocs build --strict"), "with --quiet no warning is counted"
 
 
 def test_no_page_of_the_site_loads_from_or_links_to_another_host(site):

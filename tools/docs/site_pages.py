@@ -26,7 +26,7 @@ PAGES = (
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "docs/*/*.md", "tools/README.md"),
     *("plugins/*/README.md", "examples/*/README.md", "tools/*/README.md"),
 )
-LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
 API = {
     "types": "Data types: what hooks receive and return.",
     "protocols": "Interfaces between packages, and what hooks register.",
@@ -71,7 +71,7 @@ def pages() -> list[Path]:
 
 
 def links(page: Path) -> Iterator[Path]:
-    """Files of the repository to which a page links."""
+    """Files of the repository that a page links to or shows."""
     for _, target, _ in LINK.findall(without_code(page.read_text())):
         path = (page.parent / target).resolve()
         if path.is_relative_to(ROOT) and path.is_file():
@@ -95,7 +95,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
     for file in [file for file in files if Path(file.abs_src_path or "").is_relative_to(ROOT / "docs")]:
         files.remove(file)
-    assets = [*ROOT.glob("docs/theme/*.css"), *ROOT.glob("docs/images/*")]
+    assets = ROOT.glob("docs/theme/*.css")
     linked = [target for page in pages() for target in links(page)]
     code = [path for places in implementations().values() for path in places]
     for path in sorted({*pages(), *linked, *code, *assets}):
