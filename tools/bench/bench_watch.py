@@ -6,8 +6,8 @@
 One run of rm_math's demo trains in its supervised stage. Windows of time with a watcher and without one take turns in
 it, a pair in the one order and the next in the other. The terminal's view is drawn on a terminal of 80 columns; the
 page is read as a browser reads it, each update as soon as it comes. A watcher starts before its window, since one that
-starts imports its libraries for a second. "processor" is the watcher's processor time by that of the run in the same
-window, which other load on the machine changes less than steps a second.
+starts imports its libraries for a second. "processor" is the watcher's processor time by that which the machine has in
+the window, all cores together: the most that it can take from a run. Other load changes it less than steps a second.
 """
 
 from __future__ import annotations
@@ -100,13 +100,12 @@ def page(run: Path) -> Iterator[int]:
         thread.join()
 
 
-def window(run: Path, pid: int, seconds: float, watcher: int | None = None) -> tuple[float, float]:
-    """Steps a second of the run, and the watcher's processor time by the run's."""
-    pids = [pid] if watcher is None else [pid, watcher]
-    steps, started, used = lines(run), time.monotonic(), [processor(each) for each in pids]
+def window(run: Path, seconds: float, watcher: int | None = None) -> tuple[float, float]:
+    """Steps a second of the run, and the watcher's processor time by the machine's."""
+    steps, started, used = lines(run), time.monotonic(), processor(watcher) if watcher else 0.0
     time.sleep(seconds)
-    after = [processor(each) - before for each, before in zip(pids, used, strict=True)]
-    return (lines(run) - steps) / (time.monotonic() - started), after[1] / after[0] if watcher is not None else 0.0
+    elapsed, used = time.monotonic() - started, (processor(watcher) if watcher else 0.0) - used
+    return (lines(run) - steps) / elapsed, used / elapsed / (os.cpu_count() or 1)
 
 
 def lines(run: Path) -> int:
@@ -130,10 +129,10 @@ def main() -> None:
             for name, watching in (("terminal", terminal), ("page", page)):
                 ratios, shares = [], []
                 for pair in range(options.pairs):
-                    alone = window(run, process.pid, options.seconds) if pair % 2 else None
+                    alone = window(run, options.seconds) if pair % 2 else None
                     with watching(run) as pid:
-                        watched, share = window(run, process.pid, options.seconds, pid)
-                    alone = alone or window(run, process.pid, options.seconds)
+                        watched, share = window(run, options.seconds, pid)
+                    alone = alone or window(run, options.seconds)
                     ratios.append(watched / alone[0])
                     shares.append(share)
                     print(f"{name}: {watched:.3f} steps/s watched, {alone[0]:.3f} alone, processor {share:.2%}")

@@ -55,7 +55,7 @@ class WatchTerminal(App[None]):
         self.follower = RunFollower(run_dir)
         self.shown, self.page, self.everything = "curves", 0, False
         self.failure: SlimeError | None = None
-        self._drawn = Size(0, 0)  # of the terminal when the body was drawn
+        self._body_size = Size(0, 0)  # of the terminal when the body was drawn
 
     def compose(self) -> ComposeResult:
         """Head, body, keys."""
@@ -83,10 +83,11 @@ class WatchTerminal(App[None]):
         """Show the run as it was last read, at the size of the terminal; the ``body`` where it has changed."""
         width, height = self.size
         small = width < SMALLEST[0] or height < SMALLEST[1]
-        self.query_one("#head", Static).update(too_small(width, height) if small else head(self.follower, width))
-        if not body and self.size == self._drawn:
+        top = too_small(width, height) if small else head(self.follower, width)
+        self.query_one("#head", Static).update(top, layout=False)
+        if not body and self.size == self._body_size:
             return
-        self._drawn = self.size
+        self._body_size = self.size
         page = ViewPage(width=width - 1, height=height - 3, number=self.page, everything=self.everything)
         self.query_one("#text", Static).update("" if small else VIEWS[self.shown](self.follower, page))
 
