@@ -28,7 +28,7 @@ From another machine: ssh -L 8000:127.0.0.1:PORT HOST, then the printed URL with
 def watch(run: Path, terminal: bool, port: int) -> None:
     """Watch a run, running or ended, by its run directory: a live page on 127.0.0.1, or --terminal.
 
-    Nothing is written to the run and no lock of it is taken. stdout gets the page's URL, with its token.
+    The run is not changed, and no lock of it is kept. stdout gets the page's URL, with its token.
     """
     from slime_core.report.rundir import RunDir
 

@@ -3,7 +3,7 @@
     metrics.jsonl samples.jsonl log/run.log    what was appended since the last look
     run.json lock log/phase ledger.sqlite      as they are now
 
-Nothing is written and no lock is kept. A resume trims figures, so a file that is new is read from its start.
+The run is not changed and no lock is kept. A resume trims figures, so a file that is new is read from its start.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from slime_watch.follower import RunFollower
 HOSTS = frozenset({b"127.0.0.1", b"localhost", b"[::1]"})
 """Names of this machine; a port that ssh forwards is another than the server's."""
 WAIT = 20.0  # seconds that a request for what is new waits
-INTERVAL = 1.0  # seconds between looks at the run
+INTERVAL = 2.0  # seconds between looks at the run
 HEADERS = {
     "cache-control": "no-store",
     "referrer-policy": "no-referrer",
@@ -138,7 +138,7 @@ class LivePage:
             return await asyncio.to_thread(work)
 
     async def _look(self) -> None:
-        """Read what is new, once a second for all who wait."""
+        """Read what is new, every two seconds for all who wait."""
         async with self._looking:
             if time.monotonic() - self._looked >= INTERVAL:
                 await asyncio.to_thread(self._follower.look)

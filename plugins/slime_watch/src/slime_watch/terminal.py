@@ -16,7 +16,7 @@ from slime_core.report.rundir import RunDir
 from slime_watch.follower import RunFollower
 from slime_watch.views import SMALLEST, VIEWS, ViewPage, head, too_small
 
-INTERVAL = 1.0  # seconds between looks
+INTERVAL = 2.0  # seconds between looks
 FOOT = "1 curves  2 samples  3 notes  4 times   ←→ page   ? keys   q quit"
 
 
@@ -65,7 +65,7 @@ class WatchTerminal(App[None]):
         yield Static(FOOT, id="foot", markup=False)
 
     def on_mount(self) -> None:
-        """Look at the run now, and again every second."""
+        """Look at the run now, and again every two seconds."""
         self.look()
         self.set_interval(INTERVAL, self.look)
 
