@@ -60,9 +60,19 @@ def read_recipe(path: Path) -> Recipe:
         lines = {}
     origins = Origins({key: f"{shown}:{line}" for key, line in lines.items()} or {(): shown})
     check_version(written, origins)
+    _move_trackers(written)
     data, problems, secrets = resolve_env(written, origins)
     raise_all(problems)
     return Recipe(data=data, path=path.absolute(), origins=origins, secrets=secrets, written=written)
+
+
+def _move_trackers(data: dict[str, Any]) -> None:
+    """Move keys of Weights & Biases from `report`, where earlier versions had them, to the table of slime-trackers."""
+    report = data.get("report")
+    if isinstance(report, dict):
+        keys = {name: report.pop(name) for name in ("use_wandb", "wandb_project", "wandb_group") if name in report}
+        if keys.get("use_wandb"):
+            data.setdefault("plugin", {}).setdefault("trackers", {}).update(keys)
 
 
 def check_version(data: Mapping[str, Any], origins: Origins) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 from itertools import groupby
 
 import pytest
@@ -97,7 +98,8 @@ def test_conversations_then_pairs_then_sampling_and_a_kill_in_each(slime, work):
     assert "train_rollout_logprob_abs_diff" not in first, "nothing was drawn"
     for nth in (2, 5, 8):
         name = f"killed-{nth}"
-        slime("run", "recipe.toml", "--run-dir", name, cwd=work, SLIME_FAILPOINT=f"loop.stepped:{nth}=kill")
+        killed = slime("run", "recipe.toml", "--run-dir", name, cwd=work, SLIME_FAILPOINT=f"loop.stepped:{nth}=kill")
+        assert killed.returncode == -signal.SIGKILL
         resumed = slime("run", "--resume", name, cwd=work)
         assert resumed.returncode == 0, resumed.stderr
         assert weights(work / name) == weights(work / "out")

@@ -96,7 +96,7 @@ def child(request: dict[str, Any]) -> None:
     os.chdir(request["cwd"])
     take(request)
     recorder = Recorder()
-    failpoints.arm(request.get("failpoint", ""))
+    failpoints.arm(request.get("failpoint") or os.environ.get("SLIME_FAILPOINT", ""))
     if request.get("names"):
         failpoints._armed = recorder  # type: ignore[assignment]
     try:

@@ -189,3 +189,12 @@ def test_what_is_loaded_says_where_it_came_from(recipe):
     assert loaded.origins.of(("seed",)) == "recipe.toml:1"
     assert loaded.origins.of(("train", "lr")) == "command line: --lr"
     assert loaded.origins.of(("train", "clip_grad")) == ""
+
+
+def test_runs_of_earlier_versions_have_their_trackers_keys_moved(recipe):
+    assert read_recipe(recipe("[report]\nuse_wandb = false\nwandb_project = 'old'\n")).data == {"report": {}}
+    moved = read_recipe(recipe("[report]\nsave_keep = 3\nuse_wandb = true\nwandb_project = 'old'\n"))
+    assert moved.data == {
+        "report": {"save_keep": 3},
+        "plugin": {"trackers": {"use_wandb": True, "wandb_project": "old"}},
+    }
