@@ -91,7 +91,7 @@ def test_show_as_json_has_stable_keys_and_adds_up(finished, cli):
     facts = json.loads(cli("show", path, "--json").out)
     assert set(facts) == {
         *("run_dir", "status", "holder", "info", "config", "version", "stages", "samples_by_state", "evaluations"),
-        *("routing", "samples", "errors", "final", "starts", "checkpoints", "resume"),
+        *("routing", "samples", "errors", "final", "starts", "checkpoints", "resume", "diagnosis"),
     }
     assert (facts["status"], facts["version"], facts["holder"]) == ("finished", 3, None)
     assert [(stage["name"], stage["steps"], stage["of"]) for stage in facts["stages"]] == [

@@ -319,6 +319,12 @@ ALLOWED = {
     "plugins/slime_chat/src/slime_chat/answers.py": "`created` of an answer, as OpenAI's API has it",
     "plugins/slime_chat/src/slime_chat/responses_api.py": "`created_at` of a response, likewise",
     "plugins/slime_kernelbench/src/slime_kernelbench/records.py": "when a turn was written, for people",
+    "plugins/slime_report/src/slime_report/recorder.py": "when a step ended, for people",
+    "plugins/slime_trackers/src/slime_trackers/mlflow_run.py": "when a figure was logged, as MLflow's API has it",
+    "plugins/slime_trackers/src/slime_trackers/prometheus.py": "a heartbeat, which Prometheus compares with its own clock",
+    "plugins/slime_trackers/src/slime_trackers/timeline.py": "where a trace begins, as OpenTelemetry has it",
+    "plugins/slime_watch/src/slime_watch/views.py": "how long a phase lasts that another process has begun",
+    "slime_core/report/report.py": "when a phase began, for another process",
 }
 """Files that may look at the wall clock, with what for."""
 
