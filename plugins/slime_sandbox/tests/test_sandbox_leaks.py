@@ -133,7 +133,7 @@ def test_a_group_bounds_memory_where_there_can_be_one():
     assert not again.ran_out()
     groups.give(again)
     groups.close()
-    assert list(groups.folder.glob(f"slime-sandbox-{os.getpid()}-*")) == []
+    assert list(groups.folder.glob(f"slime-sandbox-{os.getpid()}-{id(groups):x}-*")) == []
 
 
 def test_a_group_of_a_process_that_was_killed_is_removed(tmp_path):
