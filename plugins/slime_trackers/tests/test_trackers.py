@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import struct
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -134,6 +136,7 @@ def wandb_rows(folder):
 def test_wandb_offline_has_every_step_with_tables_and_no_argv(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr("sys.argv", ["slime", "--api-key", "canary-in-argv"])
+    monkeypatch.setitem(sys.modules, "mcp", ModuleType("mcp"))  # a library that W&B would comment on
     run = tmp_path / "run"
     first = Process(run, [WandbRun], tracker_notes="a note").steps(step(1, 0.1), step(2, 0.2))
     first.report.evaluation("held", 2, {"reward/mean": 0.25, "seconds": 1.0})

@@ -27,6 +27,7 @@ class WandbRun(Tracker):
         has_key = "WANDB_API_KEY" in os.environ or (Path.home() / ".netrc").exists()
         mode = options.wandb_mode or os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
         host = {"base_url": options.wandb_host} if options.wandb_host else {}
+        wandb.setup(wandb.Settings(silent=True))  # else it recommends a product where it sees `mcp` or `verifiers`
         self._run: Any = wandb.init(
             project=options.wandb_project,
             group=options.wandb_group or None,
