@@ -71,6 +71,7 @@ def test_three_games_train_on_the_log_probs_that_the_trainer_has_too_and_a_tampe
     assert max(differences(tampered)) > 1e-3
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_killed_within_an_episode_ends_in_the_same_weights(train, forked_slime, tmp_path):
     flags = ("--plugin", "gym", "--game", "Faulty-v0", "--modules", FAULTY, "--rollout-max-response-len", "2")
     flags += ("--rollout-batch-size", "2", "--num-rollout", "2", "--no-colocate", "--max-staleness", "1")
