@@ -103,7 +103,9 @@ def test_every_line_of_the_metrics_file_has_stable_keys(run_dir):
 def test_what_is_in_no_part_of_a_step_is_told_beside_its_parts(run_dir, monkeypatch):
     """The parts then add up to the step; the first of a stage, and evaluations, are not counted."""
     now = iter([0.0, 0.0, 10.0, 13.0, 50.0, 52.0, 90.0, 93.0])
-    clock = SimpleNamespace(monotonic=lambda: next(now), strftime=time.strftime)  # nobody else's, in other threads
+    clock = SimpleNamespace(
+        monotonic=lambda: next(now), strftime=time.strftime, time=time.time
+    )  # nobody else's, in other threads
     monkeypatch.setattr("slime_core.report.report.time", clock)
     sink = Keeping()
     report = Report(run_dir, Config(), [sink], PlainLines(io.StringIO()))
@@ -171,7 +173,9 @@ def test_an_evaluation_that_ends_after_later_steps_is_told_of_its_version_and_le
 ):
     """Trackers go forward only, so it stands at the last step there; in the file it stands at its own version."""
     now = iter([0.0, 0.0, 10.0, 13.0, 16.0])
-    clock = SimpleNamespace(monotonic=lambda: next(now), strftime=time.strftime)  # nobody else's, in other threads
+    clock = SimpleNamespace(
+        monotonic=lambda: next(now), strftime=time.strftime, time=time.time
+    )  # nobody else's, in other threads
     monkeypatch.setattr("slime_core.report.report.time", clock)
     sink = Keeping()
     report = Report(run_dir, Config(), [sink], PlainLines(io.StringIO()))
