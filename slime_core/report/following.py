@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 
 from slime_core.config.load import read
@@ -51,7 +52,7 @@ class Steps:
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
-        self._pace: Pace | None = None
+        self._pace = Pace(0)
 
     def line(self, text: str) -> str:
         """What is said of a row; empty for one that says nothing, or was cut."""
@@ -61,22 +62,27 @@ class Steps:
             if row["kind"] == "eval":
                 return evaluation_line(row["name"], row["version"], metrics)
             parts = {name: row[name] for name in ("version", "stage", "step", "of", "seconds")}
-        except (ValueError, KeyError, TypeError):
+            wall = sum(value or 0.0 for value in row["seconds"].values())
+        except (ValueError, KeyError, TypeError, AttributeError):
             return ""
-        report, wall = StepReport(**parts, metrics=metrics), sum(row["seconds"].values())
-        if self._pace is None:
-            self._pace = Pace(total_of(self._run_dir))
+        report = StepReport(**parts, metrics=metrics)
+        self._pace.steps = total_of(self._run_dir)
         self._pace.done = report.version - 1
         self._pace.add(wall)
         return f"{place(report)}  {'  '.join(figures(report, wall))}  eta {duration(self._pace.eta)}"
 
 
 def total_of(run_dir: RunDir) -> int:
-    """Steps of the whole run; 0 where its config is of another slime, or cannot be read."""
+    """Steps of the whole run, which a resume may change; 0 where its config is of another slime, or cannot be read."""
     try:
-        return total_steps(read(run_dir.config, check=False).config)
+        return _total(run_dir.config, run_dir.config.stat().st_mtime_ns)
     except (SlimeError, OSError):
         return 0
+
+
+@lru_cache(maxsize=8)
+def _total(config: Path, written: int) -> int:
+    return total_steps(read(config, check=False).config)
 
 
 def follow(run_dir: RunDir, show: Callable[[str], None]) -> None:

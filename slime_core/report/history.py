@@ -6,11 +6,12 @@ import json
 import sqlite3
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from slime_core.errors import StorageError
 from slime_core.report.rundir import RunDir
 
 HIGHER = ("reward/", "raw_reward/", "task/", "eval/")
@@ -32,16 +33,28 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield row
 
 
+def complete(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A line of ``metrics.jsonl`` on a step or an evaluation, with an empty table for one that it lacks; else None."""
+    tables = {name: row.get(name) or {} for name in ("metrics", "seconds")}
+    named = row.get("kind") == "step" or (row.get("kind") == "eval" and isinstance(row.get("name"), str))
+    sound = named and isinstance(row.get("version"), int) and all(isinstance(table, dict) for table in tables.values())
+    return {**row, **tables} if sound else None
+
+
 def steps_of(run_dir: RunDir) -> list[dict[str, Any]]:
     """The step lines of ``metrics.jsonl``; of a version written twice, the later one."""
-    rows = {row["version"]: row for row in read_lines(run_dir.metrics) if row.get("kind") == "step"}
+    rows = {row["version"]: row for row in _figures(run_dir) if row["kind"] == "step"}
     return [rows[version] for version in sorted(rows)]
 
 
 def evaluations_of(run_dir: RunDir) -> list[dict[str, Any]]:
     """The evaluation lines of ``metrics.jsonl``, by version."""
-    rows = [row for row in read_lines(run_dir.metrics) if row.get("kind") == "eval"]
+    rows = [row for row in _figures(run_dir) if row["kind"] == "eval"]
     return list({(row["version"], row["name"]): row for row in rows}.values())
+
+
+def _figures(run_dir: RunDir) -> Iterator[dict[str, Any]]:
+    return (row for line in read_lines(run_dir.metrics) if (row := complete(line)))
 
 
 def summary(steps: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
@@ -104,14 +117,30 @@ def recorded_steps(run_dir: RunDir) -> int:
 
 
 def open_ledger(run_dir: RunDir) -> sqlite3.Connection:
-    """The database, to read, wherever ``report.ledger_dir`` has put it; sqlite3.Error where there is none."""
-    path = run_dir.ledger
-    if not path.exists() and run_dir.config.is_file():
-        from slime_core.ledger.schema import own_folder
+    """The database, to read, wherever it lies (:func:`ledger_of`); sqlite3.Error where there is none."""
+    return read_only(run_dir, ledger_of(run_dir))
 
-        elsewhere = ledger_dir(run_dir)
-        path = own_folder(run_dir.path, Path(elsewhere)) / path.name if elsewhere else path
-    return sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=5)
+
+def read_only(run_dir: RunDir, ledger: Path) -> sqlite3.Connection:
+    """A ledger of a run, to read. Where no process has the run, no files are made beside it: it may be read-only."""
+    quiet = not ledger.with_name(f"{ledger.name}-wal").exists() and run_dir.holder() is None
+    mode = "mode=ro&immutable=1" if quiet else "mode=ro"
+    return sqlite3.connect(f"file:{quote(str(ledger))}?{mode}", uri=True, timeout=10)
+
+
+def ledger_of(run_dir: RunDir) -> Path:
+    """The ledger's file, which may be in ``report.ledger_dir``; where that is not here, its newest copy."""
+    elsewhere = ledger_dir(run_dir)
+    if run_dir.ledger.exists() or not elsewhere:
+        return run_dir.ledger
+    from slime_core.ledger.repair import newest_copy
+    from slime_core.ledger.schema import own_folder
+
+    path = own_folder(run_dir.path, Path(elsewhere)) / run_dir.ledger.name
+    if not path.exists():
+        with suppress(StorageError):
+            return newest_copy(run_dir.path)
+    return path
 
 
 def ledger_dir(run_dir: RunDir) -> str:
@@ -125,6 +154,6 @@ def ledger_dir(run_dir: RunDir) -> str:
 
 def last_samples(run_dir: RunDir) -> list[dict[str, Any]]:
     """Best and worst samples of the last step that has any."""
-    rows = list(read_lines(run_dir.samples))
-    version = max((row.get("version", 0) for row in rows), default=0)
-    return [row for row in rows if row.get("version") == version]
+    rows = [row for row in read_lines(run_dir.samples) if isinstance(row.get("version"), int)]
+    version = max((row["version"] for row in rows), default=0)
+    return [row for row in rows if row["version"] == version]

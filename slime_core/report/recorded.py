@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
-from urllib.parse import quote
 
 from slime_core.errors import StorageError
 from slime_core.ledger.codec import decode
-from slime_core.ledger.schema import NAME, own_folder, sqlite_error
+from slime_core.ledger.schema import sqlite_error
 from slime_core.ledger.segments import RecordPlace, Segments
-from slime_core.report.history import ledger_dir
+from slime_core.report.history import ledger_of, read_only
 from slime_core.types import Group, Prompt, Sample
 
 if TYPE_CHECKING:
@@ -60,19 +59,19 @@ class Recorded:
     """The ledger of a run to read; enter it with ``with``.
 
     Example:
-        with Recorded(run_dir.ledger, run_dir.segments) as recorded:
+        with open_recorded(run_dir) as recorded:
             members = recorded.members(7)
             samples = recorded.samples(members)
     """
 
-    def __init__(self, ledger: Path, segments: Path) -> None:
+    def __init__(self, run_dir: RunDir, ledger: Path) -> None:
         self.path = ledger
-        self._folder = segments
+        self._folder = run_dir.segments
         self._segments: Segments | None = None
         if not ledger.is_file():
             raise StorageError("the run has no ledger", code="STO111", where=str(ledger))
         try:
-            self._db = sqlite3.connect(f"file:{quote(str(ledger))}?mode=ro", uri=True, timeout=10)
+            self._db = read_only(run_dir, ledger)
             self._db.execute("SELECT 1 FROM steps LIMIT 1").fetchall()
         except sqlite3.Error as error:
             raise sqlite_error(error, ledger) from error
@@ -138,8 +137,10 @@ class Recorded:
         Raises:
             StorageError: STO111 a payload was pruned or its file is missing, STO112 it is damaged.
         """
+        if not members:
+            return []
         lost_ids = [member.id for member in members if member.place is None]
-        if lost_ids or (members and not self._folder.is_dir()):
+        if lost_ids or not self._folder.is_dir():
             raise StorageError(
                 f"{len(lost_ids) or len(members)} of the step's {len(members)} samples have no payload any more",
                 code="STO111",
@@ -157,16 +158,7 @@ def open_recorded(run_dir: RunDir) -> Recorded:
     Raises:
         StorageError: STO111 no ledger, STO117 it is damaged.
     """
-    return Recorded(_ledger_of(run_dir), run_dir.segments)
-
-
-def _ledger_of(run_dir: RunDir) -> Path:
-    elsewhere = ledger_dir(run_dir)
-    if run_dir.ledger.exists() or not elsewhere:
-        return run_dir.ledger
-    path = own_folder(run_dir.path, Path(elsewhere)) / NAME
-    copies = run_dir.checkpoints.glob(f"step-*/{NAME}")
-    return path if path.exists() else max(copies, key=lambda copy: copy.stat().st_mtime, default=path)
+    return Recorded(run_dir, ledger_of(run_dir))
 
 
 def groups_of(members: Sequence[StepSample], samples: Sequence[Sample]) -> list[Group]:

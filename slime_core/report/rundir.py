@@ -25,6 +25,8 @@ MARKS = ("config.toml", "metrics.jsonl", "ledger.sqlite", "lock")
 """Files that say that a folder holds a run."""
 EARLY = ("lock", "run.json", "driver.json", "log/driver.log")
 """Files that are there before a run has begun."""
+LOOK = 2.0
+"""Seconds that a start waits for those who look whether a process runs: :meth:`RunDir.holder` locks for a moment."""
 
 
 class RunDir:
@@ -129,12 +131,13 @@ class RunDir:
         if self._lock is not None:
             return
         handle = (self.path / "lock").open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = _read_holder(handle)
-            handle.close()
-            raise _in_use(self.path, holder) from None
+        end = time.monotonic() + LOOK
+        while not _has(handle):
+            holder = self.holder()
+            if holder is not None or time.monotonic() > end:
+                handle.close()
+                raise _in_use(self.path, holder or {})
+            time.sleep(0.01)
         handle.seek(0)
         handle.truncate()
         json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": now()}, handle)
@@ -306,6 +309,14 @@ def _in_use(path: Path, holder: Mapping[str, Any]) -> ConfigError:
         why=f"it is locked by {holder_text}",
         fix=f"slime attach {path}   follows it\nslime stop {path}   ends it\nor choose another: --run-dir DIR",
     )
+
+
+def _has(handle: IO[str]) -> bool:
+    """Whether this process has the lock now."""
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
 
 
 def _read_holder(handle: IO[str]) -> dict[str, Any]:

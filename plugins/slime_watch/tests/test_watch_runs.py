@@ -120,11 +120,9 @@ def test_the_page_of_a_run_grows_while_it_trains_and_asks_nobody_else(own, forke
             drawn = "n => document.querySelector('.plot')?.data?.at(-1).x.length === n"
             wait_in(page, f"{steps} === 1")
             wait_in(page, drawn, 1)
-            page.evaluate("document.querySelector('.plot').marked = true")
             wait_in(page, "document.getElementById('state').textContent.startsWith('live: rollout')")
             gate.write_text("3")
             wait_in(page, drawn, 3)
-            assert page.evaluate("document.querySelector('.plot').marked"), "the curve grew in place"
             gate.write_text("9")
             wait_in(page, drawn, 4)
             wait_in(page, "document.getElementById('state').textContent === 'the run has ended: finished'")
@@ -154,6 +152,10 @@ def test_hostile_texts_of_a_run_are_text(hostile_run, open_page):
         page.wait_for_selector(".plot .main-svg")
         assert (page.problems, page.locator("img[src=x]").count()) == ([], 0)
         assert page.evaluate("slime.app.runs[0].steps.version") == [1, 2, 3, 4]
+        page.evaluate("document.querySelector('.plot').marked = true; slime.app.update({ runs: slime.app.runs })")
+        assert page.evaluate("document.querySelector('.plot').marked"), "curves grow in place"
+        page.evaluate("slime.app.runs[0].notices.push('grown'); slime.app.update({ runs: slime.app.runs })")
+        assert page.get_by_text("grown").count() == 1, "what is new is drawn, though the run is the same object"
 
 
 def test_the_server_refuses_strangers_and_ends_when_the_run_goes(hostile_run, tmp_path):

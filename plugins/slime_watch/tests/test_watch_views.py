@@ -1,6 +1,8 @@
 """What the terminal's view is made of: curves of dots, the run as its files describe it, texts that fit."""
 
+import asyncio
 import json
+import os
 
 import pytest
 from rich.console import Console
@@ -11,8 +13,10 @@ from slime_core.errors import StorageError
 from slime_core.report import RunDir
 from slime_core.report.samples import row as sample_row
 from slime_core.types import Sample, Status
+from slime_report.recorder import FOLDER, LINES
 from slime_watch.curves import curve
 from slime_watch.follower import RunFollower
+from slime_watch.server import LivePage
 from slime_watch.views import VIEWS, ViewPage, head
 
 pytestmark = pytest.mark.unit
@@ -103,6 +107,51 @@ def test_a_step_that_is_written_twice_counts_once_and_the_later_counts(run_dir):
     update = follower.update(cursor)["run"]
     assert (update["whole"], update["steps"]["metrics"]["loss"]) == (True, [1.0, 3.0])
     assert update["restarts"][0]["cause"] == "TRN105"
+
+
+def test_what_a_resume_writes_anew_counts_and_rows_are_read_as_the_report_reads_them(run_dir):
+    follower = RunFollower(run_dir)
+    held = {"kind": "eval", "version": 1, "name": "held", "metrics": {"reward/mean": 0.5}}
+    append(run_dir.metrics, held, {"kind": "step", "version": 1}, held | {"metrics": {"reward/mean": 0.25}})
+    append(run_dir.metrics, {"kind": "step"}, {"kind": "eval", "version": 1})
+    append(run_dir.samples, {"version": 1, "rank": "best"}, {"version": 2, "rank": "best"})
+    follower.look()
+    assert follower.damaged == 2
+    run = follower.update("")["run"]
+    assert (run["steps"]["version"], run["steps"]["seconds"], follower.seconds(1)) == ([1], {}, {})
+    assert run["evaluations"]["held"]["metrics"]["reward/mean"] == [0.25]
+    assert follower.evaluations() == {"held": [(1.0, 0.25)]}
+    assert [row["version"] for row in follower.samples] == [1, 2]
+
+    run_dir.samples.write_text('{"version": 1, "rank": "best"}\n')
+    total = follower.total
+    config = Config.model_validate({"name": "demo", "rollout": {"num_rollout": total + 5}})
+    run_dir.write_config(to_toml(config))
+    follower.look()
+    assert [row["version"] for row in follower.samples] == [1]
+    assert follower.total == total + 5
+
+
+def test_nothing_is_read_while_an_update_is_put_together(run_dir):
+    append(run_dir.metrics, step(1, loss=1.0))
+    (run_dir.path / FOLDER).mkdir()
+    records = run_dir.path / FOLDER / LINES
+    os.mkfifo(records)  # the update waits for what is written here
+    page = LivePage(RunDir(run_dir.path), "t", lambda: None)
+    scope = {"method": "GET", "path": "/updates", "query_string": b"token=t", "headers": [(b"host", b"localhost")]}
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    async def body():
+        request = asyncio.ensure_future(page(scope, None, send))
+        with await asyncio.to_thread(records.open, "w"):
+            assert page._looking.locked()
+        await request
+
+    asyncio.run(body())
+    assert json.loads(sent[1]["body"])["run"]["steps"]["version"] == [1]
 
 
 def test_a_run_directory_that_goes_away_is_an_error_with_its_new_command(run_dir, tmp_path):

@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import shutil
 
 import pytest
 
 from slime_core.ledger.ledger import SqliteLedger
 from slime_core.report import RunDir, history
 from slime_core.report.following import Lines, Steps
+from slime_core.report.recorded import open_recorded
 from slime_core.types import Drop
 
 pytestmark = pytest.mark.unit
@@ -55,6 +57,21 @@ def test_a_line_that_a_crash_cut_short_is_left_out(run_dir):
     assert [(row["version"], row["metrics"]["a"]) for row in history.steps_of(run_dir)] == [(1, 1.0), (2, 3.0)]
 
 
+def test_rows_without_a_version_are_left_out_and_tables_that_lack_are_empty(run_dir):
+    rows = [{"kind": "step"}, {"kind": "eval", "version": 1}, {"kind": "step", "version": 1, "metrics": []}]
+    rows += [{"kind": "step", "version": 3}, {"kind": "eval", "version": 3, "name": "held"}]
+    run_dir.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    empty = {"metrics": {}, "seconds": {}}
+    assert history.steps_of(run_dir) == [
+        {"kind": "step", "version": 1, **empty},
+        {"kind": "step", "version": 3, **empty},
+    ]
+    assert [(row["version"], row["name"]) for row in history.evaluations_of(run_dir)] == [(3, "held")]
+    assert history.summary(history.steps_of(run_dir)) == history.times(history.steps_of(run_dir)) == {}
+    run_dir.samples.write_text('{"rank": "best"}\n{"version": 1}\n')
+    assert history.last_samples(run_dir) == [{"version": 1}]
+
+
 def test_a_history_without_files_has_no_steps(run_dir):
     assert history.steps_of(run_dir) == []
     assert history.evaluations_of(run_dir) == []
@@ -75,7 +92,22 @@ def test_states_are_those_that_the_ledger_counts(run_dir, group):
 
     counts = asyncio.run(fill())
     assert counts["dropped/zero_std"] == 2
+    shutil.rmtree(run_dir.segments)
+    files = sorted(run_dir.path.iterdir())
     assert history.states(run_dir) == counts
+    with open_recorded(run_dir) as recorded:
+        assert recorded.samples(recorded.members(1)) == []
+    assert sorted(run_dir.path.iterdir()) == files, "nothing is written"
+
+    local = run_dir.path / "local"  # another machine's: of the copies, the one of the newest checkpoint is read
+    run_dir.write_config(f'[report]\nledger_dir = "{local}"\n')
+    for name in ("step-10", "step-9"):
+        folder = run_dir.checkpoints / name
+        folder.mkdir()
+        shutil.copy(run_dir.ledger, folder) if name == "step-10" else (folder / run_dir.ledger.name).write_text("")
+    run_dir.ledger.unlink()
+    assert history.states(run_dir) == counts
+    open_recorded(run_dir).close()
 
 
 def test_the_samples_of_the_last_step_are_shown(run_dir):
@@ -107,5 +139,7 @@ def test_figures_are_said_as_the_run_says_them(small):
     assert said[0].startswith("warmup step 1/1  ")
     assert any(line.startswith("grpo step 3/3  ") and line.endswith("eta 0s") for line in said)
     assert any(line.startswith("eval held at step ") for line in said)
+    assert "loss 1.0" in steps.line(json.dumps(step(4, loss=1.0) | {"seconds": {"train": None}}))
+    assert steps.line(json.dumps(step(4) | {"seconds": []})) == ""
     assert steps.line('{"kind": "restart"}') == steps.line('{"kind": "st') == ""
     assert "len 3" in steps.line(json.dumps(step(4) | {"metrics": {"loss": None, "response_len/mean": 3.0}}))

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -99,6 +100,28 @@ def test_a_run_that_another_process_holds_names_its_pid_and_host(holder):
         RunDir(path).lock()
     assert caught.value.code == "CFG16"
     assert RunDir(path).holder()["pid"] == process.pid
+
+
+def test_those_who_look_whether_a_process_runs_keep_none_from_it(tmp_path):
+    path, ended = tmp_path / "run", threading.Event()
+    RunDir.create("x", at=path).close()
+
+    def look():
+        while not ended.is_set():
+            RunDir(path).holder()
+
+    lookers = [threading.Thread(target=look) for _ in range(2)]
+    for looker in lookers:
+        looker.start()
+    try:
+        for _ in range(200):
+            run_dir = RunDir(path)
+            run_dir.lock()
+            run_dir.close()
+    finally:
+        ended.set()
+        for looker in lookers:
+            looker.join()
 
 
 def test_a_killed_process_lets_go_of_its_run(holder):

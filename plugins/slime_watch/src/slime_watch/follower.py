@@ -18,7 +18,7 @@ from typing import Any
 
 from slime_core.errors import StorageError
 from slime_core.report.following import Lines, total_of
-from slime_core.report.history import states
+from slime_core.report.history import complete, states
 from slime_core.report.progress import Pace
 from slime_core.report.rundir import RunDir
 from slime_report.data import columns_of, config_of, evaluation_columns, notices_of, stages_of, status_of, with_record
@@ -46,7 +46,6 @@ class RunFollower:
         self._samples = Lines(run_dir.samples, SAMPLES)
         self._notes = Lines(run_dir.log / "run.log", NOTES)
         self._config = config_of(run_dir)
-        self._total: int | None = None
         self.generation = 0  # counts up where metrics.jsonl begins anew
         self.rows: list[dict[str, Any]] = []  # of metrics.jsonl
         self.damaged = 0  # lines of it that are none
@@ -81,11 +80,14 @@ class RunFollower:
         if rows or self._metrics.anew:
             self._add(rows)
         samples = [row for line in self._samples.new() if (row := parsed(line))]
+        if self._samples.anew:
+            self.samples.clear()
         notes = self._notes.new()
         self.samples.extend(samples)
         self.notes.extend(notes)
-        self.info, before = self.run_dir.read_info(), self.status
-        self.status = status_of(self.info, self.run_dir.holder())
+        holder, before = self.run_dir.holder(), self.status  # before run.json: a run writes its end, then lets go
+        self.info = self.run_dir.read_info()
+        self.status = status_of(self.info, holder)
         self.phase = self.run_dir.read_phase()
         self.counts = states(self.run_dir)
         return bool(rows or samples or notes) or self.status != before
@@ -134,7 +136,7 @@ class RunFollower:
                 "stages": stages_of(self.steps),
                 "states": self.counts,
                 "restarts": [row for row in self.rows if row["kind"] == "restart"],
-                "evaluations": evaluation_columns([row for row in self.rows if row["kind"] == "eval"]),
+                "evaluations": evaluation_columns(self._measured()),
             },
         }
 
@@ -146,9 +148,7 @@ class RunFollower:
     @property
     def total(self) -> int:
         """Steps of the whole run; 0 where its config cannot be read."""
-        if self._total is None:
-            self._total = total_of(self.run_dir)
-        return self._total
+        return total_of(self.run_dir)
 
     @property
     def eta(self) -> float:
@@ -169,11 +169,15 @@ class RunFollower:
             start = step["version"] - 1
         return start
 
+    def _measured(self) -> list[dict[str, Any]]:
+        """Rows of evaluations; of one written twice, the later."""
+        return list({(row["version"], row["name"]): row for row in self.rows if row["kind"] == "eval"}.values())
+
     def evaluations(self) -> dict[str, Points]:
         """Mean reward of every evaluation set by version."""
         sets: dict[str, Points] = {}
-        for row in self.rows:
-            if row["kind"] == "eval" and is_figure(value := row["metrics"].get("reward/mean")):
+        for row in self._measured():
+            if is_figure(value := row["metrics"].get("reward/mean")):
                 sets.setdefault(row["name"], []).append((float(row["version"]), float(value)))
         return sets
 
@@ -208,8 +212,7 @@ def parsed(line: str) -> dict[str, Any] | None:
     if not isinstance(row, dict) or not isinstance(row.get("version"), int):
         return None
     if row.get("kind") in ("step", "eval"):
-        tables = isinstance(row.get("metrics"), dict) and isinstance(row.get("seconds"), dict)
-        return row if tables and (row["kind"] == "step" or isinstance(row.get("name"), str)) else None
+        return complete(row)
     return row if "kind" in row or "rank" in row else None
 
 

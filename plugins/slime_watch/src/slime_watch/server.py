@@ -124,7 +124,8 @@ class LivePage:
         while self._follower.cursor == after and time.monotonic() < end:
             await asyncio.sleep(INTERVAL)
             await self._look()
-        update = await asyncio.to_thread(self._follower.update, after)
+        async with self._looking:  # a look in between would put rows behind the cursor that the update lacks
+            update = await asyncio.to_thread(self._follower.update, after)
         return answer(update)
 
     async def _read_book(self, read: Callable[[SampleBook], Any]) -> Any:

@@ -2,7 +2,7 @@
 slime.app = (() => {
   const { h, number, seconds } = slime;
   const main = document.getElementById("main"), tabs = document.getElementById("tabs");
-  let runs = [], data = null, current = "";
+  let runs = [], data = null, current = "", drawn = "";
 
   const prepare = (run, place) => {
     run.colour = slime.COLOURS[place % slime.COLOURS.length];
@@ -95,6 +95,7 @@ slime.app = (() => {
     for (const button of tabs.children) button.setAttribute("aria-selected", String(button.dataset.tab === current));
     document.body.dataset.tab = current;
     main.replaceChildren(tab[2]());
+    drawn = shape();
     if (location.hash.slice(1).split("/")[0] !== current) history.replaceState(null, "", "#" + current);
     if (focus) main.focus();
   };
@@ -132,11 +133,11 @@ slime.app = (() => {
     tabs.replaceChildren(...TABS().map(([name, label]) => h("button", { role: "tab", type: "button", "data-tab": name, "aria-selected": String(name === current), onclick: () => show(name) }, label)));
   };
   // A live page calls this with a new overview: curves grow, what is open stays open.
-  const shape = () => JSON.stringify(runs.map((run) => [Object.keys(run.steps.metrics), Object.keys(run.evaluations), run.stages.length, run.restarts.length, run.notices, run.findings]));
+  const drawable = (metrics) => Object.entries(metrics).map(([name, values]) => [name, values.some((v) => v !== null), values.some(Boolean)]);
+  const shape = () => JSON.stringify(runs.map((run) => [drawable(run.steps.metrics), Object.keys(run.evaluations), run.stages.length, run.restarts.length, run.notices, run.findings]));
   const update = (overview) => {
-    const before = shape();
     arrange(overview);
-    if (current === "overview" && shape() === before) slime.charts.redraw();
+    if (current === "overview" && shape() === drawn) slime.charts.redraw();
     else if (["overview", "timeline", "compare"].includes(current)) { const top = scrollY; show(current); scrollTo(0, top); }
   };
 

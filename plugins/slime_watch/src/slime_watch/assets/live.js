@@ -1,5 +1,6 @@
 // A live page: the first data lies in it, what comes later is fetched from the server that sent it.
 (() => {
+  const FINAL = [401, 403, 410]; // what does not change when asked again: another token, another host, a run that is gone
   const JUDGED = 30000, SEARCHED = 64; // milliseconds between diagnoses, groups that a search reads at once
   const token = new URLSearchParams(location.search).get("token");
   const pause = (seconds) => new Promise((resolve) => setTimeout(resolve, 1000 * seconds));
@@ -29,20 +30,22 @@
     Object.assign(run, facts);
   };
 
+  const findings = (data) => get("/findings").then((rows) => { data.runs[0].findings = rows; slime.app.update(data); }, () => {});
   const follow = async (data) => {
     for (let cursor = "", judged = Date.now(); ;) {
       try {
         const { cursor: next, run } = await get("/updates?after=" + encodeURIComponent(cursor));
         if (next !== cursor) {
-          if (cursor && Date.now() - judged > JUDGED) { run.findings = await get("/findings"); judged = Date.now(); }
+          const judge = cursor && Date.now() - judged > JUDGED;
           merge(data.runs[0], run);
-          slime.app.update(data);
           cursor = next;
+          slime.app.update(data);
+          if (judge) { judged = Date.now(); await findings(data); }
         }
         say(run.status === "running" ? "live: " + (run.phase || "between parts") : "the run has ended: " + run.status);
       } catch (error) {
-        if (error.status) return say(error.message);
-        say("no connection to slime watch; trying again");
+        if (FINAL.includes(error.status)) return say(error.message);
+        say((error.status ? error.message : "no connection to slime watch") + "; trying again");
         await pause(2);
       }
     }
