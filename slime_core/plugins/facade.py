@@ -296,9 +296,8 @@ class Plugins:
                 getattr(observer, method)(span)
             except Exception as error:
                 self._observers = [other for other in self._observers if other is not observer]
-                notice(
-                    ("span", observer), f"{type(observer).__name__} failed; it sees no more spans: {text_of(error)}"
-                )
+                name = type(observer).__name__
+                notice(("span", name, id(observer)), f"{name} failed; it sees no more spans: {text_of(error)}")
 
     def step_done(self, report: StepReport, ctx: Context) -> None:
         """Call every `slime_step_done` with a finished step."""

@@ -8,6 +8,8 @@ from slime_compat.loopback import LoopbackServer, require_token
 
 pytestmark = pytest.mark.unit
 
+OFFER = (b"connection: Upgrade, HTTP2-Settings", b"http2-settings: AAEAAEAAAAIAAAAB", b"upgrade: h2c")
+"""What java.net.http and `curl --http2` say with a first request."""
 HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 
 
@@ -47,10 +49,10 @@ async def echo(asked):
     return asked.payload
 
 
-def test_requests_that_come_at_once_are_answered_in_order():
-    said = with_server(
-        echo, lambda server: talk_to(server, post_of(b'{"a": 1}') + post_of(b'{"a": 2}', b"connection: close"))
-    )
+@pytest.mark.parametrize("heads", [(), OFFER], ids=["plain", "h2c"])
+def test_requests_that_come_at_once_are_answered_in_order(heads):
+    requests = post_of(b'{"a": 1}', *heads) + post_of(b'{"a": 2}', b"connection: close")
+    said = with_server(echo, lambda server: talk_to(server, requests))
     assert [part.rpartition(b"\r\n\r\n")[2] for part in said.split(b"HTTP/1.1 200 OK")[1:]] == [
         b'{"a": 1}',
         b'{"a": 2}',
@@ -69,10 +71,11 @@ def test_the_body_of_what_is_not_served_is_no_request():
     assert [part.split()[0] for part in said.split(b"HTTP/1.1 ")[1:]] == [b"404", b"200"]
 
 
-def test_a_caller_who_waits_to_be_asked_for_the_body_is_asked():
+@pytest.mark.parametrize("heads", [(), OFFER], ids=["plain", "h2c"])
+def test_a_caller_who_waits_to_be_asked_for_the_body_is_asked(heads):
     async def work(server):
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        head, body = post_of(b'{"a": 1}', b"expect: 100-continue", b"connection: close")[:-8], b'{"a": 1}'
+        head, body = post_of(b'{"a": 1}', *heads, b"expect: 100-continue", b"connection: close")[:-8], b'{"a": 1}'
         writer.write(head)
         assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         writer.write(body)
@@ -81,6 +84,17 @@ def test_a_caller_who_waits_to_be_asked_for_the_body_is_asked():
         return said
 
     assert with_server(echo, work).endswith(b'{"a": 1}')
+
+
+def test_a_head_that_is_too_long_is_refused_and_a_long_body_is_not():
+    long, close = b"x" * (64 << 10), b"connection: close"
+    for request, status in (
+        (post_of(b"{}", b"x-long: " + long, close), b"400"),
+        (post_of(b'{"a": "%s"}' % long, close), b"200"),
+        (b"CONNECT localhost:80 HTTP/1.1\r\nhost: localhost\r\n\r\n", b"400"),
+    ):
+        said = with_server(echo, lambda server, request=request: talk_to(server, request))
+        assert said.startswith(b"HTTP/1.1 " + status)
 
 
 def test_a_caller_who_hangs_up_cancels_what_was_begun():
@@ -121,3 +135,27 @@ def test_many_who_connect_before_anyone_asks_are_all_served():
         return answers
 
     assert all(answer.endswith(b'{"a": 1}') for answer in with_server(echo, work))
+
+
+def test_callers_who_wait_for_an_answer_are_not_among_those_that_are_too_many(monkeypatch):
+    monkeypatch.setattr("slime_compat.loopback.MOST_OPEN", 5)
+    begun, answer = asyncio.Semaphore(0), asyncio.Event()
+
+    async def handle(asked):
+        begun.release()
+        await answer.wait()
+        return asked.payload
+
+    async def work(server):
+        pairs = []
+        for _ in range(15):
+            pairs.append(await asyncio.open_connection("127.0.0.1", server.port))
+            pairs[-1][1].write(post_of(b'{"a": 1}', b"connection: close"))
+            await asyncio.wait_for(begun.acquire(), 30)
+        answer.set()
+        answers = [await asyncio.wait_for(reader.read(), 30) for reader, _ in pairs]
+        for _, writer in pairs:
+            writer.close()
+        return answers
+
+    assert all(said.endswith(b'{"a": 1}') for said in with_server(handle, work))

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 from histories import STEPS, history, rising, sample
 
+from slime_core.config.schema import Config
+from slime_core.context import Context
 from slime_diagnose import rules
 from slime_diagnose.history import History, Trained
+from slime_diagnose.plugin import Diagnose
 from slime_diagnose.texts import compression_ratio, has_label
 from slime_diagnose.trends import correlation, course_of
 
@@ -56,6 +59,11 @@ NEAR = {
     "entropy": rising(0.5, 0.9),
     "response_len/mean": rising(100, 130),
 }
+CRITIC_FIRST = {
+    "optimizer_steps": lambda step: float(step >= 20),
+    "critic_only_steps": lambda step: None if step >= 20 else 1.0,
+}
+SOLVED_BY_ALL = {"reward/mean": 1.0, "reward/std": 0.0, "advantages/abs_mean": 0.0}
 HELDOUT = [(0, 0.5), (20, 0.8), (40, 0.7), (60, 0.55)]
 FAULTS: dict[str, list[History]] = {
     "grader-never-matches": [
@@ -79,7 +87,9 @@ FAULTS: dict[str, list[History]] = {
     "noise-amplified": [
         history(trained=[*groups([(0.5, 9), (0.5001, 9), (0.5002, 9)]), *groups([(0.9, 9), (0.9001, 9)], 2)])
     ],
-    "never-stops": [history({"truncated_ratio": 1.0})],
+    "never-stops": [
+        history({"truncated_ratio": 1.0, "reward/mean": mean}) for mean in (0.5, 0.95, rising(0.1, 0.5))
+    ],
     "truncated": [history({"truncated_ratio": 0.4}, samples=[*answers("a", reward=1.0), *answers("b")])],
     "length-bias": [
         history({"response_len/mean": rising(200, 600), "reward/mean": 0.5}),
@@ -103,7 +113,10 @@ FAULTS: dict[str, list[History]] = {
         history({"train_rollout_logprob_abs_diff": 0.5, "staleness/mean": 1.0}),
     ],
     "lr-zero": [history({"lr": 0.0}), history({"lr": lambda step: 1e-3 if step < 30 else 0.0})],
-    "warmup-too-long": [history(flags=["--lr-warmup-iters", "61"])],
+    "warmup-too-long": [
+        history(flags=["--lr-warmup-iters", "61"]),
+        history(CRITIC_FIRST, ["--lr-warmup-iters", "41"], steps=30),
+    ],
     "lr-too-small": [
         history({"lr": 1e-9}, ["--lr", "1e-9", "--dtype", "bfloat16"]),
         history({"lr": 1e-12}, ["--lr", "1e-12"]),
@@ -147,6 +160,11 @@ HEALTHY: dict[str, History] = {
     "the gap of bfloat16": history({"train_rollout_logprob_abs_diff": rising(0.012, 0.03)}),
     "GSPO": history({"clip_fraction": 0.6}, ["--advantage-estimator", "gspo"]),
     "a warm-up of the whole stage": history(flags=["--lr-warmup-iters", "60"]),
+    "a critic that learns first": history(CRITIC_FIRST, ["--lr-warmup-iters", "40"], steps=30),
+    "a task that is solved": history(
+        {name: (lambda step, end=end: 0.5 if step < 40 else end) for name, end in SOLVED_BY_ALL.items()}
+        | {"reward/min": lambda step: float(step >= 40), "reward/equal_groups": lambda step: None}
+    ),
     "a schedule that ends at 0": history({"lr": lambda step: 1e-3 * (1 - step / STEPS)}),
     "skipped steps": history({"lr": 0.0, "optimizer_steps": 0.0, "skipped_steps": 1.0}),
     "lr 1e-6 in bfloat16": history({"lr": 1e-6}, ["--lr", "1e-6", "--dtype", "bfloat16"]),
@@ -189,6 +207,18 @@ def test_a_healthy_run_has_no_finding(name: str) -> None:
 def test_the_recorded_run_has_no_finding_at_any_step() -> None:
     early = {steps: findings(history(steps=steps)) for steps in range(1, STEPS)}
     assert {steps: found for steps, found in early.items() if found} == {}
+
+
+def test_responses_that_never_stop_are_a_note_where_the_reward_rises_or_is_high() -> None:
+    assert [findings(past)["never-stops"].severity for past in FAULTS["never-stops"]] == ["critical", "note", "note"]
+
+
+def test_a_run_that_cannot_be_read_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "config.toml").write_text('name = "none"\n')
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "samples.jsonl").mkdir()
+    Diagnose().slime_run_done(Context(config=Config(), run_dir=tmp_path))
+    assert "not diagnosed: IsADirectoryError" in caplog.text
 
 
 def test_one_fault_has_one_finding() -> None:

@@ -1,5 +1,6 @@
 """Plugin code that changes what is not its own, harms the process, answers by chance, or keeps what cannot be saved."""
 
+import asyncio
 import locale
 import os
 import random
@@ -279,3 +280,29 @@ def test_a_child_that_a_hook_forks_may_end_itself():
     """
     )
     assert (done.stdout, done.returncode) == ("7\nPLG62\n", 3), done.stderr
+
+
+FULL = """
+from dataclasses import dataclass
+
+@dataclass(slots=True)  # which is not hashable
+class Full:
+    def begin(self, span): raise OSError("no space")
+    def end(self, span): raise OSError("no space")
+
+@slime_core.hookimpl
+def slime_spans(ctx): return [Full()]
+"""
+
+
+def test_an_observer_of_spans_that_fails_is_told_once_and_ends_nothing(load, ctx, said):
+    plugins = load(full=FULL)
+
+    async def run():
+        async with plugins.running(ctx):
+            for _ in range(2):
+                with plugins.span("train"):
+                    pass
+
+    asyncio.run(run())
+    assert [line.partition(";")[0] for line in said] == ["Full failed"]

@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 import uvicorn
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from slime_compat.handlers import LOOPBACK, Authorize, Events, Handler, HttpError, NamedEvents, Request
@@ -27,7 +28,9 @@ from slime_core.errors import SlimeError
 MAX_BODY = 64 << 20
 MAX_HEAD = 64 << 10
 MOST_OPEN = 4096
-"""Connections; of more, the one that is idle for longest is closed. At most half of this process's files."""
+"""Idle connections; of more, those that are idle for longest are closed. At most half of this process's files."""
+IDLE_SECONDS = 600  # longer than clients keep theirs: a request that meets a connection's end is lost
+REFUSED = f"No HTTP/1.1, or a head of more than {MAX_HEAD} bytes."
 Client = tuple[str, int] | None
 """The address of a connection's other end."""
 CLOSE_SECONDS = 1.0  # for a client to read its response when the server closes
@@ -44,29 +47,58 @@ def require_token(token: str) -> Authorize:
 
 
 class _Connection(HttpToolsProtocol):
-    """A connection that gives way to others while none of its requests is handled."""
+    """A connection that gives way to others while none of its requests is handled, and speaks HTTP/1.1 throughout."""
 
     _head_bytes = 0  # of a head that is not complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Close the longest idle connection where there are too many."""
+        """Close those that are idle for longest where there are too many."""
         super().connection_made(transport)
         idle: dict[Client, asyncio.Transport] = self.app_state["idle"]
         idle[self.client] = transport
-        if len(self.connections) > min(MOST_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2):
+        while len(idle) > min(MOST_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2):
             idle.pop(next(iter(idle))).close()
 
     def data_received(self, data: bytes) -> None:
         """Refuse a head that does not end."""
         self._head_bytes += len(data) if self.cycle is None or not self.cycle.more_body else 0
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            while data:
+                data = self._feed(data)
+        except HttpParserError:
+            self.send_400_response(REFUSED)
         if self._head_bytes > MAX_HEAD and not self.transport.is_closing():
-            self.send_400_response(f"A head may have {MAX_HEAD} bytes.")
+            self.send_400_response(REFUSED)
+
+    def _feed(self, data: bytes) -> bytes:
+        """Parse ``data`` up to a head that offers another protocol, and return what is left, from that head on.
+
+        The head no longer has the offer, which a server may pass over (RFC 9110, section 7.8).
+        """
+        try:
+            self.parser.feed_data(data)
+        except HttpParserUpgrade as offer:
+            line = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+            fields = [b"%s: %s" % field for field in self.headers if field[0] != b"upgrade"]
+            self.parser = HttpRequestParser(self)
+            return b"\r\n".join([line, *fields, b"", data[offer.args[0] :]])
+        return b""
 
     def on_headers_complete(self) -> None:
-        """Count the next head from 0."""
+        """Begin the request, unless its head is too long or is read again; count the next head from 0."""
+        if self._head_bytes > MAX_HEAD and sum(len(name) + len(text) + 4 for name, text in self.headers) > MAX_HEAD:
+            raise HttpParserError("the head is too long")
         self._head_bytes = 0
-        super().on_headers_complete()
+        if not self.parser.should_upgrade():
+            super().on_headers_complete()
+        elif self.parser.get_method() == b"CONNECT":
+            raise HttpParserError("this server is not a proxy")
+
+    def on_message_complete(self) -> None:
+        """End the request's body."""
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the handler of its request."""
@@ -118,6 +150,7 @@ class LoopbackServer(uvicorn.Server):
                 server_header=False,
                 date_header=False,
                 proxy_headers=False,
+                timeout_keep_alive=IDLE_SECONDS,
             )
         )
         self._thread: threading.Thread | None = None
@@ -230,7 +263,7 @@ class LoopbackServer(uvicorn.Server):
             raise HttpError(400, "the body is not a JSON object")
         if self.orphaned:
             raise HttpError(410, "the run has ended")
-        return await self._handled(handler(Request(token=bearer, payload=payload, headers=headers)), scope["client"])
+        return await self._handled(handler, Request(token=bearer, payload=payload, headers=headers), scope["client"])
 
     def _handler(self, method: str, path: str) -> Handler:
         if path in ("/health", "/health_generate"):
@@ -242,8 +275,8 @@ class LoopbackServer(uvicorn.Server):
             raise HttpError(405, f"use {' or '.join(methods)}")
         return self._routes[f"{method} {path}"]
 
-    async def _handled(self, work: Awaitable[Any], client: Client) -> Any:
-        """The value of ``work``, on the engine's loop; cancelled where the client hangs up or the server ends."""
+    async def _handled(self, handler: Handler, request: Request, client: Client) -> Any:
+        """What ``handler`` returns, on the engine's loop; cancelled where the client hangs up or the server ends."""
         transport = self._idle.pop(client, None)
         task = asyncio.current_task()
         if transport is None or task is None:
@@ -251,8 +284,9 @@ class LoopbackServer(uvicorn.Server):
         self._handlers[client] = task
         try:
             if self._thread is None:
-                return await work
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_awaited(work), self._engine_loop))
+                return await handler(request)
+            work = asyncio.run_coroutine_threadsafe(_awaited(handler(request)), self._engine_loop)
+            return await asyncio.wrap_future(work)
         finally:
             del self._handlers[client]
             if not transport.is_closing():

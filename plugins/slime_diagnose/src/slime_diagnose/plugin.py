@@ -57,6 +57,10 @@ class Diagnose:
     def _note(self, ctx: Context) -> None:
         from slime_diagnose.rules import diagnose
 
-        if ctx.run_dir is not None and (ctx.run_dir / "metrics.jsonl").is_file():
+        if ctx.run_dir is None or not (ctx.run_dir / "metrics.jsonl").is_file():
+            return
+        try:
             for finding in diagnose(ctx.run_dir):
                 notice(("diagnose", finding.stage, finding.rule), "\n".join(finding.lines()))
+        except Exception as error:  # a file that cannot be read ends no training
+            notice("diagnose", f"the run is not diagnosed: {type(error).__name__}: {error}")

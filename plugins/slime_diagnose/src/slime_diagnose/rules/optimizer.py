@@ -126,6 +126,8 @@ def advantages_cancelled(history: History) -> Diagnosis | None:
     """Rewards differ within groups, and all advantages of the last steps are below `ZERO`."""
     sizes, equal = history.recent("advantages/abs_mean"), history.recent("reward/equal_groups")
     spread = fmean(history.recent("reward/std") or [0.0])
+    if history.recent("reward/min") == history.recent("reward/max"):
+        return None  # no reward differs
     if not history.rewarded or len(sizes) < STEPS or max(sizes) > ZERO * min(1.0, spread):
         return None
     if equal and fmean(equal) > 0.9:
@@ -181,10 +183,8 @@ def _moved(history: History) -> list[Row]:
 
 
 def _planned(history: History) -> float:
-    """Optimizer steps of the whole stage, by those of its steps so far."""
-    counts = [
-        row["metrics"]["optimizer_steps"] + row["metrics"].get("skipped_steps", 0)
-        for row in history.steps
-        if "optimizer_steps" in row["metrics"]
-    ]
-    return fmean(counts) * history.steps[-1]["of"] if counts else 0.0
+    """Optimizer steps of the policy in the whole stage, by those of its steps so far."""
+    rows = [row["metrics"] for row in history.steps if "optimizer_steps" in row["metrics"]]
+    both = [row for row in rows if not row.get("critic_only_steps")]
+    counts = [row["optimizer_steps"] + row.get("skipped_steps", 0) for row in both]
+    return fmean(counts) * (history.steps[-1]["of"] - len(rows) + len(both)) if counts else 0.0

@@ -9,6 +9,7 @@ from typing import Any
 
 from slime_diagnose.diagnosis import Diagnosis
 from slime_diagnose.history import History
+from slime_diagnose.rules.policy import SOLVED
 from slime_diagnose.trends import Course, course_of
 
 STEPS = 3
@@ -27,8 +28,8 @@ SHRUNK = 0.25
 def never_stops(history: History) -> Diagnosis | None:
     """At least `NEVER` of the responses are cut off at the length limit, in each of the last `STEPS` steps or more.
 
-    The usual reasons: the prompt lacks the chat template of an instruct model, the engine does not know its end
-    token, or the limit is far too low.
+    A note where the reward rises all the same, or is high. The usual reasons: the prompt lacks the chat template of an
+    instruct model, the engine does not know its end token, or the limit is far too low.
     """
     shares = history.recent("truncated_ratio")
     if not history.online or len(shares) < STEPS or min(shares) < NEVER:
@@ -54,7 +55,7 @@ def never_stops(history: History) -> Diagnosis | None:
             "rollout.rollout_max_response_len",
         )
     return Diagnosis(
-        severity="critical",
+        severity="note" if _learns(history) else "critical",
         summary=f"responses never stop: {fmean(shares):.0%} run into the length limit",
         evidence=tuple(evidence),
         fix=fix,
@@ -145,6 +146,14 @@ def _courses(history: History) -> tuple[Course | None, Course | None]:
     if not history.rewarded:
         return None, None
     return course_of(history.values("response_len/mean")), course_of(history.values("reward/mean"))
+
+
+def _learns(history: History) -> bool:
+    """Whether the reward rises, or is near the highest so far."""
+    (low, high), (_, rewards) = history.reward_range, _courses(history)
+    late = history.recent("reward/mean")
+    solved = high > low and bool(late) and fmean(late) - low > SOLVED * (high - low)
+    return history.rewarded and (solved or (rewards is not None and rewards.up))
 
 
 def _read(path: Path) -> dict[str, Any]:
