@@ -115,7 +115,26 @@ def test_a_table_has_every_sample_and_texts_are_of_every_kth_group_where_not_all
     assert fields["vocabulary"]["ids"] == [1, 5, 6, 7]
 
 
-def test_a_step_is_recorded_by_sample_replaced_when_repeated_and_pruned(tmp_path: Path) -> None:
+def test_a_book_forgets_what_it_could_not_read_once_it_can(tmp_path: Path) -> None:
+    run_dir = RunDir.open(make_run(tmp_path / "run"))
+    aside = run_dir.ledger.rename(tmp_path / "aside")
+    book = SampleBook(run_dir)
+    assert "the ledger cannot be read (unable to open database file)" in book.notices()[0]
+    aside.rename(run_dir.ledger)
+    segment = next(run_dir.segments.glob("*.seg"))
+    damage(segment, -2)
+    book.refresh()
+    book.table()
+    assert "the texts and tokens of 1 samples are damaged" in book.notices()[0]
+    damage(segment, -2)
+    book.refresh()
+    assert book.table()["columns"]["log_prob"][:6] == [-1] * 6
+    assert [notice for notice in book.notices() if "recorded" not in notice] == []
+
+
+def test_a_step_is_recorded_by_sample_replaced_when_repeated_and_pruned_as_far_behind_a_checkpoint(
+    tmp_path: Path,
+) -> None:
     recorder = StepRecorder()
     for version, value in ((0, 1.0), (1, 2.0), (1, 3.0)):
         batch = Batch(
@@ -145,8 +164,12 @@ def test_a_step_is_recorded_by_sample_replaced_when_repeated_and_pruned(tmp_path
     }
     assert read_steps(tmp_path)[2]["memory"]["driver"] > 0
     assert 0 <= read_steps(tmp_path)[2]["reward_seconds"] <= 1e-9
-    recorder.batch(batch, tmp_path, keep_steps=1)
-    assert set(recorded_versions(tmp_path)) == {2}
+    (tmp_path / "report" / "step-000009").write_bytes(b"of before a resume")
+    for oldest, kept in ((2, {1, 2}), (3, {2})):
+        (tmp_path / "checkpoints" / f"step-{oldest}").mkdir(parents=True)
+        recorder.batch(batch, tmp_path, keep_steps=1)
+        assert set(recorded_versions(tmp_path)) == kept
+        (tmp_path / "checkpoints" / f"step-{oldest}").rmdir()
     (tmp_path / "report" / "step-000002").write_bytes(b"half")
     assert read_record(tmp_path, 2) == {}
 

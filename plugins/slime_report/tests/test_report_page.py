@@ -181,7 +181,10 @@ def test_tokens_have_the_figures_of_the_ledger_and_of_the_recorded_step(run: Pat
 
 
 def hostile_run(path: Path) -> Path:
-    """A run directory whose ledger holds an attack, a line of 1 MiB, text from right to left, turns and branches."""
+    """A run directory whose ledger holds an attack, a line of 1 MiB, text from right to left, turns and branches.
+
+    Besides, figures that JSON has no word for, and a sample that was made anew.
+    """
     path.mkdir()
     (path / "config.toml").write_text(
         'name = "hostile"\n[rollout]\nhf_checkpoint = "' + HOSTILE.replace("'", "") + '"\n'
@@ -214,15 +217,25 @@ def hostile_run(path: Path) -> Path:
         rollout_id=2,
         reward=0.0,
         status=Status.COMPLETED,
-        metadata={"reward_terms": {HOSTILE: 0.5}},
+        metadata={"reward_terms": {HOSTILE: 0.5, "answer": "17", "right": True}, "gap": math.nan},
+        label={"limit": math.inf},
     )
     branch.append_response([2, 9], [-0.5, -3.0], text=HOSTILE, version=0)
     samples.append(branch)
 
+    def attempt(number: int, text: str) -> Group:
+        sample = Sample(id="main/1-0", attempt=number, rollout_id=0, tokens=[1])
+        if text:
+            sample.append_response([2], [-0.5], text=text, version=0)
+        return Group(prompt=Prompt(id="main/1", position=1), samples=[sample], rollouts={0: [0]})
+
     async def store() -> None:
         ledger = SqliteLedger(path)
         await ledger.finish(Group(prompt=Prompt(id="main/0"), samples=samples, rollouts={0: [0], 1: [1], 2: [2, 3]}))
-        await ledger.journal_step(1, "main", [sample.id for sample in samples])
+        await ledger.finish(attempt(0, "first try"))
+        await ledger.issue([attempt(1, "")])
+        await ledger.finish(attempt(1, "second try"))
+        await ledger.journal_step(1, "main", [*(sample.id for sample in samples), "main/1-0"])
         await ledger.trained(1)
         await ledger.close()
 
@@ -251,7 +264,21 @@ def test_hostile_text_a_long_line_and_right_to_left_text_are_shown_as_text(tmp_p
         assert page.locator(".turn.environment .text").all_inner_texts() == ["⟨4⟩⟨5⟩⟨6⟩"]
         page.locator(".branch", has_text="main/0-2.1").click()
         assert "shares 2 of 3 tokens with main/0-2" in page.locator(".branch.chosen").inner_text()
-        assert HOSTILE in page.locator(".viewer table").first.inner_text()
+        reward = page.locator(".viewer table").first.inner_text()
+        assert HOSTILE in reward
+        assert '{"limit":null}' in reward
+        assert "answer\t17\nright\ttrue" in reward
+        page.get_by_role("button", name="Text", exact=True).click()
+        attempts = page.locator(".sample-row", has_text="main/1-0")
+        attempts.filter(has_text="dropped: restarted").click()
+        page.get_by_text("first try").wait_for()
+        attempts.filter(has_not_text="dropped").click()
+        page.get_by_text("second try").wait_for()
+        assert texts.first.inner_text() == ""
+        assert page.locator(".branch").count() == 0
+        page.get_by_label("Filter samples").fill("text:first")
+        page.get_by_text("1 of 6 samples", exact=True).wait_for()
+        page.locator(".list").focus()
         for key in ("1", "2", "4"):
             page.keyboard.press(key)
         page.wait_for_timeout(0)

@@ -48,13 +48,14 @@ def run_facts(run_dir: RunDir) -> dict[str, Any]:
     ``findings``    of `slime diagnose`
     ``notices``     sentences on what is missing or damaged
     """
+    holder = run_dir.holder()  # first: a run that ends in between recorded its end
     info, config, counts, records = run_dir.read_info(), config_of(run_dir), states(run_dir), read_steps(run_dir.path)
     steps = [with_record(step, records) for step in steps_of(run_dir)]
     findings, undiagnosed = findings_of(run_dir)
     return {
         "name": run_dir.path.name,
         "path": str(run_dir.path),
-        "status": status_of(info, run_dir.holder()),
+        "status": status_of(info, holder),
         "info": {key: info.get(key) for key in ("command", "started", "host", "error", "python", "slime", "recipe")},
         "machine": info.get("machine") or {},
         "plugins": info.get("plugins") or {},
@@ -194,7 +195,7 @@ def damaged_lines(path: Path) -> int:
         return 0
     with path.open("rb") as file:
         lines = sum(1 for line in file if line.strip())
-    return lines - sum(1 for _ in read_lines(path))
+    return max(0, lines - sum(1 for _ in read_lines(path)))  # lines may have come since
 
 
 def figure(value: Any) -> float | None:

@@ -5,8 +5,8 @@
 
 A step's file is deflated, in the ledger's own record form (`slime_core.ledger.codec`): sample ids and response lengths
 in the header, a float32 array a column behind it, all samples' tokens in order. What the ledger has (tokens, the
-engine's log-probs, masks) is not in it. A repeated step replaces its file. `report.ledger_keep_steps` removes it when
-it removes the tokens.
+engine's log-probs, masks) is not in it. A repeated step replaces its file, and those after it, of before a resume, go.
+`report.ledger_keep_steps` removes a file when it removes the tokens.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from slime_core.checkpoint.manifest import names_in
 from slime_core.durable import replace_file
 from slime_core.ledger.codec import pack, unpack
 from slime_core.report.history import read_lines
@@ -53,7 +54,9 @@ class StepRecorder:
         self._generated = time.monotonic()
 
     def batch(self, batch: Batch, run_dir: Path, *, keep_steps: int) -> None:
-        """Write the columns of a step; with ``keep_steps``, leave no more files than that.
+        """Write the columns of a step and remove those of later steps, which a resume goes back behind.
+
+        With ``keep_steps`` the steps more than that behind the oldest checkpoint go too, as the ledger's payloads do.
 
         Raises:
             OSError: the disk.
@@ -62,9 +65,11 @@ class StepRecorder:
         folder = run_dir / FOLDER
         folder.mkdir(exist_ok=True)
         replace_file(folder / f"step-{batch.version + 1:06d}", zlib.compress(record_of(batch), 1))
-        if keep_steps:
-            for file in sorted(folder.glob("step-*"))[:-keep_steps]:
-                file.unlink()
+        oldest = min((version for version, _ in names_in(run_dir / "checkpoints")), default=0)
+        first = oldest - keep_steps if keep_steps else 0
+        for step in list(recorded_versions(run_dir)):
+            if not first <= step <= batch.version + 1:
+                (folder / f"step-{step:06d}").unlink()
 
     def step(self, report: StepReport, run_dir: Path) -> None:
         """Write the line of a step.

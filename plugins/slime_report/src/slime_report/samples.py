@@ -6,13 +6,13 @@
 A group is all samples of one prompt; groups are numbered by the first row that the ledger has of them, so numbers stay
 when a run goes on. A page is a record of the ledger's form (`slime_core.ledger.codec.pack`), deflated:
 
-    header   samples: [id fate step prompt response label status reward metadata loss_mask weight_versions ...]
+    header   samples: [id attempt fate step prompt response label status reward metadata loss_mask weight_versions ...]
              vocabulary: {ids, texts}, a character a byte
     arrays   tokens of all samples, end to end; log_probs of all response tokens, likewise policy, advantages and what
              else was recorded; NaN where a sample has none
 
 Masks and versions are run lengths, [value, how often]; a field that has the default of `Sample` is left out, and so is
-a prompt that is the one before it.
+a prompt that is the one before it. A figure in metadata, label or reward that is not finite is null.
 """
 
 from __future__ import annotations
@@ -86,9 +86,10 @@ class SampleBook:
         self.rows: list[BookRow] = []
         self.groups: list[str] = []  # prompt ids, by number
         self.members: list[list[int]] = []  # places in rows, by group
-        self.damage: dict[str, str] = {}  # what cannot be read, by sample id; "" is the ledger
+        self.damage: dict[tuple[str, int], str] = {}  # what cannot be read, by id and attempt
+        self.failure = ""  # of reading the ledger
         self._numbers: dict[str, int] = {}
-        self._heads: dict[tuple[str, int], tuple[Any, ...]] = {}  # of payloads, by id and attempt
+        self._heads: dict[RecordPlace, tuple[Any, ...]] = {}  # of payloads
         self._mapped: dict[int, mmap.mmap] = {}
         self._record: tuple[int, dict[str, Any]] = (0, {})  # the last step's that was read
         self._vocabulary: Vocabulary | None = None
@@ -98,13 +99,15 @@ class SampleBook:
     def refresh(self) -> None:
         """Read the rows again."""
         self.rows, self.members = [], [[] for _ in self.groups]
+        self.damage, self.failure = {}, ""
+        self._mapped.clear()  # a file that was pruned since is let go
         self.recorded = set(recorded_versions(self.run_dir.path))
         try:
             with closing(open_ledger(self.run_dir)) as database:
                 for row in database.execute(ROWS):
                     self._add(*row)
         except sqlite3.Error as error:
-            self.damage[""] = str(error)
+            self.failure = str(error)
 
     def table(self) -> dict[str, Any]:
         """All samples as columns: ``columns``, ``names`` of those in :data:`NAMED`, and ``groups``, their prompt ids.
@@ -138,6 +141,7 @@ class SampleBook:
             fields, arrays = self._payload(row)
             sample = {
                 "id": row.id,
+                "attempt": row.attempt,
                 "group": row.group,
                 "fate": row.fate,
                 "step": row.step,
@@ -145,20 +149,21 @@ class SampleBook:
                 "rollout": row.rollout,
             }
             sample |= {name: fields[name] for name in FIELDS if name in fields}
-            if row.id in self.damage:
-                sample["damage"] = self.damage[row.id]
+            if problem := self.damage.get((row.id, row.attempt)):
+                sample["damage"] = problem
             if isinstance(fields.get("reward"), dict):
                 sample["reward"] = fields["reward"]
-            if "prompt" in sample and sample["prompt"] == prompt:
+            before, prompt = prompt, fields.get("prompt", "")
+            sample["prompt"] = prompt
+            if prompt == before:
                 del sample["prompt"]
-            prompt = fields.get("prompt", prompt)
             tokens.append(arrays.get("tokens", NONE).astype("<i4", copy=False))
             sample["tokens"], length = len(tokens[-1]), int(fields.get("response_length", 0))
             columns = {"log_probs": arrays.get("rollout_log_probs", NONE), **self._recorded(row)}
             if not columns["log_probs"].any():  # of replies that the data brought
                 del columns["log_probs"]
             figures.append({name: values for name, values in columns.items() if len(values) == length})
-            samples.append(sample)
+            samples.append(finite(sample))
         names = [name for name in ("log_probs", *RECORDED) if any(name in columns for columns in figures)]
         joined = np.concatenate([NONE.astype("<i4"), *tokens])
         ids = np.unique(joined).tolist()
@@ -175,10 +180,12 @@ class SampleBook:
     def notices(self) -> list[str]:
         """Sentences on what is missing."""
         sentences = []
-        if "" in self.damage:
-            sentences.append(f"the ledger cannot be read ({self.damage['']}): samples are left out")
-        if lost := len(self.damage) - ("" in self.damage):
-            sentences.append(f"the texts and tokens of {lost} samples are damaged or gone: a sample says why")
+        if self.failure:
+            sentences.append(f"the ledger cannot be read ({self.failure}): samples are left out")
+        if self.damage:
+            sentences.append(
+                f"the texts and tokens of {len(self.damage)} samples are damaged or gone: a sample says why"
+            )
         if self.rows and not self.recorded:
             sentences.append(
                 "the trainer's log-probs and the advantages of tokens were not recorded: "
@@ -212,10 +219,11 @@ class SampleBook:
 
     def _head(self, row: BookRow) -> tuple[Any, ...]:
         """Status, task, role and mean log-prob; kept, since a payload never changes."""
-        key = (row.id, row.attempt)
-        if row.place is not None and key not in self._heads:
+        if row.place is None:
+            return NO_HEAD
+        if row.place not in self._heads:
             self._payload(row)
-        return self._heads.get(key, ("", "", "", None))
+        return self._heads.get(row.place, NO_HEAD)
 
     def _payload(self, row: BookRow) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """Fields and arrays of a stored sample; empty, and noted as damage, where they cannot be read."""
@@ -224,7 +232,7 @@ class SampleBook:
         try:
             fields, arrays = unpack(self._body(row.place))
         except (OSError, ValueError) as error:
-            self.damage[row.id] = str(error)
+            self.damage[row.id, row.attempt] = str(error)
             return {}, {}
         log_probs = arrays.get("rollout_log_probs")
         mean = (
@@ -233,7 +241,7 @@ class SampleBook:
             else None
         )
         head = (*(fields.get(name, otherwise) for name, otherwise in DEFAULTS), mean)
-        self._heads[row.id, row.attempt] = head
+        self._heads[row.place] = head
         return fields, arrays
 
     def _body(self, place: RecordPlace) -> memoryview:
@@ -270,6 +278,16 @@ class SampleBook:
 
 DEFAULTS = (("status", "pending"), ("task", "default"), ("role", "policy"))
 """Of `Sample`, whose stored form leaves them out."""
+NO_HEAD = ("", "", "", None)
+
+
+def finite(value: Any) -> Any:
+    """A JSON value with None for each figure that is not finite: browsers read no NaN."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _joined(name: str, figures: Sequence[dict[str, NDArray[Any]]], samples: Sequence[dict[str, Any]]) -> NDArray[Any]:

@@ -2,7 +2,7 @@
 slime.charts = (() => {
   const { h, number } = slime;
   const settings = { x: "step", smooth: 0, stage: "" };
-  const drawn = new Map(); // element -> what draws it again
+  const drawn = new Set(); // plots
   let library = null;
 
   const load = () => (library ??= (async () => {
@@ -59,7 +59,7 @@ slime.charts = (() => {
       { title: "Tokens a second", lines: [{ label: "response tokens", metric: "derived/tokens_per_second" }], zero: true, why: "Response tokens of a step by the seconds of the whole step." },
       { title: "Seconds a step", kind: "parts", why: "By part, stacked; see Timeline." },
       { title: "Waiting", match: /^async\/(engine_idle|trainer_wait)_seconds$/, zero: true, why: "Seconds in which the engine had nothing to do, and in which the trainer waited for groups." },
-      { title: "Memory", match: /^memory\/(.+)$/, zero: true, why: "GiB, at the end of the step: the driver's resident memory, and the device's peak." },
+      { title: "Memory", match: /^memory\/(.+)$/, zero: true, why: "GiB, at the end of the step: the driver's resident memory, and what is in use of the device." },
       { title: "Colocation", match: /^swap\/(.+)_seconds$/, zero: true, why: "Seconds of handing a device over." },
     ]],
   ];
@@ -165,17 +165,27 @@ slime.charts = (() => {
       reason, plot);
     plot.redraw = async () => {
       const Plotly = await load();
+      sweep();
       const [data, layout] = await draw();
+      if (!plot.isConnected) return;
       await Plotly.react(plot, data, layout, options);
       if (click && !plot.clicking) { plot.clicking = true; plot.on("plotly_click", click); }
     };
-    drawn.set(plot, plot.redraw);
+    drawn.add(plot);
     observer.observe(plot);
     return element;
   };
+  // Plots that left the page give back what Plotly keeps of them.
+  const sweep = () => {
+    for (const plot of [...drawn].filter((each) => !each.isConnected)) {
+      drawn.delete(plot);
+      observer.unobserve(plot);
+      if (plot.data) window.Plotly.purge(plot);
+    }
+  };
   const redraw = () => {
-    for (const plot of [...drawn.keys()]) {
-      if (!plot.isConnected) { drawn.delete(plot); continue; }
+    sweep();
+    for (const plot of drawn) {
       plot.current = false;
       observer.unobserve(plot); observer.observe(plot);
     }
@@ -195,7 +205,7 @@ slime.charts = (() => {
         layout.barmode = "stack";
         const bars = lines.flatMap((line, place) => runs.map((run) => {
           const [x, y] = thin(run.x, [column(run, line.metric) || []]);
-          return { type: "bar", x, y, name: slime.plain(many ? run.name + " " + line.label : line.label), marker: { color: many ? run.colour : slime.COLOURS[place % slime.COLOURS.length] } };
+          return { type: "bar", x, y, offsetgroup: run.path, name: slime.plain(many ? run.name + " " + line.label : line.label), marker: { color: many ? run.colour : slime.COLOURS[place % slime.COLOURS.length] } };
         }));
         return [bars, { ...layout, bargap: 0 }];
       },

@@ -76,36 +76,60 @@ slime.samples = (() => {
   // Places of the table that pass, in order. With groups: numbers of groups that have a passing sample.
   const choose = () => {
     const { table, query, chips } = state, { tests, problems, search } = parse(query, table);
+    state.words = search;
+    for (const [words, hit] of state.hits) if (hit.note && words !== search) state.hits.delete(words); // not read to the end
     for (const [name, codes] of Object.entries(chips)) if (codes.size) { const column = table[name]; tests.push((i) => codes.has(column[i])); }
-    if (search) { const ids = state.hits.get(search); tests.push(ids ? (i) => ids.has(table.id[i]) : () => false); }
+    if (search) tests.push(hitsOf(search));
     const pass = (i) => { for (const test of tests) if (!test(i)) return false; return true; };
-    let items;
+    let items = [], value = (item) => item; // the number that sorts
     if (state.grouped) {
-      const figures = groupFigures(table), key = { reward: "mean", order: null, spread: "std" }[state.sort] ?? state.sort;
-      items = [];
+      const figures = groupFigures(table), key = { reward: "mean", spread: "std" }[state.sort] ?? state.sort;
       for (let group = 0; group < table.groups.length; group++) if (table.members[group].some(pass)) items.push(group);
-      if (key && key !== "order") { const value = (g) => { const v = figures[g][key]; return v === undefined || Number.isNaN(v) ? Infinity : v; }; items.sort((a, b) => value(a) - value(b) || a - b); }
+      if (key !== "order") {
+        value = (g) => figures[g][key] ?? NaN;
+        const place = (g) => Number.isNaN(value(g)) ? Infinity : value(g);
+        items.sort((a, b) => place(a) - place(b) || a - b);
+      }
     } else {
-      items = [];
-      for (const i of order(table, state.sort === "spread" ? "reward" : state.sort)) if (pass(i)) items.push(i);
+      const key = state.sort === "spread" ? "reward" : state.sort;
+      if (key !== "order") value = (i) => table[key][i];
+      for (const i of order(table, key)) if (pass(i)) items.push(i);
     }
-    if (state.descending) items.reverse();
+    if (state.descending) { // missing numbers stay last
+      const end = items.findLastIndex((item) => !Number.isNaN(value(item))) + 1;
+      items = [...items.slice(0, end).reverse(), ...items.slice(end)];
+    }
     state.items = items;
     state.problems = problems;
-    return search && !state.hits.has(search) ? search : "";
   };
 
-  // Reads all pages for a text; what was found so far is shown meanwhile.
-  const scan = async (words) => {
-    const ids = new Set(), own = state;
-    own.hits.set(words, ids);
-    if (!slime.source.pages) { own.problems.push("texts cannot be searched here: slime report RUN makes a file that can"); return; }
-    let shown = performance.now();
-    for await (const [samples, share] of slime.source.pages(own.table.place)) {
-      if (state !== own) return;
-      for (const sample of samples) if ((sample.response || "").includes(words) || slime.text(sample.prompt || "").includes(words)) ids.add(sample.id);
-      if (performance.now() - shown > 250 || share === 1) { shown = performance.now(); own.searching = share < 1 ? `searching texts ${Math.round(100 * share)} %` : ""; refresh(); await new Promise((done) => setTimeout(done)); }
+  // Whether a sample has a text. The pages are read for it when typing pauses, and no further once another text is wanted.
+  const PAUSE = 250; // milliseconds
+  const keyOf = (id, attempt) => attempt + " " + id;
+  const hitsOf = (words) => {
+    const { table, hits } = state;
+    if (!hits.has(words)) {
+      const hit = { keys: new Set(), note: "searching texts", problem: "" };
+      hits.set(words, hit);
+      setTimeout(scan, PAUSE, state, words, hit);
     }
+    const { keys } = hits.get(words);
+    return (i) => keys.has(keyOf(table.id[i], table.attempt[i]));
+  };
+  // What was found so far is shown meanwhile.
+  const scan = async (own, words, hit) => {
+    const wanted = () => state === own && own.hits.get(words) === hit;
+    if (!wanted()) return;
+    try {
+      let shown = performance.now();
+      for await (const [samples, share] of slime.source.pages(own.table.place)) {
+        if (!wanted()) return;
+        for (const sample of samples) if ((sample.response || "").includes(words) || slime.text(sample.prompt || "").includes(words)) hit.keys.add(keyOf(sample.id, sample.attempt));
+        if (performance.now() - shown > 250) { shown = performance.now(); hit.note = `searching texts ${Math.round(100 * share)} %`; refresh(); await new Promise((done) => setTimeout(done)); }
+      }
+      hit.note = "";
+    } catch (error) { hit.note = "incomplete"; hit.problem = "texts cannot be searched: " + error.message; }
+    if (wanted()) refresh();
   };
 
   const BLOCKS = "▁▂▃▄▅▆▇█";
@@ -161,13 +185,12 @@ slime.samples = (() => {
     });
   };
   const refresh = () => {
-    const missing = choose();
-    const { table } = state;
+    choose();
+    const { table } = state, hit = state.hits.get(state.words);
     const unit = state.grouped ? "groups" : "samples";
-    state.counter.textContent = `${slime.count(state.items.length)} of ${slime.count(state.grouped ? table.groups.length : table.count)} ${unit}` + (state.searching ? ", " + state.searching : "");
-    state.problem.textContent = state.problems.join("; ");
+    state.counter.textContent = `${slime.count(state.items.length)} of ${slime.count(state.grouped ? table.groups.length : table.count)} ${unit}` + (hit?.note ? ", " + hit.note : "");
+    state.problem.textContent = [...state.problems, hit?.problem].filter(Boolean).join("; ");
     draw();
-    if (missing) scan(missing);
   };
 
   const open = (item, keep) => {
@@ -175,7 +198,7 @@ slime.samples = (() => {
     state.selected = state.grouped && !keep ? table.members[item][0] : item;
     state.root.classList.add("detail");
     slime.viewer.show(table, state.selected, state.detail);
-    history.replaceState(null, "", `#samples/${state.table.place}/${encodeURIComponent(table.id[state.selected])}`);
+    history.replaceState(null, "", `#samples/${state.table.place}/${encodeURIComponent(table.id[state.selected])}/${table.attempt[state.selected]}`);
     draw();
   };
   const into = (place) => {
@@ -240,25 +263,25 @@ slime.samples = (() => {
       h("div", { className: "controls" }, chooser, toggle, sort, turn), search, chips(table),
       h("div", { className: "under" }, counter, problem), [table.policy, ...table.notices].filter(Boolean).map((text) => h("p", { className: "why" }, text)), list), detail);
     const pressed = toggle.children;
-    state = { table, root, search, list, space, detail, counter, problem, pool: [], items: [], query: "", chips: {}, sort: "order", descending: false, grouped: false, selected: null, hits: new Map(), searching: "", problems: [],
+    state = { table, root, search, list, space, detail, counter, problem, pool: [], items: [], query: "", chips: {}, sort: "order", descending: false, grouped: false, selected: null, hits: new Map(), words: "", problems: [],
       toggle: () => pressed[state.grouped ? 0 : 1].click() };
     let waiting = false;
     list.addEventListener("scroll", () => { if (!waiting) { waiting = true; requestAnimationFrame(() => { waiting = false; draw(); }); } });
     new ResizeObserver(draw).observe(list);
     refresh();
   };
-  const start = async (runs, place, root, id) => {
+  const start = async (runs, place, root, id, attempt) => {
     const table = await load(runs[place], place);
     if (!table || !table.count) { state = null; root.replaceChildren(h("div", { className: "empty" }, "There are no samples: the run has no ledger, or none were issued yet.")); return; }
     build(table, runs, root);
-    const at = id === undefined ? -1 : table.id.lastIndexOf(id);
+    const at = id === undefined ? -1 : table.id.findLastIndex((each, i) => each === id && (attempt === undefined || table.attempt[i] === Number(attempt)));
     if (at >= 0) { into(at); open(at); }
   };
   const show = (runs) => {
     if (slime.source.live) forget();
-    const [, place, id] = location.hash.slice(1).split("/");
+    const [, place, id, attempt] = location.hash.slice(1).split("/");
     const root = h("div", { className: "samples" }, h("div", { className: "empty" }, "Reading samples …"));
-    start(runs, Math.min(runs.length - 1, Number(place) || 0), root, id === undefined ? undefined : decodeURIComponent(id));
+    start(runs, Math.min(runs.length - 1, Number(place) || 0), root, id === undefined ? undefined : decodeURIComponent(id), attempt);
     return root;
   };
 
@@ -272,7 +295,7 @@ slime.samples = (() => {
         { ...layout, barmode: "overlay", bargap: 0.04, hovermode: "closest" }];
     },
   });
-  const histograms = (runs) => slime.source.samples ? [
+  const histograms = (runs) => slime.source.samples && !slime.source.live ? [ // live, the table would be read whole at once
     histogram("Staleness of trained samples", "Versions between the weights in training and the oldest that made a token of the sample; 0 is on-policy.", "staleness", runs, { xbins: { size: 1 } }),
   ] : [];
   return { show, key, load, histograms, forget, shade, open: (i) => open(i, true), get state() { return state; } };

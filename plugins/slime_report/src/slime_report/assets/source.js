@@ -34,7 +34,7 @@ slime.readPage = (bytes) => {
       const part = values.subarray(answer, answer + count);
       if (count && !Number.isNaN(part[0])) sample.columns[name] = part;
     }
-    if ("prompt" in sample) prompt = sample.prompt; else sample.prompt = total ? prompt : "";
+    if ("prompt" in sample) prompt = sample.prompt; else sample.prompt = prompt;
     token += total; answer += count;
   }
   return samples;

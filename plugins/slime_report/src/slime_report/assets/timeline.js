@@ -43,10 +43,11 @@ slime.timeline = (() => {
   };
 
   // The path itself on a canvas: time from left to right; wheel zooms, dragging moves.
+  const views = new Map(); // by a run's path: from and to where it was zoomed, in seconds
   const strip = (run) => {
     const parts = names([run]), total = run.clock[run.clock.length - 1] || 1;
     const canvas = h("canvas", { className: "strip", tabindex: 0, role: "img", "aria-label": "Critical path of " + run.name + " over time" });
-    let from = 0, to = total;
+    let [from, to] = views.get(run.path) || [0, total];
     const segmentsAt = (second) => {
       let low = 0, high = run.clock.length - 1;
       while (low < high) { const middle = (low + high) >> 1; if (run.clock[middle] < second) low = middle + 1; else high = middle; }
@@ -57,6 +58,7 @@ slime.timeline = (() => {
     const paint = () => {
       const ratio = devicePixelRatio || 1, width = canvas.clientWidth, height = canvas.clientHeight;
       if (!width) return;
+      if (to - from < total) views.set(run.path, [from, to]); else views.delete(run.path);
       canvas.width = width * ratio; canvas.height = height * ratio;
       const context = canvas.getContext("2d");
       context.scale(ratio, ratio);

@@ -78,7 +78,7 @@ slime.viewer = (() => {
 
   const figuresAt = (sample, colours, texts, i) => {
     const token = sample.tokens[sample.tokens.length - (sample.response_length || 0) + i];
-    return [`token ${i} of the response: id ${token} ${JSON.stringify(texts[i])}`, ...colours.filter(({ id }) => id !== "mask").map(({ label, figures }) => `${label}: ${number(figures[i], 7)}`)].join("\n");
+    return [`token ${i} of the response: id ${token} ${slime.visible(JSON.stringify(texts[i]))}`, ...colours.filter(({ id }) => id !== "mask").map(({ label, figures }) => `${label}: ${number(figures[i], 7)}`)].join("\n");
   };
   const heat = (sample, colours, texts) => {
     const chosen = colours.find(({ id }) => id === settings.colour) || colours[0];
@@ -136,7 +136,7 @@ slime.viewer = (() => {
   const turnsOf = (sample, texts) => {
     const count = sample.response_length || 0, mask = expand(sample.loss_mask, count, 1), versions = expand(sample.weight_versions, count, -1), turns = [];
     for (let i = 0; i < count; i++) {
-      const own = mask[i] || versions[i] >= 0;
+      const own = Boolean(mask[i]) || versions[i] >= 0;
       if (!turns.length || turns[turns.length - 1].own !== own) turns.push({ own, text: "", tokens: 0 });
       const turn = turns[turns.length - 1];
       turn.text += texts[i]; turn.tokens++;
@@ -150,15 +150,16 @@ slime.viewer = (() => {
     return h("div", { className: "turns" }, pairs.map(([own, other], i) => h("div", { className: "pair" }, h("small", { className: "count" }, String(i + 1)), cell(own, "model"), cell(other, "environment"))));
   };
 
-  const json = (value, name) => {
+  const json = (value, key) => {
+    const name = key === undefined ? key : slime.visible(key);
     if (value === null || typeof value !== "object") return h("div", { className: "leaf" }, name !== undefined && h("span", { className: "name" }, name + ": "), h("span", { className: "mono" }, typeof value === "string" && value.length > 2000 ? long(value) : slime.visible(slime.text(value))));
     const entries = Object.entries(value), simple = JSON.stringify(value);
     if (simple.length < 90) return h("div", { className: "leaf" }, name !== undefined && h("span", { className: "name" }, name + ": "), h("span", { className: "mono" }, slime.visible(simple)));
     const details = h("details", null, h("summary", null, `${name ?? ""} ${Array.isArray(value) ? `[${entries.length}]` : `{${entries.length}}`}`));
-    details.addEventListener("toggle", () => { if (details.children.length === 1) details.append(h("div", { className: "inner" }, entries.slice(0, 500).map(([key, item]) => json(item, key)))); });
+    details.addEventListener("toggle", () => { if (details.children.length === 1) details.append(h("div", { className: "inner" }, entries.slice(0, 500).map(([inner, item]) => json(item, inner)))); });
     return details;
   };
-  const pairs = (entries) => h("table", { className: "rows" }, h("tbody", null, entries.filter(([, value]) => value !== undefined && value !== null && value !== "").map(([name, value]) => h("tr", null, h("td", { className: "key" }, name), h("td", null, value instanceof Node || Array.isArray(value) ? value : slime.visible(slime.text(value)))))));
+  const pairs = (entries) => h("table", { className: "rows" }, h("tbody", null, entries.filter(([, value]) => value !== undefined && value !== null && value !== "").map(([name, value]) => h("tr", null, h("td", { className: "key" }, slime.visible(name)), h("td", null, value instanceof Node ? value : slime.visible(slime.text(value)))))));
 
   const diagnostics = (sample, table, at, colours, texts) => {
     const by = (id) => colours.find((each) => each.id === id)?.figures, engine = by("log_probs"), count = sample.response_length || 0;
@@ -181,22 +182,25 @@ slime.viewer = (() => {
   };
   const reward = (sample) => {
     const data = sample.metadata || {}, terms = data.reward_terms || (sample.reward && typeof sample.reward === "object" ? sample.reward : {});
-    const size = Math.max(1e-9, ...Object.values(terms).map((v) => Math.abs(Number(v)) || 0));
+    const size = Math.max(1e-9, ...Object.values(terms).filter((v) => typeof v === "number").map(Math.abs));
+    const term = (value) => typeof value !== "number" ? slime.visible(slime.text(value))
+      : h("span", { className: "term" }, h("i", { style: `width:${60 * Math.abs(value) / size}px;background:${value < 0 ? "var(--bad)" : "var(--good)"}` }), number(value));
     return pairs([
       ["reward", typeof sample.reward === "number" ? number(sample.reward, 6) : null], ["before punishment", data.raw_reward],
-      ...Object.entries(terms).map(([name, value]) => [name, h("span", { className: "term" }, h("i", { style: `width:${60 * Math.abs(value) / size}px;background:${value < 0 ? "var(--bad)" : "var(--good)"}` }), number(value))]),
-      ["kind", data.reward_kind], ["reason", data.reward_reason], ["label", sample.label === undefined ? null : long(slime.text(sample.label))], ["extracted answer", data.extracted_answer],
+      ...Object.entries(terms).map(([name, value]) => [name, value === null ? null : term(value)]),
+      ["kind", data.reward_kind], ["reason", data.reward_reason], ["label", sample.label === undefined ? null : h("div", null, long(slime.text(sample.label)))], ["extracted answer", data.extracted_answer],
     ]);
   };
   // Samples of one rollout: branches of an agent's session, or several players. Each hangs on the one it shares most with.
   const shared = (a, b) => { let i = 0; const end = Math.min(a.length, b.length); while (i < end && a[i] === b[i]) i++; return i; };
-  const branches = (sample, group, table) => {
-    const others = group.filter((other) => other.rollout === sample.rollout && sample.rollout !== null);
+  const branches = (sample, group, table, at) => {
+    const others = group.filter((other) => other.rollout === sample.rollout && sample.rollout !== null && other.attempt === sample.attempt);
+    const placeOf = ({ id, attempt }) => table.members[table.group[at]].find((i) => table.id[i] === id && table.attempt[i] === attempt);
     if (others.length < 2) return null;
     return [h("h3", null, "Branches", h("small", null, `${others.length} samples of rollout ${sample.rollout}`)), h("div", { className: "branches" }, others.map((other, k) => {
       const parent = others.slice(0, k).reduce((best, each) => { const length = shared(each.tokens, other.tokens); return length > best[1] ? [each, length] : best; }, [null, 0]);
-      return h("button", { type: "button", className: "branch" + (other === sample ? " chosen" : ""), style: `margin-left:${parent[1] ? 18 : 0}px`, onclick: () => slime.samples.open(table.id.lastIndexOf(other.id)) },
-        h("b", null, other.id), " ", h("span", { className: "badge" }, other.role || "policy"), parent[0] ? ` shares ${slime.count(parent[1])} of ${slime.count(other.tokens.length)} tokens with ${parent[0].id}` : ` ${slime.count(other.tokens.length)} tokens`);
+      return h("button", { type: "button", className: "branch" + (other === sample ? " chosen" : ""), style: `margin-left:${parent[1] ? 18 : 0}px`, onclick: () => slime.samples.open(placeOf(other)) },
+        h("b", null, slime.visible(other.id)), " ", h("span", { className: "badge" }, slime.visible(other.role || "policy")), parent[0] ? ` shares ${slime.count(parent[1])} of ${slime.count(other.tokens.length)} tokens with ${slime.visible(parent[0].id)}` : ` ${slime.count(other.tokens.length)} tokens`);
     }))];
   };
 
@@ -207,17 +211,17 @@ slime.viewer = (() => {
     const views = [["tokens", "Tokens"], ["text", "Text"], ["turns", "Turns"], ["table", "Table"]].filter(([id]) => count || id === "text");
     const view = views.some(([id]) => id === settings.view) ? settings.view : "text";
     const body = { tokens: () => heat(sample, colours, texts), text: () => long(sample.response || ""), turns: () => turnView(sample, texts), table: () => rows(sample, colours, texts) }[view]();
-    const strip = h("div", { className: "siblings", role: "group", "aria-label": "Samples of the group" }, table.members[table.group[at]].map((i) => h("button", { type: "button", title: table.id[i] + ": reward " + number(table.reward[i]), "aria-current": i === at ? "true" : undefined, style: "--c:" + slime.samples.shade(table.reward[i]), onclick: () => slime.samples.open(i) }, number(table.reward[i], 2))));
+    const strip = h("div", { className: "siblings", role: "group", "aria-label": "Samples of the group" }, table.members[table.group[at]].map((i) => h("button", { type: "button", title: slime.visible(table.id[i]) + (table.attempt[i] ? `, attempt ${table.attempt[i]}` : "") + ": reward " + number(table.reward[i]), "aria-current": i === at ? "true" : undefined, style: "--c:" + slime.samples.shade(table.reward[i]), onclick: () => slime.samples.open(i) }, number(table.reward[i], 2))));
     slime.fill(target, 
       h("header", null, h("button", { className: "plain back", type: "button", onclick: () => slime.samples.state.root.classList.remove("detail") }, "← List"), h("h2", null, slime.visible(sample.id)),
-        h("span", { className: "badge " + (fate === "trained" ? "good" : fate.startsWith("dropped") ? "bad" : "") }, fate), h("span", { className: "badge" + (sample.status === "truncated" ? " warn" : "") }, sample.status || ""),
+        h("span", { className: "badge " + (fate === "trained" ? "good" : fate.startsWith("dropped") ? "bad" : "") }, slime.visible(fate)), h("span", { className: "badge" + (sample.status === "truncated" ? " warn" : "") }, sample.status || ""),
         sample.step !== null && h("span", { className: "badge accent" }, "step " + sample.step)),
       strip,
       sample.damage && h("p", { className: "notice" }, "Its text cannot be read: " + sample.damage),
       h("h3", null, "Prompt"), promptOf(sample.prompt ?? ""),
       h("h3", { className: "line" }, "Response", h("small", null, many ? "several turns" : ""), slime.pick(views, view, (value) => { settings.view = value; again(); })), body,
       h("div", { className: "facts" }, h("div", null, h("h3", null, "Reward"), reward(sample)), h("div", null, h("h3", null, "Diagnostics"), diagnostics(sample, table, at, colours, texts))),
-      ...(branches(sample, group, table) || []),
+      ...(branches(sample, group, table, at) || []),
       ...(sample.metadata && Object.keys(sample.metadata).length ? [h("h3", null, "Metadata"), h("div", { className: "json" }, json(sample.metadata))] : []),
       ...(sample.train_metadata && Object.keys(sample.train_metadata).length ? [h("h3", null, "Train metadata"), h("div", { className: "json" }, json(sample.train_metadata))] : []));
   };
@@ -234,7 +238,7 @@ slime.viewer = (() => {
     const group = await slime.source.group(table.place, table.group[at]);
     if (show.ticket !== ticket) return;
     slime.tip.hide();
-    const sample = group && group.find((each) => each.id === table.id[at]);
+    const sample = group && group.find((each) => each.id === table.id[at] && each.attempt === table.attempt[at]);
     if (!sample) {
       shown = null;
       slime.fill(target, h("header", null, h("h2", null, slime.visible(table.id[at]))), h("p", { className: "notice" }, group === null ? "Text and tokens of this group are not in the file: " + (table.policy || "its payload was pruned, or it was dropped before it was finished") : "The ledger has no text of this sample."),
