@@ -132,9 +132,8 @@ def test_filters_sorting_and_keys_show_the_samples_of_the_ledger(run: Path, chro
         search.fill("length>=3 step=1")
         assert counter.inner_text() == f"{sum(s.weight_versions[0] == 0 for s in long)} of 48 samples"
         search.fill(f"text:{digit}")
-        page.wait_for_function("!document.querySelector('.counter').innerText.includes('searching')")
         count = sum(digit in sample.response or digit in str(sample.prompt) for sample in samples)
-        page.wait_for_function(f"document.querySelector('.counter').innerText === '{count} of 48 samples'")
+        page.get_by_text(f"{count} of 48 samples", exact=True).wait_for()
         search.fill("reward>nothing colour=3")
         assert "compare reward, step" in page.locator(".problem").inner_text()
         search.fill("")
