@@ -23,6 +23,7 @@ from slime_core.report.metrics import evaluation_metrics
 from slime_core.rollout.dump import Dump
 from slime_core.rollout.filters import unjudged
 from slime_core.rollout.groups import check_group, evaluation_params, issued_ids, pending_group
+from slime_core.rollout.observed_engine import observed
 from slime_core.rollout.score import note_reward
 from slime_core.types import Group
 
@@ -54,7 +55,8 @@ class Evaluator:
         Raises:
             EngineError: ENG83 a hook got tokens of other weights than the reserved engine's.
         """
-        ctx = replace(self._ctx, version=version, engine=reserved_engine or self._ctx.engine)
+        engine = self._ctx.engine if reserved_engine is None else observed(reserved_engine, self._plugins)
+        ctx = replace(self._ctx, version=version, engine=engine)
         results: dict[str, dict[str, float]] = {}
         done: dict[str, list[Group]] = {}
         for eval_set in self.sets:

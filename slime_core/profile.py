@@ -27,7 +27,7 @@ class StepProfile:
 
     def due(self, step: int, name: str) -> bool:
         """Whether :meth:`record` would record."""
-        return self._step > 0 and step == self._first and name not in self._names
+        return self._first <= step <= self._step and name not in self._names
 
     @contextmanager
     def record(self, step: int, name: str) -> Iterator[None]:

@@ -151,7 +151,8 @@ class Stage:
         if progress.eval_due and evaluations.beside_training and not progress.stage_done:
             await evaluations.start(progress.version)
         elif progress.eval_due:
-            await progress.stop.or_stop(evaluations.run(progress.version), evaluations)
+            with self.plugins.span("evaluate"):
+                await progress.stop.or_stop(evaluations.run(progress.version), evaluations)
         progress.eval_due = False
 
     async def report_step(self, groups: list[Group], metrics: dict[str, float], seconds: dict[str, float]) -> None:

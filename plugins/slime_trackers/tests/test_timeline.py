@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import threading
 from collections import defaultdict
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -46,7 +47,7 @@ def test_a_samples_spans_follow_each_other_and_lanes_are_used_again(tmp_path):
     timeline.start(tmp_path, {})
     seen(timeline, request("a", 1.0, 0.5, queue=0.1, prefill=0.15))
     seen(timeline, Span(name="reward", start=1.5, seconds=0.25, facts={"samples": ["a", "b"], "group": "g"}))
-    timeline.batch(SimpleNamespace(sample_ids=["a"]))
+    timeline.batch(SimpleNamespace(sample_ids=["a"], version=0))
     seen(timeline, Span(name="train", start=2.0, seconds=1.0))
     seen(timeline, request("c", 3.0, 0.5))
     timeline.close()
@@ -63,6 +64,63 @@ def test_a_samples_spans_follow_each_other_and_lanes_are_used_again(tmp_path):
     assert spans_of(rows, "c") == [("request", 0, 500000)], "an engine that says no times"
     lanes = {row["args"]["sample"]: row["tid"] for row in rows if "sample" in row["args"]}
     assert lanes == {"a": 1, "b": 2, "c": 1}
+
+
+def step(version):
+    return StepReport(version=version, stage="main", step=version - 1, of=9, metrics={"loss": 0.0}, seconds={})
+
+
+def test_lanes_of_samples_that_no_step_trains_are_used_again_and_versions_go_on_after_a_resume(tmp_path):
+    row = {"kind": "step", "version": 5, "stage": "main", "step": 4, "of": 9}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    timeline = Timeline(ChromeTrace(), steps=4)
+    timeline.start(tmp_path, {})
+    seen(timeline, Span(name="rollout", start=0.5, seconds=0.25))
+    for number in range(3):  # never judged; one asks twice at once
+        beside = request(f"a{number}~1", number + 1.1, 0.3)
+        timeline.begin(beside)
+        seen(timeline, request(f"a{number}", number + 1.0, 0.5))
+        timeline.end(beside)
+    timeline.batch(SimpleNamespace(sample_ids=["a0"], version=5))
+    seen(timeline, Span(name="train", start=5.0, seconds=0.5), Span(name="sync", start=5.5, seconds=0.1))
+    for version in (6, 7):
+        timeline.write(step(version))
+    timeline.write(StepReport(version=7, stage="main", step=6, of=9, metrics={"eval/held/reward": 0.0}, seconds={}))
+    seen(timeline, request("late", 6.0, 0.5))
+    for version in (8, 9):
+        timeline.write(step(version))
+    seen(timeline, request("more", 7.0, 0.5))  # behind trace_steps
+    timeline.close()
+    rows = [row for row in events(tmp_path) if row["ph"] == "X"]
+    versions = {row["name"]: row["args"]["version"] for row in rows if "version" in row["args"] and not row["tid"]}
+    assert versions == {"rollout": 5, "train": 5, "sync": 6}
+    assert [row["args"]["version"] for row in rows if row["name"] == "train" and row["tid"]] == [6]
+    lanes = defaultdict(set)
+    for row in rows:
+        lanes[row["args"].get("sample")].add(row["tid"])
+    assert lanes == {None: {0}, "a0": {1, 2}, "a1": {1, 3}, "a2": {1, 4}, "late": {1}}
+
+
+def test_a_timeline_that_cannot_write_takes_no_more_spans(tmp_path):
+    timeline = Timeline(ChromeTrace())
+    with pytest.raises(FileNotFoundError):
+        timeline.start(tmp_path / "none", {})
+    timeline.begin(request("a", 1.0, 0.5))
+    assert not timeline._ways
+    timeline = Timeline(writer := ChromeTrace())
+    timeline.start(tmp_path, {})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        seen(timeline, *(request(f"a{number}", 1.0, 0.5) for number in range(20)))
+        timeline.write(step(1))
+        writer._thread.join()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with pytest.raises(OSError, match="File too large"):
+        timeline.write(step(2))
+    seen(timeline, request("b", 1.0, 0.5))
+    assert "b" not in timeline._ways
 
 
 @pytest.mark.parametrize("torn", [b"", b',\n{"name":"x","args":{"a":{}', b"\n]\n", b",\n"])

@@ -15,7 +15,7 @@ import pytest
 from slime_core.config.schema import Config
 from slime_core.report import Report, RunDir
 from slime_core.types import Group, Prompt, Sample, StepReport
-from slime_trackers.feed import TrackerFeed, read_reports, series_of
+from slime_trackers.feed import SampleRows, TrackerFeed, read_reports, series_of
 from slime_trackers.mlflow_run import MlflowRun, legal
 from slime_trackers.options import TrackerOptions
 from slime_trackers.tensorboard_run import TensorBoardRun
@@ -94,7 +94,7 @@ def test_tensorboard_has_every_step_once_and_those_that_were_made_again_replace_
     assert [(event.step, event.value) for event in events.Scalars("eval/held/reward/mean")] == [(2, 0.25)]
     assert [event.step for event in events.Scalars("time/train")] == [1, 2, 3, 4, 5]
     assert "loss" not in events.Tags()["scalars"]  # not finite
-    assert [event.step for event in events.Histograms("histograms/reward")] == [1, 3, 4, 5]
+    assert [event.step for event in events.Histograms("histograms/reward")] == [1, 2, 3, 4, 5]
     texts = {tag: events.Tensors(tag)[-1] for tag in ("samples/text_summary", "config/text_summary")}
     assert texts["samples/text_summary"].step == 4
     assert b"main/4" not in texts["samples/text_summary"].tensor_proto.string_val[0]
@@ -224,6 +224,15 @@ def test_a_tracker_that_fails_costs_itself_alone(tmp_path, monkeypatch):
     assert "TrackerFeed failed; training continues: RuntimeError: tensorboard: NotADirectoryError" in log
     assert "mlflow: MlflowException" in log
     assert [report.version for report in read_reports(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+
+
+def test_a_torn_line_of_samples_is_read_when_it_is_whole(tmp_path):
+    path, row = tmp_path / "samples.jsonl", json.dumps({"version": 2}) + "\n"
+    rows = SampleRows(path)
+    path.write_text(row + row[:5])
+    assert rows.of(2) == [{"version": 2}]
+    path.write_text(row * 2)
+    assert rows.of(2) == [{"version": 2}]
 
 
 def test_a_late_evaluation_has_its_own_version(tmp_path):

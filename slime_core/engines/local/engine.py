@@ -305,10 +305,15 @@ class LocalEngine:
         leaving = {id(job) for job in leavers}
         self._scheduler.end(leavers)
         jobs, step = [job for job in incoming if id(job) not in leaving], self.version + 1
-        if self._profile is not None and self._profile.due(step, self._name):
+        if self._profile is not None and self._profile.due(step, self._name) and self._rolls_out(jobs):
             with self._profile.record(step, self._name):
                 return self._scheduler.run(jobs, ENGINE_SECONDS)
         return self._scheduler.run(jobs, HOP_SECONDS)
+
+    def _rolls_out(self, jobs: list[EngineJob]) -> bool:
+        """Whether a request that is no evaluation's is new or running."""
+        assert self._scheduler is not None
+        return any(not job.request.id.startswith("eval/") for job in (*jobs, *self._scheduler.jobs()))
 
     def _score(self, ids: NDArray[np.int64], start: int) -> NDArray[np.float32]:
         if self._scheduler is None or not self._scheduler.served.ready:

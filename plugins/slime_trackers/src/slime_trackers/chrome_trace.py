@@ -29,6 +29,7 @@ class ChromeTrace:
         self._events: list[tuple[str, int, str, float, float, Mapping[str, Any]]] = []
         self._queue: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
         self._lanes: set[int] = set()  # that have a name
+        self._error: OSError | None = None
 
     def open(self, run_dir: Path) -> None:
         """Begin the file, or go on with it."""
@@ -52,23 +53,37 @@ class ChromeTrace:
         """Nothing: its lane is used again."""
 
     def flush(self) -> None:
-        """Have the thread write what there is."""
+        """Have the thread write what there is.
+
+        Raises:
+            OSError: what it wrote before could not be written; it has ended.
+        """
         events, self._events = self._events, []
+        if self._error is not None:
+            raise self._error
         self._queue.put(events)
 
-    def close(self) -> None:
-        """End the array."""
-        self.flush()
+    def finish(self) -> None:
+        """Have the thread end the array."""
+        self._queue.put(self._events)
         self._queue.put(None)
+
+    def close(self) -> None:
+        """Wait for the end of the array; raises as `flush`."""
         self._thread.join()
+        if self._error is not None:
+            raise self._error
 
     def _work(self, file: BinaryIO) -> None:
         """Write events until there are no more; texts are made here, beside what the run computes."""
-        with file:
-            while (events := self._queue.get()) is not None:
-                file.write("".join(f",\n{line}" for event in events for line in self._lines(*event)).encode())
-                file.flush()
-            file.write(END)
+        try:
+            with file:
+                while (events := self._queue.get()) is not None:
+                    file.write("".join(f",\n{line}" for event in events for line in self._lines(*event)).encode())
+                    file.flush()
+                file.write(END)
+        except OSError as error:
+            self._error = error
 
     def _lines(
         self, track: str, lane: int, name: str, start: float, end: float, facts: Mapping[str, Any]

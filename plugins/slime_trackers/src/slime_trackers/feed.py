@@ -144,11 +144,12 @@ class TrackerFeed:
         tracker, path = self._tracker, self._state_path(run_dir)
         self._delivered = Delivered(**json.loads(path.read_text())) if path.exists() else Delivered()
         self._saved = dict(self._delivered.last)
-        first = reports[-1].version if reports else 0
         run = TrackedRun(run_dir=run_dir, config=config, options=self._options, id=self._delivered.id)
         if tracker.rewinds and self._delivered.last:
-            run, self._delivered.last = replace(run, first=first), {}
-            reports = [report for report in reports if report.version >= first]
+            newest = min(self._delivered.last.get("", -1), reports[-1].version if reports else 0)
+            run = replace(run, first=newest + 1)
+            self._delivered.last = {name: min(last, newest) for name, last in self._delivered.last.items()}
+            reports = [report for report in reports if report.version >= newest]
         self._samples = SampleRows(run_dir / "samples.jsonl")
         self._delivered.id = tracker.open(run)
         if tracker.newest is not None:
@@ -170,7 +171,8 @@ class TrackerFeed:
                 tracker.histograms(version, arrays)
             if interval and version % interval == 0 and self._samples and (rows := self._samples.of(version)):
                 tracker.samples(version, rows)
-        self._delivered.last[series] = version
+        if version == report.version or not tracker.rewinds:  # else it may be taken back with a later step
+            self._delivered.last[series] = version
         self._save(run_dir, self._saved if tracker.sends_late else self._delivered.last)
 
     def _state_path(self, run_dir: Path) -> Path:
@@ -195,8 +197,10 @@ class SampleRows:
         with self._path.open("rb") if self._path.exists() else open("/dev/null", "rb") as file:
             file.seek(self._offset)
             for line in file:
+                if not line.endswith(b"\n"):  # torn
+                    break
                 row = json.loads(line)
-                if row["version"] > version or not line.endswith(b"\n"):
+                if row["version"] > version:
                     break
                 self._offset += len(line)
                 rows += [row] if row["version"] == version else []

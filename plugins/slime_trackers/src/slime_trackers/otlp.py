@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from slime_trackers.timeline import LOOP
+
+CLOSE_SECONDS = 30.0
+"""How long the end of a run waits for the collector."""
 
 
 class OtlpExport:
@@ -28,7 +32,9 @@ class OtlpExport:
         resource = Resource.create({"service.name": "slime", "service.instance.id": run_dir.name})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         exporter = OTLPSpanExporter(endpoint=f"{self._endpoint.rstrip('/')}/v1/traces", timeout=5)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._provider.add_span_processor(
+            BatchSpanProcessor(exporter, max_queue_size=1 << 17, max_export_batch_size=2048)
+        )
         self._tracer = self._provider.get_tracer("slime")
 
     def write(self, track: str, lane: int, name: str, start: float, end: float, facts: Mapping[str, Any]) -> None:
@@ -55,9 +61,14 @@ class OtlpExport:
     def flush(self) -> None:
         """Nothing: the SDK does it."""
 
+    def finish(self) -> None:
+        """Send the rest, on a thread."""
+        self._thread = threading.Thread(target=self._provider.shutdown, name="slime-otlp", daemon=True)
+        self._thread.start()
+
     def close(self) -> None:
-        """Send the rest."""
-        self._provider.shutdown()
+        """Wait until the rest is sent, for half a minute."""
+        self._thread.join(CLOSE_SECONDS)
 
 
 def _ns(seconds: float) -> int:

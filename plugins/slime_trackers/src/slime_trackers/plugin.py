@@ -24,7 +24,7 @@ LIBRARIES = {
     "use_mlflow": ("mlflow", "mlflow"),
     "use_trackio": ("trackio", "trackio"),
     "prometheus_port": ("prometheus_client", "prometheus"),
-    "otlp_endpoint": ("opentelemetry.exporter.otlp", "otlp"),
+    "otlp_endpoint": ("opentelemetry.exporter.otlp.proto.http", "otlp"),
 }
 """Key -> the module that it needs, and the extra of slime-trackers that installs it."""
 

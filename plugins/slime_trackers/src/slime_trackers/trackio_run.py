@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
-import io
+import sys
+import threading
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
-from typing import Any
+from contextlib import AbstractContextManager, redirect_stdout
+from typing import IO, Any, cast
 
 from slime_core.types import StepReport
 from slime_trackers.feed import Arrays, TrackedRun, Tracker
+
+
+class OthersStdout:
+    """Standard output for all threads but the one that makes it, whose texts are dropped."""
+
+    def __init__(self) -> None:
+        self._stdout, self._thread = sys.stdout, threading.get_ident()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stdout, name)
+
+    def write(self, text: str) -> int:
+        """Write or drop; returns how many characters."""
+        return len(text) if threading.get_ident() == self._thread else self._stdout.write(text)
+
+
+def quiet() -> AbstractContextManager[Any]:
+    """Drop what this thread prints inside the block."""
+    return redirect_stdout(cast(IO[str], OthersStdout()))
 
 
 class TrackioRun(Tracker):
@@ -24,7 +44,7 @@ class TrackioRun(Tracker):
 
         options = run.options
         name = run.id or f"{run.run_dir.name}-{uuid.uuid4().hex[:8]}"
-        with redirect_stdout(io.StringIO()):  # a run's own answer stands there
+        with quiet():  # a run's own answer stands there
             self._run: Any = trackio.init(
                 project=options.trackio_project,
                 name=name,
@@ -36,7 +56,8 @@ class TrackioRun(Tracker):
                 auto_log_cpu=False,
             )
         if run.id and not options.trackio_space:
-            self.newest = SQLiteStorage.get_max_step_for_run(options.trackio_project, name) or 0
+            newest = SQLiteStorage.get_max_step_for_run(options.trackio_project, name)
+            self.newest = -1 if newest is None else newest
         return name
 
     def log(self, report: StepReport, figures: Mapping[str, float]) -> None:
@@ -58,5 +79,5 @@ class TrackioRun(Tracker):
 
     def close(self) -> None:
         """Send what is queued."""
-        with redirect_stdout(io.StringIO()):
+        with quiet():
             self._run.finish()
