@@ -128,6 +128,7 @@ def test_a_trace_goes_on_behind_its_last_whole_event(tmp_path, torn):
     first = ChromeTrace()
     first.open(tmp_path)
     first.write("loop", 0, "train", 1.0, 2.0, {"version": 0})
+    first.finish()
     first.close()
     whole = (tmp_path / "trace.json").read_bytes().removesuffix(b"\n]\n")
     (tmp_path / "trace.json").write_bytes(whole)
@@ -136,13 +137,15 @@ def test_a_trace_goes_on_behind_its_last_whole_event(tmp_path, torn):
     again = ChromeTrace()
     again.open(tmp_path)
     again.write("loop", 0, "train", 2.0, 3.0, {"version": 1})
+    again.finish()
     again.close()
     assert [row["args"]["version"] for row in events(tmp_path) if row["ph"] == "X"] == [0, 1]
 
 
 def test_a_traced_run_has_each_sample_whole_and_a_resume_continues_the_file(tmp_path, own, forked_slime):
     run = tmp_path / "run"
-    done = forked_slime("run", *own.flags, "--run-dir", run, "--trace", "--num-rollout", "2")
+    held = ("--eval-prompt-data", "held", f"{own.path}/my.jsonl@[0:2]", "--eval-interval", "2")
+    done = forked_slime("run", *own.flags, *held, "--run-dir", run, "--trace", "--num-rollout", "2")
     assert done.returncode == 0, done.stderr
     assert "failed" not in done.stderr
     assert forked_slime("run", "--resume", run, "--num-rollout", "4").returncode == 0
@@ -153,8 +156,14 @@ def test_a_traced_run_has_each_sample_whole_and_a_resume_continues_the_file(tmp_
     for part in ("rollout", "score", "train", "sync"):
         total = sum(row["dur"] for row in spans if row["tid"] == 0 and row["name"] == part) / 1e6
         assert total == pytest.approx(sum(step["seconds"][part] for step in steps), abs=0.01), part
+    evaluations = [row for row in spans if row["name"] == "evaluate"]
+    assert {row["args"]["version"] for row in evaluations} == {0, 2, 4}
     samples = {row["args"]["sample"] for row in spans if "sample" in row["args"]}
-    assert len(samples) == 16
+    held = {sample for sample in samples if sample.startswith("eval/")}
+    for row in (row for row in spans if row["args"].get("sample") in held):
+        assert any(0 <= row["ts"] - one["ts"] <= one["dur"] - row["dur"] for one in evaluations), row
+    samples -= held
+    assert (len(samples), len(held)) == (16, 2)
     for sample in samples:
         named = dict.fromkeys(("request", "queue", "prefill", "decode", "reward", "wait", "train"), 0)
         for name, _, duration in spans_of(rows, sample):
