@@ -69,7 +69,9 @@ def test_every_mistake_is_answered_and_counted(context, play, call, results):
     (sample,) = play(ctx)
     read = results(sample)
     assert read[0].startswith("Error: the call could not be read: the JSON of a call is not valid: Expecting")
-    assert read[1].startswith("Error: there is no tool 'sub'. Tools are: add, count, fail, big, hoard, picture, freeze,")
+    assert read[1].startswith(
+        "Error: there is no tool 'sub'. Tools are: add, count, fail, big, hoard, picture, freeze,"
+    )
     assert read[2:4] == [
         "Error: arguments.a: 'x' is not of type 'integer'. The tool was not called.",
         "Error: the arguments are not a JSON object. The tool was not called.",
