@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -43,14 +43,23 @@ def complete(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def steps_of(run_dir: RunDir) -> list[dict[str, Any]]:
     """The step lines of ``metrics.jsonl``; of a version written twice, the later one."""
-    rows = {row["version"]: row for row in _figures(run_dir) if row["kind"] == "step"}
-    return [rows[version] for version in sorted(rows)]
+    return steps_among(_figures(run_dir))
 
 
 def evaluations_of(run_dir: RunDir) -> list[dict[str, Any]]:
-    """The evaluation lines of ``metrics.jsonl``, by version."""
-    rows = [row for row in _figures(run_dir) if row["kind"] == "eval"]
-    return list({(row["version"], row["name"]): row for row in rows}.values())
+    """The evaluation lines of ``metrics.jsonl``, as they were written; of one written twice, the later."""
+    return evaluations_among(_figures(run_dir))
+
+
+def steps_among(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of steps by version; of a version written twice, the later one."""
+    steps = {row["version"]: row for row in rows if row["kind"] == "step"}
+    return [steps[version] for version in sorted(steps)]
+
+
+def evaluations_among(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of evaluations; of a set written twice for a version, the later one."""
+    return list({(row["version"], row["name"]): row for row in rows if row["kind"] == "eval"}.values())
 
 
 def _figures(run_dir: RunDir) -> Iterator[dict[str, Any]]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from slime_core.errors import StorageError
 from slime_core.report.following import Lines, total_of
-from slime_core.report.history import complete, states
+from slime_core.report.history import complete, evaluations_among, states, steps_among
 from slime_core.report.progress import Pace
 from slime_core.report.rundir import RunDir
 from slime_report.data import columns_of, config_of, evaluation_columns, notices_of, stages_of, status_of, with_record
@@ -97,8 +97,7 @@ class RunFollower:
         steps = [row for row in rows if row["kind"] == "step"]
         versions = [step["version"] for step in [*self.steps[-1:], *steps]]
         if self._metrics.anew or any(later <= earlier for earlier, later in pairwise(versions)):
-            by_version = {row["version"]: row for row in self.rows if row["kind"] == "step"}
-            self.steps, steps, self.series = [], [by_version[version] for version in sorted(by_version)], {}
+            self.steps, steps, self.series = [], steps_among(self.rows), {}
         self.steps += steps
         for step in steps:
             for name, value in step["metrics"].items():
@@ -136,7 +135,7 @@ class RunFollower:
                 "stages": stages_of(self.steps),
                 "states": self.counts,
                 "restarts": [row for row in self.rows if row["kind"] == "restart"],
-                "evaluations": evaluation_columns(self._measured()),
+                "evaluations": evaluation_columns(evaluations_among(self.rows)),
             },
         }
 
@@ -169,14 +168,10 @@ class RunFollower:
             start = step["version"] - 1
         return start
 
-    def _measured(self) -> list[dict[str, Any]]:
-        """Rows of evaluations; of one written twice, the later."""
-        return list({(row["version"], row["name"]): row for row in self.rows if row["kind"] == "eval"}.values())
-
     def evaluations(self) -> dict[str, Points]:
         """Mean reward of every evaluation set by version."""
         sets: dict[str, Points] = {}
-        for row in self._measured():
+        for row in evaluations_among(self.rows):
             if is_figure(value := row["metrics"].get("reward/mean")):
                 sets.setdefault(row["name"], []).append((float(row["version"]), float(value)))
         return sets

@@ -26,11 +26,11 @@ divides it out again, so below this it is no trouble."""
 
 def lr_zero(history: History) -> Diagnosis | None:
     """The learning rate was 0 in each of the last `STEPS` or more steps that changed weights."""
-    rows = _moved(history)[-RECENT:]
+    steps = _moved(history)
+    rows = steps[-RECENT:]
     if not history.trains or len(rows) < STEPS or any(row["metrics"].get("lr") != 0 for row in rows):
         return None
-    train, whole = history.config.train, _moved(history)
-    ended = any(row["metrics"]["lr"] for row in whole)
+    train, ended = history.config.train, any(row["metrics"]["lr"] for row in steps)
     return Diagnosis(
         severity="critical",
         summary="the learning rate is 0: the schedule has ended before the run" if ended else "the learning rate is 0",
@@ -45,10 +45,10 @@ def lr_zero(history: History) -> Diagnosis | None:
 
 def warmup_too_long(history: History) -> Diagnosis | None:
     """The warm-up takes more optimizer steps than the stage has: the peak rate is never reached."""
-    planned, warmup = _planned(history), history.config.train.lr_warmup_iters
+    train, planned = history.config.train, _planned(history)
+    warmup = train.lr_warmup_iters
     if not history.trains or not 0 < planned < warmup:
         return None
-    train = history.config.train
     return Diagnosis(
         severity="warning",
         summary=f"the warm-up of {warmup} optimizer steps is longer than the stage, which has {planned:.0f}",
