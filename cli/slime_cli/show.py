@@ -80,10 +80,12 @@ def explain(run_dir: RunDir) -> dict[str, Any]:
     """Everything that `slime show` knows, with stable keys."""
     from slime_core.config.load import read, stage_name, stages
     from slime_core.report import history
+    from slime_core.report.rundir import status_of
 
     config = read(run_dir.config, check=False).config
+    holder = run_dir.holder()  # before run.json: a run writes its end, then lets go
     info = run_dir.read_info()
-    holder = run_dir.holder()
+    status = status_of(info, holder)
     saved = checkpoints(run_dir)
     steps = history.steps_of(run_dir)
     parts = []
@@ -107,7 +109,7 @@ def explain(run_dir: RunDir) -> dict[str, Any]:
         )
     return {
         "run_dir": str(run_dir.path),
-        "status": _status(info, holder),
+        "status": "crashed (no exit recorded)" if status == "crashed" else status,
         "diagnosis": diagnosis_of(run_dir.path),
         "holder": holder,
         "info": info,
@@ -175,13 +177,6 @@ def where_to_resume(
     if history.states(run_dir).get("issued"):
         return answer | {"from": "ledger"}
     return answer | {"command": None}
-
-
-def _status(info: dict[str, Any], holder: dict[str, Any] | None) -> str:
-    if holder is not None:
-        return "running"
-    status = str(info.get("status", "unknown"))
-    return "crashed (no exit recorded)" if status == "running" else status
 
 
 def print_facts(facts: dict[str, Any], everything: bool) -> None:

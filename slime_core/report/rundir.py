@@ -300,6 +300,14 @@ def _number(name: str, runs: Path) -> Path:
             return path
 
 
+def status_of(info: Mapping[str, Any], holder: Mapping[str, Any] | None) -> str:
+    """``running``, how the run ended, or ``crashed``: its last process recorded no end."""
+    if holder is not None:
+        return "running"
+    status = str(info.get("status", "unknown"))
+    return "crashed" if status == "running" else status
+
+
 def _in_use(path: Path, holder: Mapping[str, Any]) -> ConfigError:
     holder_text = f"pid {holder.get('pid', '?')} on {holder.get('host', '?')}, since {holder.get('since', '?')}"
     return ConfigError(

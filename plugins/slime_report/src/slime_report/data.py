@@ -17,7 +17,7 @@ from typing import Any
 
 from slime_core import SlimeError, __version__
 from slime_core.report.history import evaluations_of, read_lines, states, steps_of
-from slime_core.report.rundir import RunDir, now
+from slime_core.report.rundir import RunDir, now, status_of
 from slime_diagnose import diagnose
 from slime_report.recorder import read_steps
 
@@ -94,14 +94,6 @@ def findings_of(run_dir: RunDir) -> tuple[list[dict[str, Any]], list[str]]:
         return [finding.as_dict() for finding in diagnose(run_dir.path)], []
     except SlimeError as error:
         return [], [f"slime diagnose cannot read the run: {error.what}"]
-
-
-def status_of(info: Mapping[str, Any], holder: Mapping[str, Any] | None) -> str:
-    """``running``, how the run ended, or ``crashed``: its last process recorded no end."""
-    if holder is not None:
-        return "running"
-    status = str(info.get("status", "unknown"))
-    return "crashed" if status == "running" else status
 
 
 def with_record(step: Mapping[str, Any], records: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:

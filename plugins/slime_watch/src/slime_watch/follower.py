@@ -20,8 +20,8 @@ from slime_core.errors import StorageError
 from slime_core.report.following import Lines, total_of
 from slime_core.report.history import complete, evaluations_among, states, steps_among
 from slime_core.report.progress import Pace
-from slime_core.report.rundir import RunDir
-from slime_report.data import columns_of, config_of, evaluation_columns, notices_of, stages_of, status_of, with_record
+from slime_core.report.rundir import RunDir, status_of
+from slime_report.data import columns_of, config_of, evaluation_columns, notices_of, stages_of, with_record
 from slime_report.recorder import read_steps
 
 NOTES = 500  # sentences of log/run.log that are kept
