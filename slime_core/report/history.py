@@ -43,12 +43,17 @@ def complete(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def steps_of(run_dir: RunDir) -> list[dict[str, Any]]:
     """The step lines of ``metrics.jsonl``; of a version written twice, the later one."""
-    return steps_among(_figures(run_dir))
+    return steps_among(figures_among(read_lines(run_dir.metrics)))
 
 
 def evaluations_of(run_dir: RunDir) -> list[dict[str, Any]]:
     """The evaluation lines of ``metrics.jsonl``, as they were written; of one written twice, the later."""
-    return evaluations_among(_figures(run_dir))
+    return evaluations_among(figures_among(read_lines(run_dir.metrics)))
+
+
+def figures_among(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Those lines of ``metrics.jsonl`` that are complete rows of steps and evaluations."""
+    return [row for line in lines if (row := complete(line))]
 
 
 def steps_among(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -60,10 +65,6 @@ def steps_among(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 def evaluations_among(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of evaluations; of a set written twice for a version, the later one."""
     return list({(row["version"], row["name"]): row for row in rows if row["kind"] == "eval"}.values())
-
-
-def _figures(run_dir: RunDir) -> Iterator[dict[str, Any]]:
-    return (row for line in read_lines(run_dir.metrics) if (row := complete(line)))
 
 
 def summary(steps: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:

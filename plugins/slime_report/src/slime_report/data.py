@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_core import SlimeError, __version__
-from slime_core.report.history import evaluations_of, read_lines, states, steps_of
+from slime_core.report.history import evaluations_among, figures_among, read_lines, states, steps_among
 from slime_core.report.rundir import RunDir, now, status_of
 from slime_diagnose import diagnose
 from slime_report.recorder import read_steps
@@ -50,7 +50,9 @@ def run_facts(run_dir: RunDir) -> dict[str, Any]:
     """
     holder = run_dir.holder()  # first: a run that ends in between recorded its end
     info, config, counts, records = run_dir.read_info(), config_of(run_dir), states(run_dir), read_steps(run_dir.path)
-    steps = [with_record(step, records) for step in steps_of(run_dir)]
+    written, lines = lines_in(run_dir.metrics), list(read_lines(run_dir.metrics))
+    figures = figures_among(lines)
+    steps = [with_record(step, records) for step in steps_among(figures)]
     findings, undiagnosed = findings_of(run_dir)
     return {
         "name": run_dir.path.name,
@@ -63,12 +65,12 @@ def run_facts(run_dir: RunDir) -> dict[str, Any]:
         "of": steps[-1].get("of") if steps else None,
         "stages": stages_of(steps),
         "steps": columns_of(steps, ("stage",)),
-        "evaluations": evaluation_columns(evaluations_of(run_dir)),
-        "restarts": [row for row in read_lines(run_dir.metrics) if row.get("kind") == "restart"],
+        "evaluations": evaluation_columns(evaluations_among(figures)),
+        "restarts": [row for row in lines if row.get("kind") == "restart"],
         "states": counts,
         "config": config,
         "findings": findings,
-        "notices": notices_of(config, damaged_lines(run_dir.metrics), steps, counts) + undiagnosed,
+        "notices": notices_of(config, max(0, written - len(lines)), steps, counts) + undiagnosed,
     }
 
 
@@ -181,13 +183,12 @@ def unique_names(paths: Sequence[str]) -> list[str]:
     return names
 
 
-def damaged_lines(path: Path) -> int:
-    """Lines of a JSONL file that hold no JSON object."""
+def lines_in(path: Path) -> int:
+    """Lines of a file that are not blank; 0 where there is none."""
     if not path.exists():
         return 0
     with path.open("rb") as file:
-        lines = sum(1 for line in file if line.strip())
-    return max(0, lines - sum(1 for _ in read_lines(path)))  # lines may have come since
+        return sum(1 for line in file if line.strip())
 
 
 def figure(value: Any) -> float | None:
