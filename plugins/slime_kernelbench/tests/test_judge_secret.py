@@ -81,8 +81,8 @@ LEAKS = RELU.replace("        return ", '        raise ValueError(f"{x}")\n     
 @pytest.mark.integration
 def test_inputs_that_an_answer_lets_slip_are_not_those_of_the_next_turn_or_version(with_judge):
     async def told(judge):
-        asked = [replace(problem("relu"), occasion=occasion) for occasion in ("7.0", "7.1", "8.0", "7.0")]
-        return [await judge.judge(f"{LEAKS}# {number}", one) for number, one in enumerate(asked)]
+        problems = [replace(problem("relu"), occasion=occasion) for occasion in ("7.0", "7.1", "8.0", "7.0")]
+        return [await judge.judge(f"{LEAKS}# {number}", one) for number, one in enumerate(problems)]
 
     slips = [verdict.diagnostics[0].message for verdict in with_judge(told)]
     assert len(set(slips[:3])) == 3, slips

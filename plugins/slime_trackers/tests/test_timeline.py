@@ -130,8 +130,8 @@ def test_a_trace_goes_on_behind_its_last_whole_event(tmp_path, torn):
     first.write("loop", 0, "train", 1.0, 2.0, {"version": 0})
     first.finish()
     first.close()
-    whole = (tmp_path / "trace.json").read_bytes().removesuffix(b"\n]\n")
-    (tmp_path / "trace.json").write_bytes(whole)
+    text = (tmp_path / "trace.json").read_bytes().removesuffix(b"\n]\n")
+    (tmp_path / "trace.json").write_bytes(text)
     with (tmp_path / "trace.json").open("ab") as file:
         file.write(torn)
     again = ChromeTrace()
@@ -144,8 +144,8 @@ def test_a_trace_goes_on_behind_its_last_whole_event(tmp_path, torn):
 
 def test_a_traced_run_has_each_sample_whole_and_a_resume_continues_the_file(tmp_path, own, forked_slime):
     run = tmp_path / "run"
-    held = ("--eval-prompt-data", "held", f"{own.path}/my.jsonl@[0:2]", "--eval-interval", "2")
-    done = forked_slime("run", *own.flags, *held, "--run-dir", run, "--trace", "--num-rollout", "2")
+    evaluation_flags = ("--eval-prompt-data", "held", f"{own.path}/my.jsonl@[0:2]", "--eval-interval", "2")
+    done = forked_slime("run", *own.flags, *evaluation_flags, "--run-dir", run, "--trace", "--num-rollout", "2")
     assert done.returncode == 0, done.stderr
     assert "failed" not in done.stderr
     assert forked_slime("run", "--resume", run, "--num-rollout", "4").returncode == 0
@@ -159,11 +159,11 @@ def test_a_traced_run_has_each_sample_whole_and_a_resume_continues_the_file(tmp_
     evaluations = [row for row in spans if row["name"] == "evaluate"]
     assert {row["args"]["version"] for row in evaluations} == {0, 2, 4}
     samples = {row["args"]["sample"] for row in spans if "sample" in row["args"]}
-    held = {sample for sample in samples if sample.startswith("eval/")}
-    for row in (row for row in spans if row["args"].get("sample") in held):
+    evaluation_samples = {sample for sample in samples if sample.startswith("eval/")}
+    for row in (row for row in spans if row["args"].get("sample") in evaluation_samples):
         assert any(0 <= row["ts"] - one["ts"] <= one["dur"] - row["dur"] for one in evaluations), row
-    samples -= held
-    assert (len(samples), len(held)) == (16, 2)
+    samples -= evaluation_samples
+    assert (len(samples), len(evaluation_samples)) == (16, 2)
     for sample in samples:
         named = dict.fromkeys(("request", "queue", "prefill", "decode", "reward", "wait", "train"), 0)
         for name, _, duration in spans_of(rows, sample):
