@@ -48,4 +48,4 @@ def test_packs_have_the_log_probs_and_gradients_of_single_sequences(tmp_path, na
             assert float((one - other).norm()) <= 1e-2 * float(other.norm()) + 1e-4
     with torch.no_grad():
         half = log_probs(model.bfloat16(), [slice(None)], segments=segments)
-    assert float((half - alone).abs().amax(-1).median()) < 0.5  # rounding may send a token to another expert
+    assert float((half - alone.detach()).abs().amax(-1).median()) < 0.5  # rounding may send a token to another expert

@@ -22,7 +22,7 @@ import trainer_bench as made
 pytestmark = pytest.mark.gpu
 
 DEVICE = os.environ.get("SLIME_GPU_TESTS_DEVICE", "cuda")
-NEAR = {"float32": 1e-4, "bfloat16": 4e-2}  # of a tensor's gradient, relative
+NEAR = {"float32": 1e-4, "bfloat16": 5e-2}  # of a tensor's gradient, relative
 
 
 @pytest.fixture
