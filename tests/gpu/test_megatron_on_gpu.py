@@ -69,7 +69,9 @@ def test_compiled_layers_give_the_numbers_of_transformers(models):
 
 
 @pytest.mark.parametrize("lengths", [(2048,), (2000, 1100, 3001)])
-@pytest.mark.filterwarnings("ignore:Transformer Engine and Apex are not installed", "ignore:The following imports from")
+@pytest.mark.filterwarnings(
+    "ignore:Transformer Engine and Apex are not installed", "ignore:The following imports from"
+)
 def test_attention_by_sequence_is_that_of_all_in_one_call(lengths):
     """Both of a GPU's ways, beside float64 on the same numbers; keys and values are strided as a model has them."""
     from slime_core.trainers.flash import varlen
