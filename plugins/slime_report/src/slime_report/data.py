@@ -143,13 +143,19 @@ def stages_of(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def config_of(run_dir: RunDir) -> dict[str, Any]:
     """Every key of ``config.toml`` by its full name; stages are ``stage.NAME.KEY``. Empty where it is no TOML."""
     try:
-        table = tomllib.loads(run_dir.config.read_text(encoding="utf-8", errors="replace"))
+        table = tomllib.loads(run_dir.config.read_text(encoding="utf-8", errors="replace"), parse_float=_number)
     except (OSError, tomllib.TOMLDecodeError):
         return {}
     stages = table.pop("stage", [])
     if isinstance(stages, list):
         table["stage"] = {str(stage.get("name", place)): stage for place, stage in enumerate(stages)}
     return dict(sorted(_flat("", table)))
+
+
+def _number(text: str) -> float | str:
+    """A float that JSON can write; infinity and NaN stay text."""
+    value = float(text)
+    return value if math.isfinite(value) else text
 
 
 def differences(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
