@@ -38,7 +38,9 @@ def test_steps_and_evaluations_become_columns_and_a_half_line_is_stated(tmp_path
 
 def test_differences_of_runs_are_their_keys_and_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     one = make_run(tmp_path / "x" / "run-0", "", "[train]\nlr = 0.1\n[[stage]]\nname = 'a'\nlr = 1.0\n")
-    other = make_run(tmp_path / "y" / "run-0", "", "[train]\nlr = 0.1\ntis_clip = inf\n[[stage]]\nname = 'a'\nlr = 2.0\n")
+    other = make_run(
+        tmp_path / "y" / "run-0", "", "[train]\nlr = 0.1\ntis_clip = inf\n[[stage]]\nname = 'a'\nlr = 2.0\n"
+    )
     facts = overview([one, other])
     assert facts["differences"] == [
         {"key": "stage.a.lr", "values": [1.0, 2.0]},
