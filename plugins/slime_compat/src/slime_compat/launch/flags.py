@@ -1,0 +1,190 @@
+"""The flags of slime's train.py that have another name here, none, or cannot be had. Every other one is the same.
+
+The table in docs/slime_flags.md is `slime compat flags --markdown`, from these rows and the names in slime_flags.txt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ALL = -1
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class SlimeFlag:
+    """What a flag of slime's is here: ``to`` another flag, else not needed (``why``), or ``refused``.
+
+    A refused flag would change the run; the text is what to do instead. With a value of ``idle`` it changes nothing
+    and is not needed.
+    """
+
+    values: int = 1  # words that follow it; ALL: those up to the next flag
+    to: str = ""
+    value: str = ""  # of ``to``, where the flag stands alone
+    renamed: Mapping[str, str] = field(default_factory=dict)  # values that are called otherwise here
+    why: str = ""
+    refused: str = ""
+    idle: tuple[str, ...] = ()
+
+
+def _needless(why: str, *names: str, values: int = 0) -> dict[str, SlimeFlag]:
+    return {f"--{name}": SlimeFlag(values=values, why=why) for name in names}
+
+
+def _refused(instead: str, *names: str, values: int = 1, idle: tuple[str, ...] = ()) -> dict[str, SlimeFlag]:
+    return {f"--{name}": SlimeFlag(values=values, refused=instead, idle=idle) for name in names}
+
+
+_DEEPGEMM = tuple(f"megatron-deepgemm{kind}-forward-{part}" for kind in ("", "-moe") for part in ("layers", "modules"))
+_MEMORY = "a plugin with slime_megatron_init may record memory"
+_MTP = "leave it out: layers that predict several tokens ahead are not trained"
+
+_RUN = {
+    **_needless("checkpoints are in the run directory: --run-dir DIR", "save", values=1),
+    **_needless("slime run --resume RUN_DIR continues a run", "load", values=1),
+    **_needless("the run directory has final/, a Hugging Face folder", "save-hf", values=1),
+    **_needless("checkpoints always hold the optimizer", "no-save-optim"),
+    **_needless("it belongs to slime's own CI; see --verify-step", "ci-test", "ci-disable-kl-checker"),
+    **_needless("it belongs to slime's own CI; see --verify-step", "ci-load-grad-norm", "ci-save-grad-norm", values=1),
+    **_needless("train_rollout_logprob_abs_diff is a metric", "ci-train-rollout-logprob-abs-diff-threshold", values=1),
+    **_refused("slime run --resume RUN_DIR continues where a run ended", "start-rollout-id", idle=("0",)),
+    **_refused("export them before the run", "train-env-vars", idle=("{}",)),
+    **_refused("export HTTP_PROXY before the run", "http-proxy"),
+}
+
+_MODEL = {
+    **_needless("the family is that of config.json", "model-name", values=1),
+    **_refused("a plugin with slime_model_bridge", "custom-model-provider-path"),
+    **_refused("leave it out: layers are megatron-core's own", "qwen-gdn-backend"),
+    **_refused("leave it out: layers are megatron-core's own", *_DEEPGEMM, values=ALL),
+    **_refused(_MTP, "enable-mtp-training", values=0),
+    **_refused(_MTP, "mtp-num-layers", "mtp-loss-scaling-factor", idle=("0",)),
+}
+
+_MACHINE = {
+    "--sglang-server-concurrency": SlimeFlag(to="--server-concurrency"),
+    **_needless("--colocate does it", "offload"),
+    **_needless("slime chooses", "num-gpus-per-node", "router-policy", values=1),
+    **_needless("servers that die are always restarted", "use-fault-tolerance"),
+    **_needless("slime waits for servers", "rollout-health-check-first-wait", values=1),
+    **_needless("the engine sends its own requests", "use-distributed-post"),
+    **_needless("there is no Ray object store between rollout and training", "rollout-data-transport", values=1),
+    **_needless("the folder of an update is removed once every server has read it", "update-weight-disk-keep-files"),
+    **_needless("check_weights compares tensors after each update", "check-weight-update-equal"),
+    **_refused("--engine-topology FILE.toml", "sglang-config", "prefill-num-servers"),
+    **_refused("[megatron] in a recipe", "megatron-config-path"),
+    **_refused("--max-staleness N bounds how stale a rollout may be", "update-weights-interval", idle=("1",)),
+    **_refused("--colocate: the trainer frees its memory while servers work", "release-train", values=0),
+    **_refused(
+        "leave it out: whole weights are sent, and checked tensor by tensor", "update-weight-mode", idle=("full",)
+    ),
+    **_refused(
+        "leave it out: whole weights are sent, and checked tensor by tensor",
+        *("update-weight-delta-encoding", "update-weight-delta-checksum", "update-weight-local-checkpoint-dir"),
+    ),
+    **_refused(
+        "--update-weight-disk-dir DIR on a file system that servers share", "custom-update-weight-post-write-path"
+    ),
+    **_refused("leave it out: context parallelism is megatron-core's own", "allgather-cp", values=0),
+}
+
+_DATA = {
+    **_needless("an own data_source_path replaces it", "disable-rollout-global-dataset"),
+    **_needless("every draw comes from --seed", "rollout-seed", values=1),
+    **_needless("slime decodes texts without special tokens", "rollout-skip-special-tokens"),
+    **_needless("a generator knows its tasks", "rollout-task-type", values=1),
+    **_needless("a buffer is asked until it answers", "fetch-trajectory-retry-times", values=1),
+    **_refused("--load-debug-rollout-data FOLDER", "load-forge-rollout-data"),
+    **_refused("leave it out: a step takes exactly rollout_batch_size prompts", "min-batch-collection-ratio"),
+    **_refused("leave it out: a dump is replayed whole", "load-debug-rollout-data-subsample"),
+    **_refused("a plugin with slime_filter sees every group", "rollout-all-samples-process-path"),
+}
+
+_BATCHES = {
+    **_needless("micro-batches are packed by tokens", "use-dynamic-batch-size", "balance-data", "balance-by-flops"),
+    **_needless("micro-batches are packed by tokens: max_tokens_per_gpu", "micro-batch-size", values=1),
+    **_needless("scoring packs by max_tokens_per_gpu", "log-probs-max-tokens-per-gpu", values=1),
+    **_needless("packs have no padding", "data-pad-size-multiplier", values=1),
+    **_needless("the loss is computed in chunks: logprob_chunk_tokens", "recompute-loss-function"),
+    "--log-probs-chunk-size": SlimeFlag(to="--logprob-chunk-tokens"),
+}
+
+_LOSS = {
+    "--gamma": SlimeFlag(to="--gae-gamma"),
+    "--lambd": SlimeFlag(to="--gae-lambda"),
+    "--calculate-per-token-loss": SlimeFlag(values=0, to="--loss-aggregation", value="token_mean"),
+    "--opd-teacher-load": SlimeFlag(to="--teacher-load"),
+    "--opd-type": SlimeFlag(to="--teacher-place", renamed={"sglang": "engine", "megatron": "trainer"}),
+    **_needless("opd_kl_coef above 0 does it", "use-opd"),
+    **_needless("kl_loss_coef above 0 does it", "use-kl-loss"),
+    **_needless("losses that read no advantages compute none", "disable-compute-advantages-and-returns"),
+    **_refused(
+        "--custom-reward-post-process-path FUNCTION, or an estimator by plugin",
+        "disable-rewards-normalization",
+        values=0,
+    ),
+    **_refused("name the folder itself: --ref-load or --teacher-load", "ref-ckpt-step", "opd-teacher-ckpt-step"),
+    **_refused("leave it out: the reference is fixed; a [[stage]] may name another ref_load", "ref-update-interval"),
+    **_refused("leave it out: the old policy's log-probs are the engine's own", "keep-old-actor", values=0),
+    **_refused("leave it out: the metric entropy comes from training", "use-rollout-entropy", values=0),
+    **_refused(
+        "leave it out: routing replay is not supported",
+        *("use-routing-replay", "use-rollout-routing-replay"),
+        values=0,
+    ),
+}
+
+_OPTIMIZER = {
+    **_refused("leave it out: Adam keeps its moments", "use-stateless-adam", values=0),
+    **_refused("leave it out: a [[stage]] begins with a fresh optimizer", "reset-optimizer-states", values=0),
+    **_refused(
+        "leave it out: all parameters train", "only-train-params-name-list", "freeze-params-name-list", values=ALL
+    ),
+    **_refused("leave it out: all parameters train", "freeze-indexer", values=0),
+}
+
+_EVALUATION = {
+    **_refused(
+        "eval.eval_tasks='[{name = ..., prompt_data = ..., input_key = ...}]'", "eval-input-key", "eval-label-key"
+    ),
+    **_refused(
+        "leave it out: evaluation sets take data.tool_key and reward.reward_key", "eval-tool-key", "eval-reward-key"
+    ),
+    **_refused(
+        "--eval-max-response-len N bounds an evaluation's responses", "eval-max-context-len", "eval-max-prompt-len"
+    ),
+    **_refused("leave it out: responses end where the model ends them", "eval-min-new-tokens"),
+}
+
+_REPORT = {
+    "--dump-details": SlimeFlag(to="--save-debug-rollout-data"),
+    **_refused("export WANDB_API_KEY; a command line is seen by every user of the machine", "wandb-key"),
+    **_needless("each sample's figures are kept: slime show", "log-multi-turn", "log-passrate", "log-correct-samples"),
+    **_needless("each term of a reward has its metric", "log-reward-category", values=1),
+    **_needless("train_rollout_logprob_abs_diff is always measured", "get-mismatch-metrics"),
+    **_needless("trackers get the run directory's name", "disable-wandb-random-suffix"),
+    **_needless("a step has one number in every tracker", "wandb-always-use-train-step"),
+    **_refused("slime replay RUN --step N makes a recorded step again", "save-debug-train-data"),
+    **_refused("--profile N records ranks and embedded engines in step N", "profile-target", values=ALL),
+    **_refused(_MEMORY, "record-memory-history", values=0),
+    **_refused(_MEMORY, "memory-recorder", "memory-snapshot-dir", "memory-snapshot-num-steps"),
+}
+
+OTHERS: Mapping[str, SlimeFlag] = {
+    **_RUN,
+    **_MODEL,
+    **_MACHINE,
+    **_DATA,
+    **_BATCHES,
+    **_LOSS,
+    **_OPTIMIZER,
+    **_EVALUATION,
+    **_REPORT,
+}
+
+
+def slime_flags() -> tuple[str, ...]:
+    """Every flag that slime's arguments.py and its arguments for SGLang add, as ``--name``."""
+    return tuple(Path(__file__).with_name("slime_flags.txt").read_text().split())

@@ -1,0 +1,323 @@
+"""A command line of slime's train.py or train_async.py in; words of `slime run` out, and what became of each flag."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from slime_compat.launch.flags import OTHERS, SlimeFlag
+from slime_core.config.command_line import split
+from slime_core.config.problems import Problem, raise_all
+from slime_core.data.opening import open_rows
+from slime_core.errors import SlimeError
+
+Kind = Literal["same", "translated", "not needed", "refused", "slime's default"]
+SUPERVISED = ("slime.rollout.sft_rollout.generate_rollout", "slime.rollout.sft_rollout:generate_rollout")
+WANDB_KEY = "WANDB_API_KEY"
+
+
+@dataclass(slots=True, frozen=True)
+class FlagUse:
+    """A flag of a command line and what became of it; ``note`` says why, or what to do instead."""
+
+    name: str
+    values: tuple[str, ...]
+    kind: Kind = "same"
+    words: tuple[str, ...] = ()  # of `slime run`
+    note: str = ""
+
+
+@dataclass(slots=True)
+class Translation:
+    """Words of `slime run`, what became of each flag, and the variables that the run's environment gets."""
+
+    uses: list[FlagUse] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def words(self) -> list[str]:
+        """What follows `slime`."""
+        return ["run", *(word for use in self.uses for word in use.words)]
+
+    @property
+    def notices(self) -> list[str]:
+        """A line for each flag that is not needed."""
+        return [f"notice: {use.name} is not needed: {use.note}" for use in self.uses if use.kind == "not needed"]
+
+    @property
+    def refusals(self) -> list[Problem]:
+        """Flags that cannot be had."""
+        return [
+            Problem(code="CFG04", what=f"{use.name} cannot be had here", where=_place(use.name), fix=use.note)
+            for use in self.uses
+            if use.kind == "refused"
+        ]
+
+    def require_complete(self) -> None:
+        """Refuse a command line with flags that cannot be had.
+
+        Raises:
+            ConfigError: CFG04 all of them, with what replaces each.
+        """
+        raise_all(self.refusals)
+
+
+def _place(name: str) -> str:
+    return f"command line: {name}"
+
+
+def translate(argv: Sequence[str], *, ahead: int) -> Translation:
+    """Translate what stands after train.py.
+
+    Args:
+        argv: the words.
+        ahead: steps that rollouts run ahead of training, unless --max-staleness says so.
+    """
+    uses = list(_split(argv))
+    line = SlimeLine({use.name: use.values for use in uses if use.name.startswith("--")})
+    translation = Translation(environment={WANDB_KEY: values[0]} if (values := line.values("--wandb-key")) else {})
+    steps = Steps(line)
+    translation.uses = [_use(use, line, steps) for use in uses]
+    defaults = [] if split(argv).recipe else [*_defaults(line, argv, ahead)]
+    plugins = ["--plugin", "models", *(["--plugin", "rm_math"] if line.has("--rm-type", "--rm-url") else [])]
+    for words in (*defaults, *([plugins[at : at + 2] for at in range(0, len(plugins), 2)])):
+        translation.uses.append(FlagUse(words[0], tuple(words[1:]), "slime's default", tuple(words)))
+    return translation
+
+
+def _split(argv: Sequence[str]) -> Iterator[FlagUse]:
+    """Each flag with its values as typed; any other word by itself."""
+    at = 0
+    while at < len(argv):
+        name, equals, value = argv[at].partition("=")
+        at += 1
+        if not name.startswith("--"):
+            yield FlagUse(argv[at - 1], (), "same", (argv[at - 1],))
+            continue
+        start, limit = at, OTHERS[name].values if name in OTHERS else -1
+        while not equals and at < len(argv) and not argv[at].startswith("--") and at - start != limit:
+            at += 1
+        values = (value,) if equals else tuple(argv[start:at])
+        yield FlagUse(name, values, "same", (f"{name}={value}",) if equals else (name, *values))
+
+
+class SlimeLine:
+    """A command line's flags with their last values."""
+
+    def __init__(self, flags: Mapping[str, tuple[str, ...]]) -> None:
+        self._flags = flags
+
+    def has(self, *names: str) -> bool:
+        """Whether one of the flags is given."""
+        return any(name in self._flags for name in names)
+
+    def values(self, name: str) -> tuple[str, ...]:
+        """Values of a flag; empty where it is not given."""
+        return self._flags.get(name, ())
+
+    def first(self, name: str, default: str) -> str:
+        """The first value of a flag, or slime's default."""
+        return next(iter(self.values(name)), default)
+
+    @property
+    def supervised(self) -> bool:
+        """Whether the run learns conversations, with no rollouts."""
+        return self.first("--loss-type", "") == "sft_loss"
+
+
+def rows_of(data: str) -> int:
+    """Rows of what --prompt-data names.
+
+    Raises:
+        ConfigError, DataError: as `open_rows`.
+    """
+    rows = open_rows(data, max_line_bytes=1 << 30)
+    try:
+        return len(rows)
+    finally:
+        rows.close()
+
+
+class Steps:
+    """Numbers of steps that slime works out of the data's size.
+
+    Steps are num_epoch * rows // rollout_batch_size; a warm-up is its fraction of the optimizer steps, that is of
+    lr_decay_iters or of steps * rollout_batch_size * n_samples_per_prompt // global_batch_size.
+    """
+
+    def __init__(self, line: SlimeLine) -> None:
+        self._line = line
+
+    def rollouts(self) -> int:
+        """Steps of the run; raises what counting the rows raises, ValueError for what is no number."""
+        if self._line.has("--num-rollout"):
+            return int(self._line.first("--num-rollout", ""))
+        rows = rows_of(self._line.first("--prompt-data", ""))
+        return int(self._line.first("--num-epoch", "")) * rows // self._prompts
+
+    def warmup(self) -> int:
+        """Optimizer steps of the warm-up; raises as :meth:`rollouts`."""
+        fraction = float(self._line.first("--lr-warmup-fraction", ""))
+        if self._line.has("--lr-decay-iters"):
+            return int(fraction * int(self._line.first("--lr-decay-iters", "")))
+        samples = self._prompts * int(self._line.first("--n-samples-per-prompt", "1"))
+        batch = int(self._line.first("--global-batch-size", "0")) or samples // self._steps_per_rollout
+        return int(fraction * (self.rollouts() * samples // batch))
+
+    @property
+    def _prompts(self) -> int:
+        return int(self._line.first("--rollout-batch-size", ""))
+
+    @property
+    def _steps_per_rollout(self) -> int:
+        return int(self._line.first("--num-steps-per-rollout", "1"))
+
+
+def _use(use: FlagUse, line: SlimeLine, steps: Steps) -> FlagUse:
+    """What becomes of one flag."""
+    name, values = use.name, use.values
+    special = _SPECIAL.get(name)
+    if special is not None:
+        return special(use, line, steps) or use
+    row = OTHERS.get(name)
+    if row is None:
+        return use
+    if row.refused and not (values and set(values) <= set(row.idle)):
+        return FlagUse(name, values, "refused", (), row.refused)
+    if row.refused:
+        return _unneeded(use, f"{' '.join(values)} is what slime does")
+    if not row.to:
+        return _unneeded(use, row.why)
+    return _renamed(use, row)
+
+
+def _renamed(use: FlagUse, row: SlimeFlag) -> FlagUse:
+    if use.values == ("-1",):
+        return _unneeded(use, "-1 switches it off")
+    values = [row.value] if row.value else [row.renamed.get(value, value) for value in use.values]
+    return FlagUse(use.name, use.values, "translated", (row.to, *values))
+
+
+def _unneeded(use: FlagUse, why: str) -> FlagUse:
+    return FlagUse(use.name, use.values, "not needed", (), why)
+
+
+def _top_k(use: FlagUse, line: SlimeLine, steps: Steps) -> FlagUse | None:
+    """-1 is off in slime, 0 here."""
+    return FlagUse(use.name, use.values, "translated", (use.name, "0")) if use.values == ("-1",) else None
+
+
+def _wandb_key(use: FlagUse, line: SlimeLine, steps: Steps) -> FlagUse:
+    return FlagUse(use.name, (), "translated", (), f"set as {WANDB_KEY}: a command line is seen by all users")
+
+
+def _rollout_function(use: FlagUse, line: SlimeLine, steps: Steps) -> FlagUse | None:
+    known = line.supervised and use.values[:1] and use.values[0] in SUPERVISED
+    return _unneeded(use, "loss_type = sft_loss reads conversations itself") if known else None
+
+
+def _debug_train_only(use: FlagUse, line: SlimeLine, steps: Steps) -> FlagUse | None:
+    return _unneeded(use, "loss_type = sft_loss starts no engine") if line.supervised else None
+
+
+def _dump(use: FlagUse, line: SlimeLine, steps: Steps) -> FlagUse | None:
+    """A template of files, ``dir/{rollout_id}.pt``, is its folder here."""
+    path = next(iter(use.values), "")
+    if "{rollout_id}" not in path:
+        return None
+    return FlagUse(use.name, use.values, "translated", (use.name, str(Path(path).parent)), "a folder, one file a step")
+
+
+def _epochs(use: FlagUse, line: SlimeLine, steps: Steps) -> FlagUse:
+    if line.has("--num-rollout"):
+        return _unneeded(use, "--num-rollout counts")
+    return _counted(use, "--num-rollout", steps.rollouts, "--num-rollout N: steps, each of rollout_batch_size prompts")
+
+
+def _warmup(use: FlagUse, line: SlimeLine, steps: Steps) -> FlagUse:
+    return _counted(use, "--lr-warmup-iters", steps.warmup, "--lr-warmup-iters N, in optimizer steps")
+
+
+def _counted(use: FlagUse, flag: str, number: Callable[[], int], otherwise: str) -> FlagUse:
+    try:
+        return FlagUse(use.name, use.values, "translated", (flag, str(number())))
+    except SlimeError as error:
+        return FlagUse(use.name, use.values, "refused", (), f"{otherwise} (the rows cannot be counted: {error.what})")
+    except ValueError:
+        reason = "it needs numbers: --rollout-batch-size, and --num-epoch or --num-rollout"
+        return FlagUse(use.name, use.values, "refused", (), f"{otherwise} ({reason})")
+
+
+def _pairs(use: FlagUse, line: SlimeLine, steps: Steps) -> FlagUse | None:
+    """One path alone is the set aime."""
+    if len(use.values) != 1:
+        return None
+    return FlagUse(use.name, use.values, "translated", (use.name, "aime", *use.values), "a path alone is slime's aime")
+
+
+_SPECIAL: Mapping[str, Callable[[FlagUse, SlimeLine, Steps], FlagUse | None]] = {
+    "--rollout-top-k": _top_k,
+    "--eval-top-k": _top_k,
+    "--wandb-key": _wandb_key,
+    "--rollout-function-path": _rollout_function,
+    "--debug-train-only": _debug_train_only,
+    "--save-debug-rollout-data": _dump,
+    "--load-debug-rollout-data": _dump,
+    "--num-epoch": _epochs,
+    "--lr-warmup-fraction": _warmup,
+    "--eval-prompt-data": _pairs,
+}
+"""Flags whose value, or another flag, decides; None passes the flag on."""
+
+DEFAULTS = {
+    "--train-backend": "megatron",
+    "--rollout-engine": "sglang",
+    "--actor-num-gpus-per-node": "8",
+    "--n-samples-per-prompt": "1",
+    "--kl-loss-type": "k1",
+    "--lr-decay-style": "linear",
+    "--weight-decay": "0.01",
+    "--adam-beta2": "0.999",
+}
+"""What slime and Megatron-LM have without a flag, and we have otherwise; a recipe stands before them."""
+
+
+def _defaults(line: SlimeLine, argv: Sequence[str], ahead: int) -> Iterator[list[str]]:
+    """Flags for what slime has without a flag."""
+    yield from ([flag, value] for flag, value in DEFAULTS.items() if not line.has(flag))
+    if not line.has("--colocate", "--no-colocate"):
+        yield ["--no-colocate"]
+    if line.has("--use-opd") and not line.has("--opd-kl-coef"):
+        yield ["--opd-kl-coef", "1.0"]
+    if not line.has("--calculate-per-token-loss", "--loss-aggregation"):
+        yield ["--loss-aggregation", "rollout_mean"]
+    if line.first("--advantage-estimator", "grpo") in ("gspo", "cispo"):  # whose own clip stands before 0.2 here
+        clip = _last(argv, "--eps-clip") or "0.2"
+        yield from ([flag, clip] for flag in ("--eps-clip", "--eps-clip-high") if not line.has(flag))
+    if line.first("--advantage-estimator", "") == "ppo":
+        yield from (
+            [flag, _last(argv, source) or default]
+            for flag, source, default in (
+                ("--critic-lr", "--lr", "1e-6"),
+                ("--critic-lr-warmup-iters", "--lr-warmup-iters", "0"),
+            )
+            if not line.has(flag)
+        )
+    for name, default in (("temperature", "1.0"), ("top-p", "1.0"), ("top-k", "0")):
+        if not line.has(f"--eval-{name}"):
+            value = _last(argv, f"--rollout-{name}") or default
+            yield [f"--eval-{name}", "0" if value == "-1" else value]
+    if ahead and not line.has("--max-staleness") and not line.supervised:
+        yield ["--max-staleness", str(ahead)]
+
+
+def _last(argv: Sequence[str], flag: str) -> str:
+    """The last value given to ``flag`` or to its key; empty where there is none."""
+    key, last = flag[2:].replace("-", "_"), ""
+    for at, word in enumerate(argv):
+        name, equals, value = word.partition("=")
+        if name == flag or (equals and name.rpartition(".")[2] == key):
+            last = value if equals else argv[at + 1] if at + 1 < len(argv) else ""
+    return last

@@ -1,0 +1,166 @@
+"""Flags of slime's train.py: those of another name or meaning, those that are not needed, those that cannot be had."""
+
+import json
+from itertools import pairwise
+
+import pytest
+
+from slime_compat.launch.flags import OTHERS, slime_flags
+from slime_compat.launch.translation import DEFAULTS, translate
+from slime_core.config.fields import core_keys
+from slime_core.errors import ConfigError
+from slime_core.plugins.backends import tracker_keys
+from slime_megatron.flags import flags
+
+pytestmark = pytest.mark.integration
+
+
+def words_of(*argv, ahead=0):
+    translation = translate(argv, ahead=ahead)
+    translation.require_complete()
+    return translation.words
+
+
+def values_of(*argv, ahead=0):
+    """Flag -> the word behind it."""
+    return dict(pairwise(words_of(*argv, ahead=ahead)))
+
+
+def test_train_async_runs_a_step_ahead_on_gpus_of_its_own():
+    assert values_of("--hf-checkpoint", "m", ahead=1)["--max-staleness"] == "1"
+    assert words_of("--max-staleness", "3", ahead=1).count("--max-staleness") == 1
+    assert "--max-staleness" not in words_of("--loss-type", "sft_loss", ahead=1)
+
+
+def test_what_slime_has_without_a_flag_is_given_unless_a_recipe_speaks():
+    assert words_of("--lr", "1e-6", "--n-samples-per-prompt=4") == [
+        *("run", "--lr", "1e-6", "--n-samples-per-prompt=4", "--train-backend", "megatron"),
+        *("--rollout-engine", "sglang", "--actor-num-gpus-per-node", "8", "--kl-loss-type", "k1"),
+        *("--lr-decay-style", "linear", "--weight-decay", "0.01", "--adam-beta2", "0.999", "--no-colocate"),
+        *("--loss-aggregation", "rollout_mean", "--eval-temperature", "1.0", "--eval-top-p", "1.0"),
+        *("--eval-top-k", "0", "--plugin", "models"),
+    ]
+    assert words_of("mine.toml", "--lr", "1") == ["run", "mine.toml", "--lr", "1", "--plugin", "models"]
+    assert "--no-colocate" in words_of("--engine-topology", "servers.toml")  # a flag's value is no recipe
+
+
+def test_reward_types_of_slimes_names_come_with_their_plugin():
+    assert words_of("--rm-type", "math")[-4:] == ["--plugin", "models", "--plugin", "rm_math"]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        pytest.param(["--gamma", "0.9"], ["--gae-gamma", "0.9"], id="renamed"),
+        pytest.param(["--lambd=0.9"], ["--gae-lambda", "0.9"], id="renamed-with-equals"),
+        pytest.param(["--log-probs-chunk-size", "-1"], [], id="off"),
+        pytest.param(["--rollout-top-k", "-1"], ["--rollout-top-k", "0"], id="off-by-another-number"),
+        pytest.param(["--save", "/x", "--lr", "1"], ["--lr", "1"], id="with-its-value"),
+        pytest.param(["--update-weight-mode", "full"], [], id="refused-but-for-the-value-that-holds-anyway"),
+        pytest.param(
+            ["--calculate-per-token-loss"], ["--loss-aggregation", "token_mean"], id="a-flag-that-is-a-value"
+        ),
+        pytest.param(["--balance-data", "--lr", "1"], ["--lr", "1"], id="without-one"),
+        pytest.param(["--eval-prompt-data", "a.jsonl"], ["--eval-prompt-data", "aime", "a.jsonl"], id="a-set-alone"),
+        pytest.param(
+            ["--eval-prompt-data", "x", "x.jsonl"], ["--eval-prompt-data", "x", "x.jsonl"], id="a-set-with-its-name"
+        ),
+        pytest.param(
+            ["--save-debug-rollout-data", "d/{rollout_id}.pt"], ["--save-debug-rollout-data", "d"], id="a-template"
+        ),
+        pytest.param(["--debug-train-only"], ["--debug-train-only"], id="of-a-dump"),
+        pytest.param(
+            ["--advantage-estimator", "gspo", "--eps-clip", "0.1"],
+            ["--advantage-estimator", "gspo", "--eps-clip", "0.1"],
+            id="the-same",
+        ),
+    ],
+)
+def test_flags_of_other_names_and_meanings(given, words):
+    translation = words_of(*given)
+    assert translation[1 : 1 + len(words)] == words
+    assert translation[1 + len(words)] == "--train-backend"
+
+
+def test_defaults_of_slime_that_depend_on_the_estimator():
+    gspo = values_of("--advantage-estimator", "gspo", "--eps-clip", "0.1")
+    assert (gspo["--eps-clip"], gspo["--eps-clip-high"]) == ("0.1", "0.1")
+    cispo = values_of("--advantage-estimator", "cispo")
+    assert (cispo["--eps-clip"], cispo["--eps-clip-high"]) == ("0.2", "0.2")
+    assert "--eps-clip" not in words_of("--advantage-estimator", "grpo")  # 0.2 here too
+    assert values_of("--advantage-estimator", "ppo", "--lr", "3e-6")["--critic-lr"] == "3e-6"
+
+
+def test_a_supervised_script_counts_its_steps_from_the_rows(tmp_path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"messages": []}) + "\n")
+    data.write_text(data.read_text() * 10)
+    given = (
+        *("--loss-type", "sft_loss", "--rollout-function-path", "slime.rollout.sft_rollout.generate_rollout"),
+        *("--prompt-data", str(data), "--num-epoch", "3", "--rollout-batch-size", "4", "--global-batch-size", "2"),
+        *("--debug-train-only", "--disable-compute-advantages-and-returns", "--lr-warmup-fraction", "0.25"),
+    )
+    values = values_of(*given)
+    assert values["--num-rollout"] == "7"  # 3 * 10 rows // 4
+    assert values["--lr-warmup-iters"] == "3"  # a quarter of 7 * 4 // 2 = 14 optimizer steps
+    assert not {"--debug-train-only", "--rollout-function-path", "--num-epoch"} & set(values)
+    data.write_text(data.read_text()[: len(data.read_text()) // 10] * 4)
+    assert values_of(*given)["--num-rollout"] == "3"
+
+
+def test_epochs_of_rows_that_cannot_be_counted_ask_for_steps():
+    with pytest.raises(ConfigError, match="--num-epoch cannot be had") as caught:
+        words_of("--prompt-data", "nowhere.jsonl", "--num-epoch", "1", "--rollout-batch-size", "4")
+    assert "--num-rollout N" in caught.value.fix
+    assert "nowhere.jsonl" in caught.value.fix
+
+
+def test_a_flag_that_cannot_be_had_names_what_can_and_all_are_named_at_once():
+    with pytest.raises(ConfigError) as caught:
+        words_of("--ref-update-interval", "4", "--update-weight-mode", "delta", "--use-stateless-adam")
+    assert caught.value.code == "CFG04"
+    for text in ("--ref-update-interval", "--update-weight-mode", "--use-stateless-adam"):
+        assert f"command line: {text}" in caught.value.where
+    for text in ("ref_load", "whole weights", "Adam keeps its moments"):
+        assert text in caught.value.fix
+
+
+def test_a_key_of_wandb_goes_to_the_environment_and_not_to_the_command_line():
+    translation = translate(["--use-wandb", "--wandb-key", "secret"], ahead=0)
+    assert translation.environment == {"WANDB_API_KEY": "secret"}
+    assert "secret" not in repr(translation.uses)
+
+
+def test_no_flag_of_the_table_is_one_of_ours_and_all_its_replacements_are():
+    names = {name[2:].replace("-", "_") for name in OTHERS if not OTHERS[name].why and not OTHERS[name].to}
+    megatron = {name for name, flag in flags().items() if flag.role in ("run", "model")}
+    assert not names & (set(core_keys()) | megatron)
+    ours = {other.to for other in OTHERS.values() if other.to} | set(DEFAULTS)
+    assert {name[2:].replace("-", "_") for name in ours} <= set(core_keys())
+
+
+def test_every_flag_of_slime_is_known_translated_or_refused_with_what_replaces_it():
+    known = {key.rpartition(".")[2] for key in core_keys()} | set(flags()) | set(tracker_keys())
+    known |= {"rm_url", "num_epoch", "lr_warmup_fraction", "wandb_key"}  # of rm_math; translated by rules
+    unknown = [
+        flag
+        for flag in slime_flags()
+        if flag not in OTHERS and not flag.startswith("--sglang-") and flag[2:].replace("-", "_") not in known
+    ]
+    assert unknown == []
+
+
+def test_on_policy_distillation_keeps_slimes_weight_and_names_where_the_teacher_scores():
+    words = words_of("--use-opd", "--opd-type", "sglang", "--opd-teacher-load", "t")
+    assert words[1:5] == ["--teacher-place", "engine", "--teacher-load", "t"]
+    assert words[words.index("--opd-kl-coef") + 1] == "1.0"
+    assert words_of("--use-opd", "--opd-kl-coef", "0.5").count("--opd-kl-coef") == 1
+
+
+def test_evaluation_samples_as_training_does_unless_a_flag_says_otherwise():
+    given = ["--rollout-temperature", "1.2", "rollout.rollout_temperature=0.8", "--rollout-top-k=-1"]
+    words = words_of(*given, "--eval-top-p", "0.7")
+    assert "--rollout-top-k" in words
+    values = dict(pairwise(words))
+    assert (values["--eval-temperature"], values["--eval-top-p"], values["--eval-top-k"]) == ("0.8", "0.7", "0")
+    assert words.count("--eval-top-p") == 1
