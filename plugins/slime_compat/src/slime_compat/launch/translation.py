@@ -1,4 +1,4 @@
-"""A command line of slime's train.py or train_async.py in; words of `slime run` out, and what became of each flag."""
+"""Translation of a command line of slime's train.py or train_async.py to one of `slime run`, flag by flag."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def translate(argv: Sequence[str], *, ahead: int) -> Translation:
     uses = list(_split(argv))
     line = SlimeLine({use.name: use.values for use in uses if use.name.startswith("--")})
     translation = Translation(environment={WANDB_KEY: values[0]} if (values := line.values("--wandb-key")) else {})
-    steps = Steps(line)
+    steps = StepNumbers(line)
     translation.uses = [_use(use, line, steps) for use in uses]
     defaults = [] if split(argv).recipe else [*_defaults(line, argv, ahead)]
     plugins = ["--plugin", "models", *(["--plugin", "rm_math"] if line.has("--rm-type", "--rm-url") else [])]
@@ -140,7 +140,7 @@ def rows_of(data: str) -> int:
         rows.close()
 
 
-class Steps:
+class StepNumbers:
     """Numbers of steps that slime works out of the data's size.
 
     Steps are num_epoch * rows // rollout_batch_size; a warm-up is its fraction of the optimizer steps, that is of
@@ -175,7 +175,7 @@ class Steps:
         return int(self._line.first("--num-steps-per-rollout", "1"))
 
 
-def _use(use: FlagUse, line: SlimeLine, steps: Steps) -> FlagUse:
+def _use(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse:
     """What becomes of one flag."""
     name, values = use.name, use.values
     special = _SPECIAL.get(name)
@@ -204,25 +204,25 @@ def _unneeded(use: FlagUse, why: str) -> FlagUse:
     return FlagUse(use.name, use.values, "not needed", (), why)
 
 
-def _top_k(use: FlagUse, line: SlimeLine, steps: Steps) -> FlagUse | None:
+def _top_k(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse | None:
     """-1 is off in slime, 0 here."""
     return FlagUse(use.name, use.values, "translated", (use.name, "0")) if use.values == ("-1",) else None
 
 
-def _wandb_key(use: FlagUse, line: SlimeLine, steps: Steps) -> FlagUse:
+def _wandb_key(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse:
     return FlagUse(use.name, (), "translated", (), f"set as {WANDB_KEY}: a command line is seen by all users")
 
 
-def _rollout_function(use: FlagUse, line: SlimeLine, steps: Steps) -> FlagUse | None:
-    known = line.supervised and use.values[:1] and use.values[0] in SUPERVISED
-    return _unneeded(use, "loss_type = sft_loss reads conversations itself") if known else None
+def _rollout_function(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse | None:
+    supervised = line.supervised and use.values[:1] and use.values[0] in SUPERVISED
+    return _unneeded(use, "loss_type = sft_loss reads conversations itself") if supervised else None
 
 
-def _debug_train_only(use: FlagUse, line: SlimeLine, steps: Steps) -> FlagUse | None:
+def _debug_train_only(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse | None:
     return _unneeded(use, "loss_type = sft_loss starts no engine") if line.supervised else None
 
 
-def _dump(use: FlagUse, line: SlimeLine, steps: Steps) -> FlagUse | None:
+def _dump(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse | None:
     """A template of files, ``dir/{rollout_id}.pt``, is its folder here."""
     path = next(iter(use.values), "")
     if "{rollout_id}" not in path:
@@ -230,13 +230,13 @@ def _dump(use: FlagUse, line: SlimeLine, steps: Steps) -> FlagUse | None:
     return FlagUse(use.name, use.values, "translated", (use.name, str(Path(path).parent)), "a folder, one file a step")
 
 
-def _epochs(use: FlagUse, line: SlimeLine, steps: Steps) -> FlagUse:
+def _epochs(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse:
     if line.has("--num-rollout"):
         return _unneeded(use, "--num-rollout counts")
     return _counted(use, "--num-rollout", steps.rollouts, "--num-rollout N: steps, each of rollout_batch_size prompts")
 
 
-def _warmup(use: FlagUse, line: SlimeLine, steps: Steps) -> FlagUse:
+def _warmup(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse:
     return _counted(use, "--lr-warmup-iters", steps.warmup, "--lr-warmup-iters N, in optimizer steps")
 
 
@@ -250,14 +250,14 @@ def _counted(use: FlagUse, flag: str, number: Callable[[], int], otherwise: str)
         return FlagUse(use.name, use.values, "refused", (), f"{otherwise} ({reason})")
 
 
-def _pairs(use: FlagUse, line: SlimeLine, steps: Steps) -> FlagUse | None:
+def _pairs(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse | None:
     """One path alone is the set aime."""
     if len(use.values) != 1:
         return None
     return FlagUse(use.name, use.values, "translated", (use.name, "aime", *use.values), "a path alone is slime's aime")
 
 
-_SPECIAL: Mapping[str, Callable[[FlagUse, SlimeLine, Steps], FlagUse | None]] = {
+_SPECIAL: Mapping[str, Callable[[FlagUse, SlimeLine, StepNumbers], FlagUse | None]] = {
     "--rollout-top-k": _top_k,
     "--eval-top-k": _top_k,
     "--wandb-key": _wandb_key,
