@@ -24,6 +24,7 @@ Function = Callable[..., Any]
 SAMPLE, LENGTH, WEIGHT, DENOMINATOR = "slime_sample", "slime_total_length", "slime_weight", "slime_denominator"
 EXTRA = (SAMPLE, LENGTH, WEIGHT, DENOMINATOR)
 MASK = "slime_mask"
+UNCORRECTED = {"use_tis": False, "use_rs": False, "rs_veto_threshold": 0.0}
 
 
 def extra_columns(batch: Batch, config: Config) -> None:
@@ -80,8 +81,8 @@ def wrap(
             return _by_function(functions_by_name["loss"], session.args(config), log_probs, entropy, columns)
         if functions_by_name["tis"] is None and functions_by_name["reducer"] is None:
             return inner.fn(log_probs, entropy, columns, train)
-        if functions_by_name["tis"] is not None:  # it is called in place of the correction of use_tis, as in slime
-            train = train.model_copy(update={"use_tis": False})
+        if functions_by_name["tis"] is not None:  # it is called in place of the built-in correction, as in slime
+            train = train.model_copy(update=UNCORRECTED)
         plain = train.model_copy(update={"kl_loss_coef": 0.0, "entropy_coef": 0.0})
         whole, metrics = inner.fn(log_probs, entropy, columns, train)
         pg, _ = inner.fn(log_probs, entropy, columns, plain)

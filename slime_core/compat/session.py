@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from slime_core.compat.args import Args, flat
+from slime_core.compat.args import SharedArgs
+from slime_core.compat.flat import flat
 from slime_core.compat.modules import GenerateEndpoint, server
 from slime_core.errors import SlimeError
 from slime_core.plugins.boundary import HookThreads
@@ -46,15 +47,21 @@ class CompatSession:
         self.threads = HookThreads()
         self.step: dict[str, Any] = {}  # slime's samples of the last step, by id
         self._flat: dict[int, tuple[Config, dict[str, Any]]] = {}
+        self._writes: dict[str, Any] = {}  # what functions have set in args
         self._calls: dict[int, GenerationCall] = {}
         self._server: GenerateEndpoint | None = None
         self._lock = threading.Lock()
 
-    def args(self, config: Config, ctx: Context | None = None) -> Args:
-        """slime's ``args`` for this config."""
+    def args(self, config: Config, ctx: Context | None = None) -> SharedArgs:
+        """slime's ``args`` for this config, with what functions have set in those of any."""
         if id(config) not in self._flat:
-            self._flat[id(config)] = (config, flat(config))
-        return Args(self._flat[id(config)][1], self, ctx)
+            self._flat[id(config)] = (config, flat(config) | self._writes)
+        return SharedArgs(self._flat[id(config)][1], self, ctx, self._write)
+
+    def _write(self, name: str, value: Any) -> None:
+        self._writes[name] = value
+        for _, values in list(self._flat.values()):
+            values[name] = value
 
     @contextmanager
     def call(self, sample: Sample, ctx: Context) -> Iterator[GenerationCall]:

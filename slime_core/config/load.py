@@ -1,7 +1,8 @@
-"""Loading of one frozen Config. Flag > recipe > plugin default > core default.
+"""Loading of one frozen Config. Custom key > flag > recipe > plugin default > core default.
 
     recipe.toml -> tables, lines -> ${NAME} -> absolute paths ---.
-    command line -> words -> full keys, typed -> absolute paths -+-> schema -> options -> stages -> rules -> Config
+    command line -> words -> full keys, typed -> absolute paths -+-> custom keys
+        -> schema -> options -> stages -> rules -> Config
 
 Every problem of a stage of this way is named at once, with its file and line or its flag.
 """
@@ -16,7 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from slime_core.config import evaluation_file, rules
+from slime_core.config import custom_file, evaluation_file, rules
 from slime_core.config.backend_tables import TRACKER_TABLE, BackendTables
 from slime_core.config.command_line import CommandLine as CommandLine, Override, resolve, split as split, unexpected
 from slime_core.config.dump import secrets_in
@@ -91,7 +92,7 @@ def read(
     plugins = plugin_names(file.data, words, base)
     words.tables.add(plugins)
     options = models([*plugins, *_trackers(file.data, words)]) if models is not None else {}
-    data, origins = _merge(file, words, options)
+    data, origins, laid = _merge(file, words, options, check)
     config = _validate(data, origins, options, words.tables)
     parts = _stages(config, origins, options)
     if check:
@@ -108,7 +109,7 @@ def read(
     return LoadedConfig(
         config=config,
         recipe=file.path,
-        notices=tuple(_notices(file, words, parts, check)),
+        notices=(*_notices(file, words, parts, check), *laid),
         secrets=file.secrets | {value for _, value in secrets_in(config.model_dump())},
         origins=origins,
     )
@@ -130,18 +131,24 @@ def _trackers(data: Mapping[str, Any], words: CommandLine) -> list[str]:
     return [TRACKERS] if named and is_installed(TRACKERS) else []
 
 
-def _merge(file: Recipe, words: CommandLine, options: Models) -> tuple[dict[str, Any], Origins]:
-    """Recipe tables with the flags laid over them, all local paths absolute."""
+def _merge(
+    file: Recipe, words: CommandLine, options: Models, check: bool
+) -> tuple[dict[str, Any], Origins, list[str]]:
+    """Recipe tables with the flags laid over them, then custom keys, which are named; all local paths absolute."""
     base = file.path.parent if file.path is not None else Path.cwd()
     data = absolute_paths(file.data, base, options)
     overrides, problems = resolve(words, options)
     origins = file.origins
     for override in overrides:
         problems += _apply(data, override, origins, options, words.tables)
+    custom = custom_file.overrides(data, words.tables) if check else []
+    notices = custom_file.notices(custom, origins)
+    for override in custom:
+        problems += _apply(data, override, origins, options, words.tables)
     problems += [origins.place(p) for p in not_finite(data)]
     raise_all(problems)
     evaluation_file.expand(data, origins)
-    return data, origins
+    return data, origins, notices
 
 
 def _apply(

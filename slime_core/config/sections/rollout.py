@@ -167,7 +167,10 @@ class RolloutSection(Section):
     )
     run_done_path: str = key("", "Function by path, run_done(ctx): ends what the others have started.", FIGURES)
     custom_config_path: str = key(
-        "", "TOML, JSON or YAML file of more keys for functions by path.", SAMPLES, path="input"
+        "",
+        "TOML, JSON or YAML file: keys of the config hold before all else, others are args of functions by path.",
+        SAMPLES,
+        path="input",
     )
 
     def largest_group(self, data: DataSection) -> int:

@@ -145,7 +145,9 @@ class TrainSection(Section):
     )
     custom_advantage_function_path: str = key("", "Function by path.", LOSS)
     custom_loss_function_path: str = key("", "Function by path.", LOSS)
-    custom_tis_function_path: str = key("", "Function by path.", LOSS)
+    custom_tis_function_path: str = key(
+        "", "Function by path in place of use_tis, use_rs and rs_veto_threshold.", LOSS
+    )
     custom_pg_loss_reducer_function_path: str = key("", "Function by path.", LOSS)
     rollout_data_postprocess_path: str = key("", "Function by path, called with the step's columns.", LOSS, fills=True)
     custom_convert_samples_to_train_data_path: str = key("", "Function by path.", LOSS, fills=True)

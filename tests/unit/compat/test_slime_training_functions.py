@@ -265,11 +265,15 @@ def test_a_reducer_that_is_not_linear_is_refused(by, connect):
 
 
 @SPLITS
-@pytest.mark.parametrize("own", [{}, {"use_tis": True}, {"use_tis": True, "tis_batch_normalize": True}], ids=str)
+@pytest.mark.parametrize(
+    "own",
+    [{}, {"use_tis": True}, {"use_tis": True, "tis_batch_normalize": True}, {"use_rs": True, "rs_upper_bound": 1.01}],
+    ids=str,
+)
 def test_a_tis_function_weighs_tokens_and_its_masks_count_in_the_numerator_alone(by, connect, max_tokens, own):
     """Weight 3 everywhere, second sample masked away: its rollout still counts among the four.
 
-    The function stands in the place of ``use_tis``, whose weight would be exp(0.1) a token.
+    The function stands in the place of ``use_tis``, whose weight would be exp(0.1) a token, and of ``use_rs``.
     """
     source = (
         "def fn(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, **kw):\n"
