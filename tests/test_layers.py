@@ -62,6 +62,7 @@ LIBRARIES = {
     "slime_convert",
     "slime_diagnose",
     "slime_report",
+    "slime_rm_math",
     "slime_sandbox",
     "slime_service",
 }

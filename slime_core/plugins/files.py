@@ -43,10 +43,14 @@ def add_to_path(folder: Path) -> None:
 
 
 def import_text(error: BaseException) -> str:
-    """What made an import fail."""
-    if isinstance(error, ModuleNotFoundError) and error.name:
+    """What made an import fail; of a name that a module without a file lacks, with the names that it has."""
+    if isinstance(error, ModuleNotFoundError) and error.name and str(error).startswith("No module named"):
         return f"module '{error.name}' is missing"
-    return text_of(error)
+    text, unknown = text_of(error), " (unknown location)"
+    if isinstance(error, ImportError) and text.endswith(unknown):
+        names = getattr(sys.modules.get(error.name or ""), "__all__", ())
+        return f"{text.removesuffix(unknown)}; it has {', '.join(sorted(names)) or 'nothing'}"
+    return text
 
 
 def import_place(error: BaseException) -> str:

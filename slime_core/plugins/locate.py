@@ -51,12 +51,13 @@ def locate(path: str, key: str) -> Any:
 
 
 def functions_of(module: ModuleType) -> list[str]:
-    """Public functions and classes that the module itself defines."""
+    """Public functions and classes that the module itself defines, or exports in its ``__all__``."""
+    exported = getattr(module, "__all__", ())
     return sorted(
         name
         for name, value in vars(module).items()
         if (inspect.isfunction(value) or inspect.isclass(value))
-        and value.__module__ == module.__name__
+        and (value.__module__ == module.__name__ or name in exported)
         and not name.startswith("_")
     )
 
@@ -88,12 +89,19 @@ def _from_module(name: str, path: str, key: str) -> ModuleType:
                 f"{key} = '{path}': there is no module '{error.name}'",
                 code="PLG51",
                 where=key,
-                why="it is neither installed nor in the current folder",
-                fix=f"pip install its package, or name a file: {key}=file.py:function",
+                why=_missing_why(error),
+                fix=_missing_fix(error.name)
+                if name.startswith("slime.")
+                else f"pip install its package, or name a file: {key}=file.py:function",
             ) from error
         raise _broken(error, path, key) from error
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         raise _broken(error, path, key) from error
+
+
+def _missing_why(error: ModuleNotFoundError) -> str:
+    usual = str(error).startswith("No module named")
+    return "it is neither installed nor in the current folder" if usual else str(error)
 
 
 def _missing_fix(module: str) -> str:

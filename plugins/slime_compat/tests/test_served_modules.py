@@ -2,12 +2,15 @@
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from slime_compat.finder import SERVED, Finder, real_slime
 from slime_core.compat.sample import Sample
+from slime_core.errors import PluginError
+from slime_core.plugins.locate import locate
 
 pytestmark = pytest.mark.unit
 
@@ -25,11 +28,43 @@ def test_every_served_module_can_be_imported_and_says_where_it_comes_from(finder
     assert "slime_compat" in module.__doc__
 
 
-def test_a_module_that_is_not_served_names_those_that_are(finder):
-    with pytest.raises(
-        ModuleNotFoundError, match=r"slime\.backends of THUDM/slime is not served.*slime\.utils\.types"
-    ):
-        import slime.backends  # noqa: F401
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("slime.ray", r"slime\.ray of THUDM/slime is not served here; use --cluster-backend ray; .* utils\.types"),
+        ("slime.rollout.rm_hub.judge", r"of slime\.rollout\.rm_hub are served: math_utils, deepscaler"),
+    ],
+    ids=["a package", "a module of a served package"],
+)
+def test_a_module_that_is_not_served_names_what_replaces_it_and_those_that_are(finder, name, message):
+    with pytest.raises(ModuleNotFoundError, match=message):
+        find_spec(name)
+
+
+@pytest.mark.parametrize(
+    ("path", "code", "text", "fix"),
+    [
+        ("slime.ray.rollout.fn", "PLG51", "use --cluster-backend ray", "import only the modules in docs/compat.md"),
+        (
+            "slime.rollout.rm_hub.f1.score",
+            "PLG51",
+            "it defines: f1_score, normalize_answer",
+            "did you mean 'f1_score'?",
+        ),
+        ("from slime.rollout.rm_hub.f1 import em", "PLG50", "it has f1_score, normalize_answer", "correct the file"),
+        ("import slime.ray", "PLG50", "use --cluster-backend ray", "import only the modules in docs/compat.md"),
+    ],
+    ids=["a module by name", "a function by name", "a name in a file", "a module in a file"],
+)
+def test_the_error_of_a_function_says_what_is_served(finder, write, path, code, text, fix):
+    path = path if path.endswith(("fn", "score")) else f"{write(path)}:fn"
+    with pytest.raises(PluginError) as caught:
+        locate(path, "reward.custom_rm_path")
+    error = caught.value
+    assert error.code == code
+    assert text in f"{error.what} {error.why}"
+    assert fix in error.fix
+    assert "pip install" not in error.fix
 
 
 def test_two_runs_share_the_modules_until_the_last_is_over(finder):

@@ -30,10 +30,24 @@ SERVED = {  # slime's module -> ours; empty: a package without content
     "slime.rollout": "",
     "slime.rollout.base_types": f"{HERE}.rollouts",
     "slime.rollout.sglang_rollout": f"{HERE}.generation",
+    "slime.rollout.data_source": f"{HERE}.sources",
+    "slime.rollout.sample_hooks": f"{HERE}.sample_hooks",
     "slime.rollout.rm_hub": f"{HERE}.rewards",
+    "slime.rollout.rm_hub.math_utils": f"{HERE}.grading_mathematics",
+    "slime.rollout.rm_hub.deepscaler": f"{HERE}.grading_deepscaler",
+    "slime.rollout.rm_hub.math_dapo_utils": f"{HERE}.grading_dapo",
+    "slime.rollout.rm_hub.f1": f"{HERE}.grading_f1",
+    "slime.rollout.rm_hub.gpqa": f"{HERE}.grading_gpqa",
+    "slime.rollout.rm_hub.ifbench": f"{HERE}.grading_ifbench",
     "slime.rollout.filter_hub": f"{HERE}.filters",
     "slime.rollout.filter_hub.base_types": f"{HERE}.filters",
     "slime.rollout.filter_hub.dynamic_sampling_filters": f"{HERE}.filters",
+}
+REPLACEMENTS = {  # a module of slime that is not served -> what there is in its place
+    "slime.backends.sglang_utils": "the engine at args.sglang_router_ip and args.sglang_router_port",
+    "slime.ray": "--cluster-backend ray",
+    "slime.rollout.forge_load": "--load-debug-rollout-data",
+    "slime.utils.arguments": "slime config keys, and --custom-config-path for keys of your own",
 }
 PACKAGES = {name for name in SERVED if any(other.startswith(name + ".") for other in SERVED)}
 
@@ -80,8 +94,7 @@ class Finder(MetaPathFinder, Loader):
         if fullname in SERVED:
             return ModuleSpec(fullname, self, is_package=fullname in PACKAGES)
         if fullname.startswith("slime."):
-            names = ", ".join(name for name in SERVED if SERVED[name])
-            raise ModuleNotFoundError(f"{fullname} of THUDM/slime is not served here; served: {names}", name=fullname)
+            raise ModuleNotFoundError(_missing(fullname), name=fullname)
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
@@ -94,7 +107,17 @@ class Finder(MetaPathFinder, Loader):
         module.__doc__ = f"Served by slime_compat in place of THUDM/slime's {module.__name__}."
         if behind:
             source = importlib.import_module(behind)
+            module.__all__ = list(source.__all__)  # type: ignore[attr-defined]
             vars(module).update({name: getattr(source, name) for name in source.__all__})
+
+
+def _missing(name: str) -> str:
+    """What stands in the place of a module that is not served, and the served ones of the package that would have it."""
+    package = name.rpartition(".")[0]
+    served = [other.removeprefix(package + ".") for other in SERVED if other.startswith(package + ".")]
+    replacement = REPLACEMENTS.get(name)
+    instead = f"use {replacement}; " if replacement else ""
+    return f"{name} of THUDM/slime is not served here; {instead}of {package} are served: {', '.join(served)}"
 
 
 def _is_served(module: ModuleType | None) -> bool:

@@ -6,6 +6,12 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+from slime_compat.http import post
+from slime_compat.served.grading_dapo import compute_score
+from slime_compat.served.grading_deepscaler import get_deepscaler_rule_based_reward
+from slime_compat.served.grading_f1 import f1_score
+from slime_compat.served.grading_gpqa import compute_gpqa_reward
+from slime_compat.served.grading_mathematics import extract_boxed_answer, grade_answer_verl
 from slime_core.compat.sample import Sample
 from slime_core.plugins.boundary import together
 from slime_core.plugins.locate import locate
@@ -32,4 +38,21 @@ async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) 
     return await together(async_rm(args, sample, **kwargs) for sample in samples)
 
 
-__all__ = ["async_rm", "batched_async_rm"]
+async def remote_rm(args: Any, sample: Sample, max_retries: int = 10) -> Any:
+    """What the reward model at ``args.rm_url`` answers for prompt, response and label."""
+    payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
+    return await post(args.rm_url, payload, max_retries=max_retries)
+
+
+compute_score_dapo = compute_score
+__all__ = [
+    "async_rm",
+    "batched_async_rm",
+    "compute_gpqa_reward",
+    "compute_score_dapo",
+    "extract_boxed_answer",
+    "f1_score",
+    "get_deepscaler_rule_based_reward",
+    "grade_answer_verl",
+    "remote_rm",
+]

@@ -50,6 +50,11 @@ class Equivalence:
         except TimeoutError:
             return unjudged(f"no worker was free in {within:g} s; raise plugin.rm_math.grader_workers")
 
+    def verdict_now(self, answer: str, label: str) -> GradingVerdict:
+        """As :meth:`verdict`, for code that is not async: it waits for as long as it takes."""
+        answer, label = _readable(answer), _readable(label)
+        return self.at_once(answer, label) or self.pool().ask(label, answer).result()
+
     async def form(self, text: str, *, within: float = math.inf) -> str:
         r"""One text for all answers that are equal to this one: what answers are counted by.
 
