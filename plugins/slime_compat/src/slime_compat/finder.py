@@ -112,7 +112,7 @@ class Finder(MetaPathFinder, Loader):
 
 
 def _missing(name: str) -> str:
-    """What stands in the place of a module that is not served, and the served ones of the package that would have it."""
+    """What replaces a module that is not served, and the served ones of the package that would have it."""
     package = name.rpartition(".")[0]
     served = [other.removeprefix(package + ".") for other in SERVED if other.startswith(package + ".")]
     replacement = REPLACEMENTS.get(name)
