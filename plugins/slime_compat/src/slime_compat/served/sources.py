@@ -15,7 +15,7 @@ Groups = list[list[Sample]]
 PLACES = ("sample_offset", "epoch_id", "sample_group_index", "sample_index", "metadata")
 
 
-class DataSource(abc.ABC):
+class AbstractDataSource(abc.ABC):
     """What ``--data-source-path`` names: a class with these methods and ``__init__(args)``."""
 
     @abc.abstractmethod
@@ -39,7 +39,10 @@ class DataSource(abc.ABC):
         """Rows."""
 
 
-class RolloutDataSource(DataSource):
+DataSource = AbstractDataSource
+
+
+class RolloutDataSource(AbstractDataSource):
     """The rows of ``args.prompt_data``, shuffled each epoch with ``rollout_shuffle``, as groups of pending samples.
 
     Without ``rollout_global_dataset`` or ``prompt_data`` its groups hold empty samples.
