@@ -95,6 +95,7 @@ def test_where_speed_is_measured_success_is_being_fast_enough():
     assert not succeeded(timed(1.9), Options())
     assert succeeded(timed(2.0), Options())
     assert succeeded(timed(0.5), Options(stop_on="correct"))
+    assert [succeeded(v, Options(stop_on="speed")) for v in (RIGHT, timed(1.9), timed(2.0))] == [False, False, True]
     assert succeeded(timed(0.5), Options(reward_tier="correctness"))
     flagged = Verdict(status="correct", reached="speed", flags=(Flag(rule="below_floor", layer="timing"),))
     assert not succeeded(flagged, Options(stop_on="correct"))

@@ -35,7 +35,11 @@ def tokenizer():
 @pytest.fixture
 def ctx(tokenizer):
     """As the recipe's first stage has it."""
-    config = stages(load_config(RECIPE, []))[0]
+    return context_of(RECIPE, tokenizer)
+
+
+def context_of(recipe, tokenizer):
+    config = stages(load_config(recipe, []))[0]
     options = Options(**config.plugin["kernelbench"], judge_workers=1)
     sampling = SamplingParams(max_new_tokens=config.rollout.rollout_max_response_len)
     return Context(config=config, options=options, tokenizer=tokenizer, sampling=sampling)
@@ -83,7 +87,10 @@ def test_no_stage_shows_a_held_out_operator_or_shape(ctx):
         assert not any("\n".join(question[2:]) in text for text in told)
 
 
-def test_the_pupils_dialogue_is_the_one_that_a_run_has_before_the_real_judge(ctx, tokenizer):
+@pytest.mark.parametrize("recipe", ["default", "tritonforge"])
+def test_the_pupils_dialogue_is_the_one_that_a_run_has_before_the_real_judge(recipe, tokenizer):
+    ctx = context_of(RECIPE.with_stem(recipe), tokenizer)
+    ctx = replace(ctx, options=ctx.options.model_copy(update={"max_turns": 2}))
     wrong, right = (fenced(OPERATOR.kernel(slips)) for slips in (Slips(load=True), NONE))
     problem = OPERATOR.problem(3, 21)
     said = iter((wrong, right))
@@ -94,9 +101,9 @@ def test_the_pupils_dialogue_is_the_one_that_a_run_has_before_the_real_judge(ctx
     async def play():
         run, engine = KernelbenchRun(), ScriptedEngine(say, vocab_size=len(tokenizer))
         asked = prompts(PUPIL, ctx)._voice.ask(problem)
-        tokens = prompts(PUPIL, ctx)._voice.encode(asked)
+        tokens = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
         prompt = Prompt(id="grpo/0", prompt=asked, tokens=tokens, metadata={"problem": asdict(problem)})
-        sample = Sample(id="grpo/0-0", tokens=list(tokens), metadata=dict(prompt.metadata), rollout_id=0)
+        sample = Sample(id="grpo/0-0", prompt=asked, tokens=list(tokens), metadata=dict(prompt.metadata), rollout_id=0)
         group = Group(prompt=prompt, samples=[sample], rollouts={0: [0]})
         try:
             return await run.generate(group, replace(ctx, engine=engine)), engine
@@ -109,9 +116,8 @@ def test_the_pupils_dialogue_is_the_one_that_a_run_has_before_the_real_judge(ctx
     assert group.samples[1].metadata["kernelbench"]["source"] == OPERATOR.kernel()
     voice = prompts(PUPIL, ctx)._voice
     kinds = {d.kind: v for v in (verdict(problem, Random(n)) for n in range(20)) for d in v.diagnostics}
-    answer = voice.answer(wrong)
-    expected = [*voice.encode(voice.ask(problem)), *answer, *voice.between(kinds["values"], answer)]
-    assert engine.requests[1].tokens == expected
+    source = OPERATOR.kernel(Slips(load=True))
+    assert engine.requests[1].tokens == voice.again(voice.ask(problem), source, kinds["values"])
 
 
 def test_the_recipe_warms_up_on_the_pupil_and_then_trains_on_the_judge():

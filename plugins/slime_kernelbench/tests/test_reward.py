@@ -35,6 +35,8 @@ def test_rewards_by_hand():
     assert worth(timed(1.0), Options()).value == pytest.approx(1.5)  # log2(2) = 1
     assert worth(timed(3.0), Options()).value == pytest.approx(2.0)  # log2(4) = 2
     assert worth(timed(3.0), Options(speed_shape="saturating")).value == pytest.approx(1.375)
+    assert worth(timed(0.5), Options(speed_shape="gain")).value == pytest.approx(1.0)  # no faster, no gain
+    assert worth(timed(3.0), Options(speed_shape="gain", speed_cap=1.5)).value == pytest.approx(1.75)  # 1 + 1.5 / 2
     assert worth(WRONG, Options(cases_weight=0.4)).value == pytest.approx(0.2)  # one case of four agrees
     assert worth(RIGHT, Options(cases_weight=0.4)).value == pytest.approx(1.4)
 
@@ -56,14 +58,14 @@ def test_a_flag_on_any_verdict_takes_the_reward():
     assert worth(flagged, Options()).terms["correct"] == 0
 
 
-@pytest.mark.parametrize("shape", ["log", "saturating", "linear", "clipped", "off"])
+@pytest.mark.parametrize("shape", ["log", "saturating", "linear", "clipped", "gain", "off"])
 def test_a_faster_kernel_is_never_worth_less_and_a_right_one_always_more_than_a_wrong_one(shape):
     options = Options(speed_shape=shape)
     speedups = [0.0, 1e-6, 0.3, 0.999, 1.0, 1.3, 1.999, 2.0, 2.001, 3.0, 10.0, 1e4]
     values = [worth(timed(s), options).value for s in speedups]
     assert all(a <= b for a, b in itertools.pairwise(values))
     assert min(values) > worth(WRONG, options).value
-    if shape not in ("clipped", "off"):
+    if shape not in ("clipped", "gain", "off"):
         assert all(a < b for a, b in itertools.pairwise(values))
 
 
@@ -89,7 +91,7 @@ def test_the_correctness_tier_pays_the_same_with_and_without_a_device():
 
 def test_the_range_is_known_before_and_rewards_stay_inside():
     assert reward_range(Options()) == (0.0, math.inf)
-    for shape, tier in itertools.product(("saturating", "clipped", "off"), ("auto", "correctness", "speed")):
+    for shape, tier in itertools.product(("saturating", "clipped", "gain", "off"), ("auto", "correctness", "speed")):
         options = Options(speed_shape=shape, reward_tier=tier, hack_reward=-0.25, cases_weight=0.2)
         low, high = reward_range(options)
         verdicts = [RIGHT, WRONG, *(Verdict(status=s, reached=r) for s, (r, _) in FAILED.items())]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -12,13 +12,33 @@ from slime_kernelbench.dialogue.returns import Mode
 if TYPE_CHECKING:
     from slime_kernelbench.judge.options import JudgeOptions
 
-Shape = Literal["log", "saturating", "linear", "clipped", "off"]
+Shape = Literal["log", "saturating", "linear", "clipped", "gain", "off"]
+PRESETS: dict[str, dict[str, Any]] = {
+    "": {},
+    "tritonforge": {
+        "return_mode": "trajectory",
+        "early_end": "nothing",
+        "stop_on": "speed",
+        "stop_repeats": 0,
+        "context": "history",
+        "feedback_style": "results",
+        "correct_weight": 0.2,  # 0.3 with compiled_weight
+        "speed_weight": 1.0,
+        "speed_shape": "gain",
+        "speed_cap": 2.0,
+    },
+}
+"""Defaults of the other keys, by preset."""
 
 
 class Options(BaseModel):
     """`[plugin.kernelbench]`; every key is a flag of the same name too (`--max-turns 1`)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    preset: Literal["", "tritonforge"] = Field(
+        "", description="Other defaults of the keys below, in the whole run; tritonforge: docs/kernelbench.md."
+    )
 
     # problems and prompts
     problems: str = Field("shipped", description="Our own (shipped), a file, a folder, or a hub data set.")
@@ -45,21 +65,27 @@ class Options(BaseModel):
     ragged: Literal["reached", "padded"] = Field(
         "reached", description="A turn is compared with rollouts that reached it, or with all, ended ones padded."
     )
-    context: Literal["full", "last", "best_last"] = Field(
-        "full", description="Attempts that the next turn sees: all, the last context_turns, or the best and the last."
+    context: Literal["full", "last", "best_last", "history"] = Field(
+        "full",
+        description="Attempts that the next turn sees: all, the last context_turns, the best and the last, or all as "
+        "a history before the question.",
     )
     context_turns: int = Field(1, ge=1, description="Attempts that context = last keeps.")
     reasoning: Literal["keep", "drop"] = Field(
         "keep", description="Whether later turns see earlier reasoning (<think>); a turn's own is always trained."
     )
-    stop_on: Literal["success", "correct", "never"] = Field(
-        "success", description="What ends a dialogue: a right answer; success: as fast as stop_speedup where timed."
+    stop_on: Literal["success", "speed", "correct", "never"] = Field(
+        "success",
+        description="What ends a dialogue: a right answer; success: as fast as stop_speedup where timed; speed: "
+        "measured to be as fast.",
     )
     stop_speedup: float = Field(2.0, gt=0, description="Speed-up of a success, where speed is measured.")
     stop_repeats: int = Field(1, ge=0, description="End after this many identical answers in a row; 0 is never.")
     token_budget: int = Field(0, ge=0, description="Tokens that a dialogue may sample over all turns; 0 is no limit.")
-    feedback_style: Literal["full", "brief", "kind"] = Field(
-        "full", description="brief: one line; kind: its first words, such as `wrong: values`, for small models."
+    feedback_style: Literal["full", "brief", "kind", "results"] = Field(
+        "full",
+        description="brief: one line; kind: its first words, such as `wrong: values`, for small models; results: "
+        "compiled, correct, runtime, speed-up and error, a line each.",
     )
     feedback_tokens: int = Field(256, ge=8, description="Tokens of each field of the feedback, such as a traceback.")
 
@@ -71,8 +97,11 @@ class Options(BaseModel):
     correct_weight: float = Field(0.9, gt=0, description="Of a right answer, beside compiled_weight.")
     cases_weight: float = Field(0.0, ge=0, description="Of the share of cases that agree, until all do.")
     speed_weight: float = Field(0.5, ge=0, description="Of the speed term of a right answer.")
-    speed_shape: Shape = Field("log", description="log2(1 + s), s / (1 + s), s, or min(s, speed_cap) of speed-up s.")
-    speed_cap: float = Field(3.0, gt=0, description="Where speed_shape = clipped ends to pay.")
+    speed_shape: Shape = Field(
+        "log",
+        description="log2(1 + s), s / (1 + s), s, min(s, speed_cap), or s - 1 from 0 to speed_cap, of speed-up s.",
+    )
+    speed_cap: float = Field(3.0, gt=0, description="Highest speed term of the shapes clipped and gain.")
     hack_reward: float = Field(0.0, description="Of a kernel that was caught cheating; at most an honest failure's.")
     reward_range: tuple[float, float] | None = Field(
         None, description="Lowest and highest reward of a turn, as others rely on it; weights beyond it are refused."
@@ -113,6 +142,12 @@ class Options(BaseModel):
             tf32=self.judge_tf32,
             gpus=self.judge_gpus,
         )
+
+    @model_validator(mode="after")
+    def _preset_defaults(self) -> Options:
+        defaults = {key: value for key, value in PRESETS[self.preset].items() if key not in self.model_fields_set}
+        self.__dict__.update(defaults)
+        return self
 
     @model_validator(mode="after")
     def _rewards_fit(self) -> Options:

@@ -6,12 +6,14 @@
     cases       share of cases that agree, 1 where all do             cases_weight 0
     speed       of a right answer whose speed was measured:           speed_weight 0.5
                 speed_shape log: log2(1 + s), 1 at the baseline's own speed, without a cap
-                            saturating: s / (1 + s), below 1; linear: s; clipped: min(s, speed_cap); off: 0
+                            saturating: s / (1 + s), below 1; linear: s; clipped: min(s, speed_cap);
+                            gain: s - 1, from 0 to speed_cap; off: 0
 
 A turn's reward is the sum of weight times term. A cheat (`hack`, or a flag on any verdict) and what the policy refuses
 have ``hack_reward`` and 0: never more than an honest failure. Speed-up s is the faster live baseline over the slower
-of two measurements. A faster right answer is worth more (with ``clipped``: not less), and every right answer more
-than every wrong one. Nothing here knows whether a dialogue ends, so no reward steps there (`dialogue.returns`).
+of two measurements. A faster right answer is worth more (with ``clipped`` and ``gain``: not less), and every right
+answer more than every wrong one. Nothing here knows whether a dialogue ends, so no reward steps there
+(`dialogue.returns`).
 
 **Tier.** Speed counts where it was measured (``auto``; in a group where any was, a right answer without one is
 masked); with ``correctness`` never, so that the same run pays the same on every machine; with ``speed`` a right answer
@@ -83,6 +85,7 @@ def speed_term(speedup: float, options: Options) -> float:
         "saturating": speedup / (1.0 + speedup) if math.isfinite(speedup) else 1.0,
         "linear": speedup,
         "clipped": min(speedup, options.speed_cap),
+        "gain": min(max(speedup - 1.0, 0.0), options.speed_cap),
         "off": 0.0,
     }
     return shapes[options.speed_shape]
@@ -113,5 +116,5 @@ def check_weights(options: Options) -> None:
     if low < lowest or high > highest:
         raise ValueError(
             f"rewards from {low:g} to {high:g} leave reward_range = {lowest:g}, {highest:g}; lower the weights, widen "
-            "the range, or bound the speed term with speed_shape = saturating or clipped"
+            "the range, or bound the speed term with speed_shape = saturating, clipped or gain"
         )

@@ -155,7 +155,7 @@ def prompts(task: str, ctx: Context) -> PromptSource:
             return tell(verdict, attempt=1, options=options, words=words, tokenizer=ctx.tokenizer)
 
         speech = speech_of(ctx, words, messages=chat)
-        return family_rows(task, ctx, render=render, speech=speech, tell=feedback)
+        return family_rows(task, ctx, render=render, speech=speech, words=words, tell=feedback)
     return rows_of(task, options.problems, heldout=options.heldout, seed=options.split_seed, render=render)
 
 

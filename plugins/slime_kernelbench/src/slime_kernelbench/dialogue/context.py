@@ -1,24 +1,29 @@
-"""Which earlier attempts the next turn sees, and the token ids of its prompt, put together without encoding anything.
+"""Which earlier attempts the next turn sees, and the token ids of its prompt.
 
     prompt | answer 0 | between 0 | answer 1 | between 1 | (the next answer)          full
     prompt                        | answer 1 | between 1 |                            last, context_turns = 1
     prompt | answer 0 | between 0             | ...                                   best_last: the best and the last
+    prompt with code and results of attempts 0, 1 before its question                 history
 
-With ``reasoning = drop`` an earlier answer is there without its reasoning, and its header is the template's for past
+These are put together without encoding anything; only a history is a new prompt, rendered as the first one was. With
+``reasoning = drop`` an earlier answer is there without its reasoning, and its header is the template's for past
 answers. The prompt that the engine reads is the prompt that is trained on: a turn's sample holds these very ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from slime_core import Sample
-from slime_core.data.turns import Speech
+from slime_core.data.chat import encode, render
+from slime_core.data.turns import Speech, unspecial
+from slime_core.types import Message
+from slime_kernelbench.dialogue.words import Words, put
 from slime_kernelbench.types import Verdict
 
-Policy = Literal["full", "last", "best_last"]
+Policy = Literal["full", "last", "best_last", "history"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,7 +50,7 @@ class Attempt:
 def visible_turns(attempts: Sequence[Attempt], policy: Policy, turns: int) -> list[int]:
     """Turns that the next one sees, in order; of equally good ones the first is the best."""
     numbers = list(range(len(attempts)))
-    if policy == "full":
+    if policy in ("full", "history"):
         return numbers
     if policy == "last":
         return numbers[-turns:]
@@ -74,23 +79,46 @@ def prompt_of(
     return tokens
 
 
+def history_prompt(
+    prompt: str | list[Message], blocks: Sequence[str], number: int, speech: Speech, words: Words
+) -> list[int]:
+    """Ids of the first prompt with earlier attempts before its question (``words.history``).
+
+    Args:
+        blocks: a text an attempt, as `Words.block` writes it
+        number: of the attempt that is asked for, from 1
+    """
+
+    def question(text: str) -> str:
+        attempts = unspecial("\n\n".join(blocks), speech.tokenizer)
+        return put(words.history, attempts=attempts, number=str(number), question=text)
+
+    if isinstance(prompt, str):
+        prompt = question(prompt)
+    else:
+        user = next(place for place, message in enumerate(prompt) if message["role"] == "user")
+        message = {**prompt[user], "content": question(prompt[user]["content"])}
+        prompt = [*prompt[:user], message, *prompt[user + 1 :]]
+    where = "a history of attempts"
+    text = render(prompt, speech.tokenizer, template=speech.template, where=where, kwargs=speech.kwargs)
+    return encode(speech.tokenizer, text)
+
+
 def fitted(
-    first: Sequence[int],
     attempts: Sequence[Attempt],
     policy: Policy,
-    speech: Speech,
+    prompt: Callable[[Sequence[int]], list[int]],
     *,
     turns: int,
-    drop: bool,
     room: int,
 ) -> tuple[list[int], tuple[int, ...]] | None:
     """The next prompt and the turns in it; the oldest leave until it has at most ``room`` tokens (0: no limit).
 
-    None where not even the last attempt fits.
+    ``prompt`` makes it of turns. None where not even the last attempt fits.
     """
     chosen = visible_turns(attempts, policy, turns)
     while chosen:
-        tokens = prompt_of(first, attempts, chosen, speech, drop=drop)
+        tokens = prompt(chosen)
         if not room or len(tokens) <= room:
             return tokens, tuple(chosen)
         chosen = chosen[1:]

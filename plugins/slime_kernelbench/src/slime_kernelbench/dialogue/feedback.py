@@ -48,6 +48,8 @@ def tell(verdict: Verdict, *, attempt: int, options: Options, words: Words, toke
         return clip(kind(verdict), tokens, tokenizer)
     if options.feedback_style == "brief":
         return brief(verdict, tokenizer=tokenizer, tokens=tokens)
+    if options.feedback_style == "results":
+        return results(verdict, tokens=tokens, tokenizer=tokenizer)
     return write(verdict, attempt=attempt, of=options.max_turns, words=words, tokenizer=tokenizer, tokens=tokens)
 
 
@@ -62,6 +64,21 @@ def write(verdict: Verdict, *, attempt: int, of: int, words: Words, tokenizer: A
     lines = [f"Attempt {attempt} of {of} {outcome}.", *_details(verdict, tokenizer, tokens)]
     request = words.requests["no_code" if not coded else verdict.status]
     return "\n".join([*lines, "", request])
+
+
+def results(verdict: Verdict, *, tokens: int, tokenizer: Any) -> str:
+    """Compiled, correct, runtime, speed-up and error, a line each where there is one.
+
+    Example: "- Compiled: yes\\n- Correct: no\\n- Error: 8x64 normal: differs by 0.531 at [3, 5], tolerance 0.0001"
+    """
+    lines = [f"- Compiled: {_yes(verdict.compiled)}", f"- Correct: {_yes(verdict.correct and not verdict.flags)}"]
+    if verdict.timing is not None:
+        lines.append(f"- Runtime: {verdict.timing.slower:.3f} ms")
+        lines.append(f"- Speedup: {verdict.timing.speedup:.2f}x")
+    errors = [f"{d.kind}{_line(d)}: {d.message}" for d in verdict.diagnostics[:1]]
+    errors += [_case(case) for case in _wrong(verdict)[:1]]
+    errors += [f"{flag.rule}: {flag.detail}".rstrip(": ") for flag in verdict.flags[:1]]
+    return "\n".join([*lines, *(clip(f"- Error: {error}", tokens, tokenizer) for error in errors[:1])])
 
 
 def kind(verdict: Verdict) -> str:
@@ -99,6 +116,10 @@ def clip(text: str, tokens: int, tokenizer: Any) -> str:
     room = max(tokens - len(encode(tokenizer, CUT)), 2)
     head, tail = ids[: room - room // 3], ids[len(ids) - room // 3 :]
     return f"{decode(tokenizer, head)}{CUT}{decode(tokenizer, tail)}".replace("\ufffd", "")
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
 
 
 def _kind(verdict: Verdict) -> str:

@@ -22,9 +22,10 @@ from slime_core.plugins.boundary import together
 from slime_core.rollout.groups import sibling
 from slime_kernelbench.codec import verdict_to_json
 from slime_kernelbench.dialogue import feedback
-from slime_kernelbench.dialogue.context import Attempt, fitted, shown
+from slime_kernelbench.dialogue.context import Attempt, fitted, history_prompt, prompt_of, shown
 from slime_kernelbench.dialogue.extract import Extraction, extract
 from slime_kernelbench.dialogue.words import Words
+from slime_kernelbench.problems.rows import of_row
 from slime_kernelbench.reward import worth
 from slime_kernelbench.types import Diagnostic, Judge, KernelProblem, Verdict
 
@@ -105,6 +106,13 @@ async def converse(issued: Sample, problem: KernelProblem, room: Room) -> list[A
     """One dialogue, turn after turn, until something ends it; its samples are annotated and final."""
     first, attempts, spent, sees = issued.tokens[: issued.prompt_length], list[Attempt](), 0, tuple[int, ...]()
     sample = issued
+
+    def prompt(turns: Sequence[int]) -> list[int]:
+        if room.options.context == "history":
+            blocks = [room.words.block(turn + 1, attempts[turn].source, attempts[turn].feedback) for turn in turns]
+            return history_prompt(issued.prompt, blocks, len(attempts) + 1, room.speech, room.words)
+        return prompt_of(first, attempts, turns, room.speech, drop=room.drops)
+
     while True:
         began = time.monotonic()
         try:
@@ -124,13 +132,7 @@ async def converse(issued: Sample, problem: KernelProblem, room: Room) -> list[A
             break
         _answer(attempt, room)
         following = fitted(
-            first,
-            attempts,
-            room.options.context,
-            room.speech,
-            turns=room.options.context_turns,
-            drop=room.drops,
-            room=room.prompt_room(spent),
+            attempts, room.options.context, prompt, turns=room.options.context_turns, room=room.prompt_room(spent)
         )
         if following is None:
             ended = "context"
@@ -165,25 +167,32 @@ def succeeded(verdict: Verdict, options: Options) -> bool:
     """Whether a verdict ends the dialogue: right, and where its speed was measured, fast enough."""
     if options.stop_on == "never" or not verdict.correct or verdict.flags:
         return False
-    timed = verdict.timing is not None and options.stop_on == "success" and options.reward_tier != "correctness"
-    return not timed or (verdict.timing is not None and verdict.timing.speedup >= options.stop_speedup)
+    timing = None if options.reward_tier == "correctness" else verdict.timing
+    if options.stop_on == "correct" or timing is None:
+        return options.stop_on != "speed"
+    return timing.speedup >= options.stop_speedup
 
 
 def problem_of(group: Group) -> KernelProblem:
-    """The problem that a prompt names.
+    """The problem that a prompt names, or that a row of TritonForge's holds.
 
     Raises:
-        DataError: DAT18 it names none.
+        DataError: DAT18 it names none, or as `of_row`.
     """
-    problem = group.prompt.metadata.get("problem")
+    prompt = group.prompt
+    problem = prompt.metadata.get("problem")
     if isinstance(problem, dict) and {"id", "name", "source"} <= set(problem):
         return KernelProblem(**problem)
+    if "problem_id" in prompt.metadata:  # a row of the core's: label and data.metadata_key = extra_info
+        row = {"label": prompt.label, "extra_info": prompt.metadata}
+        return of_row(row, prompt.where or group.id, otherwise=group.id)
     raise DataError(
         f"the prompt of group {group.id} names no problem",
         code="DAT18",
         where=group.prompt.where or group.id,
         why='a row has metadata = {"problem": {"id": ..., "name": ..., "source": ...}}',
-        fix="plugin.kernelbench.problems = FILE, which reads KernelBench's rows, in place of data.prompt_data",
+        fix="plugin.kernelbench.problems = FILE in place of data.prompt_data, or with it --label-key label "
+        "--metadata-key extra_info, where rows are TritonForge's",
     )
 
 
@@ -248,7 +257,8 @@ def _answer(attempt: Attempt, room: Room) -> None:
         tokenizer=room.ctx.tokenizer,
     )
     attempt.feedback = feedback_text
-    attempt.between = room.speech.between(feedback_text, shown(attempt, room.speech, drop=room.drops))
+    if room.options.context != "history":
+        attempt.between = room.speech.between(feedback_text, shown(attempt, room.speech, drop=room.drops))
 
 
 def _annotate(attempts: Sequence[Attempt], ended: str, problem: KernelProblem) -> None:

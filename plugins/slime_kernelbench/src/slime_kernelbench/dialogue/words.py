@@ -23,7 +23,7 @@ PLACE = re.compile(r"\{\{([a-z_]+)\}\}")
 OURS = Path(__file__).with_name("words.toml")
 SHIPPED = {"short": OURS.with_name("short.toml")}  # other words of ours, by name
 REQUESTS = ("no_code", "rejected", "compile_error", "runtime_error", "wrong", "timeout", "hack", "correct")
-TEXTS = ("system", "user", "plain", "between")
+TEXTS = ("system", "user", "plain", "between", "attempt", "history")
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -39,6 +39,8 @@ class Words:
     user: str  # {{problem}}: its source; {{short}}: sizes and forward alone; {{name}}
     plain: str  # {{system}}, {{user}}: the whole prompt, where no chat template is applied
     between: str  # {{feedback}}: between answers, where no chat template is applied
+    attempt: str  # {{number}}, {{code}}, {{feedback}}: an earlier attempt, with context = history
+    history: str  # {{attempts}}, {{number}}, {{question}}: what is asked after these
     requests: Mapping[str, str]  # what is asked next, by the verdict's status
 
     def prompt(self, problem: KernelProblem, *, chat: bool) -> str | list[Message]:
@@ -49,6 +51,10 @@ class Words:
             return put(self.plain, system=self.system, user=user)
         system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": user}]
+
+    def block(self, number: int, code: str | None, feedback: str) -> str:
+        """An earlier attempt, from 1, in a history."""
+        return put(self.attempt, number=str(number), code=(code or "").strip("\n"), feedback=feedback)
 
 
 def put(text: str, **values: str) -> str:

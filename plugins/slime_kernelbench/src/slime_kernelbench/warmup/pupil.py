@@ -4,7 +4,7 @@
     later turn   problem, a slipped kernel, feedback     -> the same kernel, each slip mended with probability mends
 
 Imitation teaches the pieces and the bad habits; a reward of right or wrong unteaches the habits. Prompts of later
-turns are put together token by token as those of a real dialogue are (`slime_core.data.turns`), feedback included.
+turns are put together as those of a run's dialogues are (`dialogue.context`), feedback included.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ class Voice:
     """How a run words and encodes dialogues: the same functions that real ones go through."""
 
     ask: Callable[[KernelProblem], str | list[Message]]  # the prompt of the first turn
-    encode: Callable[[str | list[Message]], list[int]]  # ids of a prompt
-    answer: Callable[[str], list[int]]  # ids of an answer, its end included
-    between: Callable[[Verdict, Sequence[int]], list[int]]  # ids after an answer, up to where the next begins
+    again: Callable[[str | list[Message], str, Verdict], list[int]]  # ids of the second's, after a source
 
 
 class TurnDemonstrations:
@@ -66,8 +64,7 @@ class TurnDemonstrations:
         text = self._voice.ask(problem)
         tokens: list[int] = []
         if slips != Slips() and rng.random() < self._habits.later:
-            wrong = self._voice.answer(fenced(operator.kernel(slips)))
-            tokens = [*self._voice.encode(text), *wrong, *self._voice.between(verdict(problem, rng), wrong)]
+            tokens = self._voice.again(text, operator.kernel(slips), verdict(problem, rng))
             slips = mended(slips, self._habits.mends, rng)
         return Prompt(id="", position=position, prompt=text, tokens=tokens, label=fenced(operator.kernel(slips)))
 

@@ -7,16 +7,18 @@ kernelbench_family_heldout   operators and shapes that no stage ever trains on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from slime_core import ConfigError, Context
 from slime_core.data import chat
 from slime_core.data.turns import Speech
 from slime_core.types import Message
+from slime_kernelbench.dialogue.context import history_prompt
+from slime_kernelbench.dialogue.words import Words
 from slime_kernelbench.problems.prompts import ProblemRows
 from slime_kernelbench.types import KernelProblem, Verdict
-from slime_kernelbench.warmup.pupil import Habits, TurnDemonstrations, Voice
+from slime_kernelbench.warmup.pupil import Habits, TurnDemonstrations, Voice, fenced
 from slime_kernelbench.warmup.rows import Family
 
 if TYPE_CHECKING:
@@ -29,13 +31,14 @@ Tell = Callable[[Verdict], str]
 
 
 def family_rows(
-    task: str, ctx: Context, *, render: Render, speech: Speech, tell: Tell
+    task: str, ctx: Context, *, render: Render, speech: Speech, words: Words, tell: Tell
 ) -> ProblemRows | TurnDemonstrations:
     """The rows of one of ``TASKS``.
 
     Args:
         render: the prompt of a problem's first turn
         speech: what stands between two answers
+        words: of a history of attempts
         tell: feedback on a first attempt
 
     Raises:
@@ -51,11 +54,11 @@ def family_rows(
         fix = ", ".join(TASKS)
         raise ConfigError(f"kernelbench has no task '{task}'", code="CFG05", where="data.tasks", fix=fix)
     habits = Habits(slips=options.pupil_slips, mends=options.pupil_mends, later=options.pupil_later)
-    voice = voice_of(ctx, render=render, speech=speech, tell=tell)
+    voice = voice_of(ctx, render=render, speech=speech, words=words, tell=tell)
     return TurnDemonstrations(family.operators("train"), habits, voice, seed=options.split_seed)
 
 
-def voice_of(ctx: Context, *, render: Render, speech: Speech, tell: Tell) -> Voice:
+def voice_of(ctx: Context, *, render: Render, speech: Speech, words: Words, tell: Tell) -> Voice:
     """How the pupil's dialogues become ids: as those of the run do."""
 
     def encode(prompt: str | list[Message]) -> list[int]:
@@ -64,12 +67,11 @@ def voice_of(ctx: Context, *, render: Render, speech: Speech, tell: Tell) -> Voi
         tokens: list[int] = chat.encode(ctx.tokenizer, text)
         return tokens
 
-    def answer(text: str) -> list[int]:
+    def again(prompt: str | list[Message], source: str, verdict: Verdict) -> list[int]:
+        if ctx.options.context == "history":
+            return history_prompt(prompt, [words.block(1, source, tell(verdict))], 2, speech, words)
         end: Any = ctx.tokenizer.eos_token_id
-        return [*chat.encode(ctx.tokenizer, text), *([] if end is None else [int(end)])]
+        answer = [*chat.encode(ctx.tokenizer, fenced(source)), *([] if end is None else [int(end)])]
+        return [*encode(prompt), *answer, *speech.between(tell(verdict), answer)]
 
-    def between(verdict: Verdict, ids: Sequence[int]) -> list[int]:
-        tokens: list[int] = speech.between(tell(verdict), ids)
-        return tokens
-
-    return Voice(ask=render, encode=encode, answer=answer, between=between)
+    return Voice(ask=render, again=again)
