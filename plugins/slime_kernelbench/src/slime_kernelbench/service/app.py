@@ -62,10 +62,12 @@ def make_app(service: JudgeService, *, token: str, state: ServiceState) -> Guard
 def _refusal(request: Request, error: Exception) -> Response:
     """The answer to an exception that a request meets."""
     if isinstance(error, HTTPException):
-        error = refused(error.status_code, "refused", error.detail, where=request.url.path[:200])
-    if not isinstance(error, Refused):
-        error = refused(500, "failed", "the service failed", fix="look at its log")
-    return Response(error.body, error.status, error.headers, "application/json")
+        refusal = refused(error.status_code, "refused", error.detail, where=request.url.path[:200])
+    elif isinstance(error, Refused):
+        refusal = error
+    else:
+        refusal = refused(500, "failed", "the service failed", fix="look at its log")
+    return Response(refusal.body, refusal.status, refusal.headers, "application/json")
 
 
 async def _judged(service: JudgeService, ask: JudgeRequest) -> Verdict:
