@@ -46,6 +46,7 @@ _RUN = {
     **_needless("slime run --resume RUN_DIR continues a run", "load", values=1),
     **_needless("the run directory has final/, a Hugging Face folder", "save-hf", values=1),
     **_needless("checkpoints always hold the optimizer", "no-save-optim"),
+    **_needless("a new run begins with a fresh optimizer and its seed", "no-load-optim", "no-load-rng"),
     **_needless("it belongs to slime's own CI; see --verify-step", "ci-test", "ci-disable-kl-checker"),
     **_needless("it belongs to slime's own CI; see --verify-step", "ci-load-grad-norm", "ci-save-grad-norm", values=1),
     **_needless("train_rollout_logprob_abs_diff is a metric", "ci-train-rollout-logprob-abs-diff-threshold", values=1),

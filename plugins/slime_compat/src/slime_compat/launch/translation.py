@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from slime_compat.launch.flags import OTHERS, SlimeFlag
+from slime_compat.launch.tritonforge import RM_TYPES, row_flags, unneeded
 from slime_core.config.command_line import split
 from slime_core.config.problems import Problem, raise_all
 from slime_core.data.opening import open_rows
@@ -81,7 +82,8 @@ def translate(argv: Sequence[str], *, ahead: int) -> Translation:
     steps = StepNumbers(line)
     translation.uses = [_use(use, line, steps) for use in uses]
     defaults = [] if split(argv).recipe else [*_defaults(line, argv, ahead)]
-    plugins = ["--plugin", "models", *(["--plugin", "rm_math"] if line.has("--rm-type", "--rm-url") else [])]
+    types = line.has("--rm-type", "--rm-url") and not line.kernels
+    plugins = ["--plugin", "models", *(["--plugin", "rm_math"] if types else [])]
     for words in (*defaults, *([plugins[at : at + 2] for at in range(0, len(plugins), 2)])):
         translation.uses.append(FlagUse(words[0], tuple(words[1:]), "slime's default", tuple(words)))
     return translation
@@ -125,6 +127,17 @@ class SlimeLine:
     def supervised(self) -> bool:
         """Whether the run learns conversations, with no rollouts."""
         return self.first("--loss-type", "") == "sft_loss"
+
+    @property
+    def kernels(self) -> str:
+        """The kernel task of TritonForge's that the line trains on; empty for others."""
+        rm_type = self.first("--rm-type", "")
+        return rm_type if rm_type in RM_TYPES else ""
+
+    @property
+    def names(self) -> Mapping[str, tuple[str, ...]]:
+        """Flags and their last values."""
+        return self._flags
 
 
 def rows_of(data: str) -> int:
@@ -178,6 +191,10 @@ class StepNumbers:
 def _use(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse:
     """What becomes of one flag."""
     name, values = use.name, use.values
+    if line.kernels and (why := unneeded(name, values, line.kernels)):
+        return _unneeded(use, why)
+    if line.kernels and name in ("--gamma", "--max-turns"):
+        return use
     special = _SPECIAL.get(name)
     if special is not None:
         return special(use, line, steps) or use
@@ -211,6 +228,10 @@ def _top_k(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse | None:
 
 def _wandb_key(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse:
     return FlagUse(use.name, (), "translated", (), f"set as {WANDB_KEY}: a command line is seen by all users")
+
+
+def _rm_type(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse | None:
+    return FlagUse(use.name, use.values, "translated", RM_TYPES[line.kernels]) if line.kernels else None
 
 
 def _rollout_function(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse | None:
@@ -261,6 +282,7 @@ _SPECIAL: Mapping[str, Callable[[FlagUse, SlimeLine, StepNumbers], FlagUse | Non
     "--rollout-top-k": _top_k,
     "--eval-top-k": _top_k,
     "--wandb-key": _wandb_key,
+    "--rm-type": _rm_type,
     "--rollout-function-path": _rollout_function,
     "--debug-train-only": _debug_train_only,
     "--save-debug-rollout-data": _dump,
@@ -309,6 +331,8 @@ def _defaults(line: SlimeLine, argv: Sequence[str], ahead: int) -> Iterator[list
         if not line.has(f"--eval-{name}"):
             value = _last(argv, f"--rollout-{name}") or default
             yield [f"--eval-{name}", "0" if value == "-1" else value]
+    if line.kernels:
+        yield from row_flags(line.names)
     if ahead and not line.has("--max-staleness") and not line.supervised:
         yield ["--max-staleness", str(ahead)]
 
