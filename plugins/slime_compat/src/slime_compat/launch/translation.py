@@ -191,8 +191,8 @@ class StepNumbers:
 def _use(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse:
     """What becomes of one flag."""
     name, values = use.name, use.values
-    if line.kernels and (why := unneeded(name, values, line.kernels)):
-        return _unneeded(use, why)
+    if line.kernels and (reason := unneeded(name, values, line.kernels)):
+        return _unneeded(use, reason)
     if line.kernels and name in ("--gamma", "--max-turns"):
         return use
     special = _SPECIAL.get(name)
