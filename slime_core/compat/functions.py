@@ -40,6 +40,8 @@ LOSSES = {
     "reducer": "custom_pg_loss_reducer_function_path",
 }
 
+CORE_MAKES = "core_makes"
+"""Attribute of a function or class that slime-compat serves: ``f(config)``, whether the core is asked in its place."""
 
 ADAPTERS: dict[str, dict[str, Callable[[Function, CompatSession], Function]]] = {
     "slime_reward": {"reward.custom_rm_path": owners.reward},
@@ -98,7 +100,7 @@ class FunctionsByPath:
         keys = list(ADAPTERS.get(hook, ()))
         key = keys[-1 if evaluation else 0] if keys else ""
         path = path or _value(config, key)
-        return self._impl(hook, key, path) if path else None
+        return self._impl(hook, key, path) if path and not self._core_makes(key, path, hook, config) else None
 
     def listeners(self, hook: str, config: Config) -> list[HookImpl]:
         """Functions for a vote or event hook, in order."""
@@ -192,6 +194,11 @@ class FunctionsByPath:
             name: self._guarded(key, path, "slime_loss") if (path := str(getattr(train, key))) else None
             for name, key in LOSSES.items()
         }
+
+    def _core_makes(self, key: str, path: str, hook: str, config: Config) -> bool:
+        """Whether a function of slime's own stands for what the core does itself under this config."""
+        makes = getattr(self._locate(key, path, hook), "__dict__", {}).get(CORE_MAKES)
+        return makes is not None and bool(makes(config))
 
     def _locate(self, key: str, path: str, hook: str = "") -> Function:
         """The function at ``path``, checked against the signature that slime gives it, or the ``hook``'s own."""

@@ -80,7 +80,7 @@ class CompatSession:
                 raise call.error from error
             raise
         finally:
-            del self._calls[call.seed]
+            self._calls.pop(call.seed, None)  # a function may copy a sample and generate it twice at once
 
     def server(self) -> GenerateEndpoint:
         """The server of /generate, started when its port is first needed.

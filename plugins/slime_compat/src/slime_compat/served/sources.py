@@ -154,6 +154,9 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         return len(self.buffer)
 
 
+RolloutDataSourceWithBuffer.core_makes = lambda config: True  # type: ignore[attr-defined]
+
+
 def pop_first(args: Any, rollout_id: int | None, buffer: Groups, num_samples: int) -> Groups:
     """Take the first ``num_samples`` groups out of the buffer, fewer where it has fewer: the default filter."""
     groups = buffer[:num_samples]
@@ -162,7 +165,7 @@ def pop_first(args: Any, rollout_id: int | None, buffer: Groups, num_samples: in
 
 
 def _dataset(args: Any) -> Any:
-    from slime_compat.served.data import Dataset
+    from slime_compat.served.datasets import Dataset
     from slime_compat.served.processing import load_processor, load_tokenizer
 
     return Dataset(

@@ -1,0 +1,114 @@
+"""Whole rollouts by slime's own functions: under their dotted names, and called by functions of a user."""
+
+import asyncio
+
+import pytest
+
+from slime_core.config.schema import Config
+from slime_core.errors import PluginError
+from slime_core.rollout.groups import training_params
+from slime_core.types import Status
+
+pytestmark = pytest.mark.unit
+
+REWARD = "\ndef reward(args, sample, **kwargs):\n    return float(sample.index)\n"
+WRAPPER = """
+from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.{module} import {name}
+
+def fn(args, rollout_id, data_buffer, evaluation=False):
+    output = {name}(args, rollout_id, data_buffer, evaluation=evaluation)
+    for group in output.samples if isinstance(output, RolloutFnTrainOutput) else []:
+        group[0].metadata["rollout"] = rollout_id
+    return output
+"""
+
+
+def run(config, connect, *groups, **changes):
+    plugins, ctx = connect(config, **changes)
+    return asyncio.run(plugins.rollout(list(groups), ctx))
+
+
+@pytest.fixture
+def wrapped(write):
+    """A config whose rollout function calls the one of slime."""
+
+    def wrapped(module, name, **rollout):
+        path = write(WRAPPER.format(module=module, name=name) + REWARD)
+        rollout |= {"rollout_function_path": f"{path}:fn", "rollout_batch_size": 2, "n_samples_per_prompt": 2}
+        return Config(rollout=rollout, reward={"custom_rm_path": f"{path}:reward"})
+
+    return wrapped
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("sglang_rollout", "generate_rollout"), ("fully_async_rollout", "generate_rollout_fully_async")],
+)
+def test_a_wrapped_rollout_draws_judges_and_returns_every_group_as_the_core_would(
+    wrapped, connect, make_group, module, name
+):
+    groups = [make_group(position=5), make_group(position=6)]
+    done = run(wrapped(module, name), connect, *groups)
+    core, ctx = connect(Config(), sampling=training_params(Config()))
+    for position, group in zip((5, 6), done, strict=True):
+        direct = asyncio.run(core.generate(make_group(position=position), ctx))
+        assert [s.tokens for s in group.samples] == [s.tokens for s in direct.samples]
+        assert [s.rollout_log_probs for s in group.samples] == [s.rollout_log_probs for s in direct.samples]
+        assert (
+            [s.reward for s in group.samples] == [s.index for s in direct.samples] == [2 * position, 2 * position + 1]
+        )
+        assert {s.status for s in group.samples} == {Status.COMPLETED}
+        assert group.rollouts == direct.rollouts
+
+
+def test_a_wrapped_rollout_takes_over_sampled_groups_too(wrapped, connect, make_group):
+    config = wrapped("sglang_rollout", "generate_rollout", over_sampling_batch_size=3)
+    done = run(config, connect, *(make_group(position=position) for position in (5, 6, 7)))
+    assert [group.prompt.position for group in done] == [5, 6, 7]
+    assert [group.samples[0].metadata for group in done] == [{"rollout": 2}] * 3
+
+
+def test_a_filter_that_leaves_a_wrapped_rollout_short_says_that_the_core_replaces_groups(wrapped, connect, make_group):
+    path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+    config = wrapped("sglang_rollout", "generate_rollout", dynamic_sampling_filter_path=path)
+    same = make_group(position=6)
+    for sample in same.samples:
+        sample.index = 0
+    with pytest.raises(PluginError, match="which is the core's own collector"):
+        run(config, connect, make_group(position=5), same)
+
+
+def test_a_wrapped_evaluation_reports_each_set_with_its_rewards(wrapped, connect, make_group):
+    config = wrapped("sglang_rollout", "generate_rollout")
+    config = config.model_copy(
+        update={"eval": config.eval.model_copy(update={"eval_function_path": config.rollout.rollout_function_path})}
+    )
+    (group,) = run(config, connect, make_group(position=5), evaluation=True)
+    assert [sample.reward for sample in group.samples] == [10.0, 11.0]
+
+
+@pytest.mark.parametrize(
+    ("key", "path", "loss"),
+    [
+        ("rollout_function_path", "slime.rollout.sglang_rollout.generate_rollout", "policy_loss"),
+        ("rollout_function_path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async", "policy_loss"),
+        ("rollout_function_path", "slime.rollout.sft_rollout.generate_rollout", "sft_loss"),
+        ("data_source_path", "slime.rollout.data_source.RolloutDataSourceWithBuffer", "policy_loss"),
+    ],
+    ids=["slime's default", "fully async", "supervised", "slime's default source"],
+)
+def test_slimes_own_names_mean_what_the_core_does_itself(connect, key, path, loss):
+    config = Config(rollout={key: path}, train={"loss_type": loss}, reward={"custom_rm_path": "json:dumps"})
+    plugins, _ = connect(config)
+    core, _ = connect(Config(train={"loss_type": loss}, reward={"custom_rm_path": "json:dumps"}))
+    assert plugins.routing() == core.routing()
+
+
+def test_a_source_that_derives_from_slimes_own_is_the_users(by, connect):
+    source = (
+        "from slime.rollout.data_source import RolloutDataSourceWithBuffer\n"
+        "class fn(RolloutDataSourceWithBuffer):\n    pass\n"
+    )
+    plugins, _ = connect(by(source, data_source_path=True))
+    assert "data_source_path" in str(plugins.routing())
