@@ -80,9 +80,9 @@ async def _collect(
     state, drops = GenerateState(args), MetricGatherer()
     path = args.dynamic_sampling_filter_path
     dynamic_filter = locate(path, "dynamic_sampling_filter_path") if path else None
-    kept: list[list[Sample]] = []
+    groups: list[list[Sample]] = []
     try:
-        while len(kept) < target:
+        while len(groups) < target:
             while state.remaining_batch_size < target:
                 state.submit_generate_tasks(_next(get_samples, count, target))
             done, state.pendings = await asyncio.wait(state.pendings, return_when=asyncio.FIRST_COMPLETED)
@@ -92,15 +92,15 @@ async def _collect(
                 if should_drop_dynamic_filter_output(output, **sizes):
                     drops.on_dynamic_filter_drop(output.reason)
                     state.remaining_batch_size -= 1
-                elif len(kept) < target:
-                    kept.append(group)
+                elif len(groups) < target:
+                    groups.append(group)
         aborted = await abort(args, rollout_id)
     finally:
         state.reset()
-    kept.sort(key=lambda group: first_of(group).index or 0)
+    groups.sort(key=lambda group: first_of(group).index or 0)
     if args.rollout_sample_filter_path:
-        locate(args.rollout_sample_filter_path, "rollout_sample_filter_path")(args, kept)
-    return RolloutFnTrainOutput(samples=kept, metrics=drops.collect()), aborted
+        locate(args.rollout_sample_filter_path, "rollout_sample_filter_path")(args, groups)
+    return RolloutFnTrainOutput(samples=groups, metrics=drops.collect()), aborted
 
 
 def _next(get_samples: GetSamples, count: int, target: int) -> list[list[Sample]]:
