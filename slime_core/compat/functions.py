@@ -163,6 +163,15 @@ class FunctionsByPath:
 
             extra_columns(batch, self._config_of(train))
 
+    def check(self, key: str, path: str) -> Path | None:
+        """Load the function at ``path`` as a run with that ``section.key`` would; return its file, if it has one.
+
+        Raises:
+            PluginError: PLG50, PLG51 it cannot be loaded, PLG53 its signature is not that of the key.
+        """
+        hook = next((hook for hook, keys in ADAPTERS.items() if key in keys), "")
+        return source_file(self._locate(key, path, hook))
+
     def files(self) -> list[Path]:
         """Files of all functions that were loaded."""
         return sorted(self._files)

@@ -12,6 +12,8 @@ from slime_compat.finder import Finder, real_slime
 from slime_core import Check, CheckResult, hookimpl
 
 if TYPE_CHECKING:
+    import click
+
     from slime_compat.server import GenerateServer
     from slime_core.compat.session import GenerationCall
 
@@ -30,6 +32,13 @@ class Compat:
         from slime_compat.server import GenerateServer
 
         return GenerateServer(calls, token)
+
+    @hookimpl
+    def slime_command(self) -> click.Group:
+        """`slime compat check|flags`."""
+        from slime_compat.launch.command import compat
+
+        return compat
 
     @hookimpl
     def slime_checks(self) -> list[Check]:

@@ -61,7 +61,8 @@ _MODEL = {
     **_refused("leave it out: layers are megatron-core's own", "qwen-gdn-backend"),
     **_refused("leave it out: layers are megatron-core's own", *_DEEPGEMM, values=ALL),
     **_refused(_MTP, "enable-mtp-training", values=0),
-    **_refused(_MTP, "mtp-num-layers", "mtp-loss-scaling-factor", idle=("0",)),
+    **_needless("only --enable-mtp-training reads it", "mtp-num-layers", "mtp-loss-scaling-factor", values=1),
+    **_needless("Transformer Engine is used where it is installed", "transformer-impl", values=1),
 }
 
 _MACHINE = {
@@ -189,3 +190,29 @@ OTHERS: Mapping[str, SlimeFlag] = {
 def slime_flags() -> tuple[str, ...]:
     """Every flag that slime's arguments.py and its arguments for SGLang add, as ``--name``."""
     return tuple(Path(__file__).with_name("slime_flags.txt").read_text().split())
+
+
+def flag_rows() -> list[tuple[str, str, str]]:
+    """Every flag of slime's, what it is here, and why; the rows of `slime compat flags`."""
+    return [(name, *_row(name)) for name in sorted(slime_flags())]
+
+
+def _row(name: str) -> tuple[str, str]:
+    row = RULES.get(name) or OTHERS.get(name)
+    if row is None:
+        return "the same", ""
+    if row.to:
+        renamed = ", ".join(f"{value} is {name}" for value, name in row.renamed.items())
+        return f"`{' '.join(filter(None, [row.to, row.value]))}`", renamed or row.why
+    if row.refused:
+        idle = f"; {', '.join(row.idle)} is accepted" if row.idle else ""
+        return "refused", row.refused + idle
+    return "not needed", row.why
+
+
+RULES: Mapping[str, SlimeFlag] = {
+    "--num-epoch": SlimeFlag(to="--num-rollout", why="num_epoch * rows // rollout_batch_size"),
+    "--lr-warmup-fraction": SlimeFlag(to="--lr-warmup-iters", why="the fraction of lr_decay_iters, or of all steps"),
+    "--wandb-key": SlimeFlag(why="it is set as WANDB_API_KEY, which other users do not see"),
+}
+"""For the table: what the rules of `translation` make of flags that depend on others."""

@@ -14,7 +14,7 @@ from slime_core.config.problems import Problem, raise_all
 from slime_core.data.opening import open_rows
 from slime_core.errors import SlimeError
 
-Kind = Literal["same", "translated", "not needed", "refused", "slime's default"]
+Kind = Literal["same", "translated", "not needed", "refused", "needs its data", "slime's default"]
 SUPERVISED = ("slime.rollout.sft_rollout.generate_rollout", "slime.rollout.sft_rollout:generate_rollout")
 WANDB_KEY = "WANDB_API_KEY"
 
@@ -47,13 +47,14 @@ class Translation:
         """A line for each flag that is not needed."""
         return [f"notice: {use.name} is not needed: {use.note}" for use in self.uses if use.kind == "not needed"]
 
-    @property
-    def refusals(self) -> list[Problem]:
-        """Flags that cannot be had."""
+    def refusals(self, *kinds: Kind) -> list[Problem]:
+        """Flags that became one of ``kinds``, as problems."""
         return [
-            Problem(code="CFG04", what=f"{use.name} cannot be had here", where=_place(use.name), fix=use.note)
+            Problem(
+                code="CFG04", what=f"{use.name} cannot be had here", where=f"command line: {use.name}", fix=use.note
+            )
             for use in self.uses
-            if use.kind == "refused"
+            if use.kind in kinds
         ]
 
     def require_complete(self) -> None:
@@ -62,11 +63,7 @@ class Translation:
         Raises:
             ConfigError: CFG04 all of them, with what replaces each.
         """
-        raise_all(self.refusals)
-
-
-def _place(name: str) -> str:
-    return f"command line: {name}"
+        raise_all(self.refusals("refused", "needs its data"))
 
 
 def translate(argv: Sequence[str], *, ahead: int) -> Translation:
@@ -265,7 +262,8 @@ def _counted(use: FlagUse, flag: str, number: Callable[[], int], otherwise: str)
     try:
         return FlagUse(use.name, use.values, "translated", (flag, str(number())))
     except SlimeError as error:
-        return FlagUse(use.name, use.values, "refused", (), f"{otherwise} (the rows cannot be counted: {error.what})")
+        kind: Kind = "needs its data" if error.code == "CFG05" else "refused"
+        return FlagUse(use.name, use.values, kind, (), f"{otherwise} (the rows cannot be counted: {error.what})")
     except ValueError:
         reason = "it needs numbers: --rollout-batch-size, and --num-epoch or --num-rollout"
         return FlagUse(use.name, use.values, "refused", (), f"{otherwise} ({reason})")

@@ -1,0 +1,259 @@
+"""Which parts of a launch script run here: its flags, the config that they make, its files, model and functions."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slime_compat.launch.imports import unserved
+from slime_compat.launch.script import DOORS, UNKNOWN, LaunchScript
+from slime_compat.launch.translation import FlagUse, Translation, translate
+from slime_core.backends import Planning
+from slime_core.compat.functions import FunctionsByPath
+from slime_core.compat.shapes import SHAPES
+from slime_core.config import rules
+from slime_core.config.load import LoadedConfig, read, split, stages
+from slime_core.config.paths import missing_files
+from slime_core.config.problems import Problem, dotted, error_of
+from slime_core.errors import ConfigError, PluginError, SlimeError
+from slime_core.plugins import load_plugins, option_models
+from slime_core.plugins.backends import trainer_of
+
+SECTIONS = ("rollout", "train", "reward", "eval", "report")
+"""Those with keys that name functions."""
+OF_CONFIG = ("--moe-layer-freq",)
+"""Flags that scripts work out in loops, and config.json says anyway."""
+FAMILIES = {
+    "glm-4.5": "glm4_moe",
+    "glm-4.6": "glm4_moe",
+    "glm-4.7-flash": "glm4_moe_lite",
+    "glm-4.7": "glm4_moe",
+    "glm-5": "glm_moe_dsa",
+    "kimi-k2": "kimi_k2",
+    "mimo": "mimo",
+    "minimax-m2": "minimax_m2",
+    "qwen3-next": "qwen3_next",
+    "qwen3.5": "qwen3_5",
+    "qwen3.6": "qwen3_5",
+}
+"""How folders of slime's scripts begin -> the model_type of their config.json, first match first."""
+
+
+@dataclass(slots=True, frozen=True)
+class FunctionUse:
+    """A function that a flag names; ``error`` is why it would not run."""
+
+    flag: str
+    path: str  # as the run should name it: a file where the script's module is one
+    error: SlimeError | None = None
+
+
+@dataclass(slots=True)
+class ScriptCheck:
+    """What a check of a launch script says."""
+
+    launch: LaunchScript
+    translation: Translation
+    errors: list[SlimeError] = field(default_factory=list)  # of flags, the config and the model
+    functions: list[FunctionUse] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)  # files that are not on this machine
+    model: str = ""
+
+    @property
+    def unknown(self) -> list[FlagUse]:
+        """Flags with a value that only running the script could tell; they are not checked."""
+        return [
+            use
+            for use in self.translation.uses
+            if use.name not in OF_CONFIG and any(UNKNOWN.search(value) for value in use.values)
+        ]
+
+    @property
+    def exit_code(self) -> int:
+        """0 where nothing is in the way but files; else that of the first error."""
+        errors = [*self.errors, *(use.error for use in self.functions if use.error)]
+        return errors[0].exit_code if errors else 0
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        broken = len(self.errors) + sum(use.error is not None for use in self.functions)
+        if broken:
+            return f"does not run as it is: {broken} {'thing is' if broken == 1 else 'things are'} in the way"
+        if self.missing or self.unknown:
+            return "runs here once its files and variables are there" + (
+                "; its model is compared then" if self.model.startswith("not compared") else ""
+            )
+        return "runs here"
+
+    @property
+    def command(self) -> str:
+        """The `slime run` that it is."""
+        paths = {use.flag: use.path for use in self.functions}
+        words = [
+            word if at == 0 or word.startswith("--") else paths.get(use.words[0], word)
+            for use in self.translation.uses
+            for at, word in enumerate(use.words)
+            if not (use.name in OF_CONFIG and any(UNKNOWN.search(value) for value in use.values))
+        ]
+        return " ".join(["slime run", *(word if UNKNOWN.search(word) else shlex.quote(word) for word in words)])
+
+
+def check_launch(launch: LaunchScript, more: Sequence[str] = ()) -> ScriptCheck:
+    """Check the command of a launch script; ``more`` are words that follow its own."""
+    translation = translate([*launch.words, *more], ahead=DOORS[launch.door])
+    check = ScriptCheck(launch, translation)
+    check.missing += launch.missing
+    refusals = translation.refusals("refused")
+    if launch.cut:
+        refusals.append(_cut(launch))
+    if refusals:
+        check.errors.append(error_of(refusals))
+    uses = [use for use in translation.uses if not any(UNKNOWN.search(value) for value in use.values)]
+    words = [word for use in uses for word in use.words]
+    try:
+        tokens = split(words)
+        loaded = read(None, tokens, models=option_models, check=False)
+    except SlimeError as error:
+        check.errors.append(error)
+        return check
+    problems = [*_conflicts(loaded)]
+    check.missing += map(_place, missing_files(loaded.config.model_dump()))
+    if problems:
+        check.errors.append(error_of([loaded.origins.place(problem) for problem in problems]))
+    _check_model(check, loaded)
+    check.functions += _functions(loaded, launch)
+    return check
+
+
+def _cut(launch: LaunchScript) -> Problem:
+    return Problem(
+        code="CFG06",
+        what=f"the command ends before line {launch.cut}, which has more of its flags",
+        where=f"{launch.script}:{launch.cut}",
+        why="a shell ends it there too",
+        fix="end the line before with a backslash",
+    )
+
+
+def _place(problem: Problem) -> str:
+    """Key and path of a file that is not there."""
+    return f"{dotted(problem.keys[0])}: {problem.why.partition(';')[0].removeprefix('it resolves to ')}"
+
+
+def _conflicts(loaded: LoadedConfig) -> Iterator[Problem]:
+    """What cannot hold together, on any machine."""
+    for stage in stages(loaded.config):
+        yield from rules.conflicts(stage)
+        trainer = trainer_of(stage)
+        yield from trainer.problems(_settled(stage), loaded.origins)
+
+
+def _settled(config: Any) -> Any:
+    """The config on a machine with GPUs, which is what a launch script is for."""
+    train = config.train
+    dtype = "bfloat16" if train.dtype == "auto" else train.dtype
+    return config.model_copy(
+        update={
+            "cluster": config.cluster.model_copy(update={"device": "cuda"}),
+            "train": train.model_copy(update={"dtype": dtype}),
+        }
+    )
+
+
+def _check_model(check: ScriptCheck, loaded: LoadedConfig) -> None:
+    """Hold the flags that describe the model against its folder, where that is here."""
+    folder = Path(loaded.config.rollout.hf_checkpoint)
+    trainer = trainer_of(loaded.config)
+    try:
+        plugins = load_plugins(_without_functions(loaded.config))
+        _require_bridge(folder, plugins)
+        if not (folder / "config.json").is_file():
+            check.model = f"not compared: {folder} has no config.json on this machine"
+            return
+        planning = Planning(config=_settled(loaded.config), origins=loaded.origins, plugins=plugins)
+        plan = trainer.plan(planning) if trainer.plan is not None else None
+        check.model = (
+            "; ".join(plan.rows.values()) if plan is not None else f"{folder.name}, trained by {trainer.name}"
+        )
+    except SlimeError as error:
+        check.errors.append(error)
+        check.model = f"{folder.name}: {error.what}"
+
+
+def _require_bridge(folder: Path, plugins: Any) -> None:
+    """Refuse a model of a family without a bridge, by its config.json, else by the name of its folder.
+
+    Raises:
+        ConfigError: CFG200.
+    """
+    try:
+        family = str(json.loads((folder / "config.json").read_bytes()).get("model_type", ""))
+    except (OSError, ValueError):
+        family = next((family for start, family in FAMILIES.items() if folder.name.lower().startswith(start)), "")
+    families = {name for plugin in plugins.loaded for name in getattr(plugin.target, "slime_families", ())}
+    if family and family not in families:
+        raise ConfigError(
+            f"no plugin has a bridge for {folder.name} (model_type '{family}')",
+            code="CFG200",
+            where="--hf-checkpoint",
+            why=f"families: {', '.join(sorted(families))}",
+            fix="a plugin with slime_model_bridge, or --train-backend fsdp without Megatron's flags",
+        )
+
+
+def _without_functions(config: Any) -> Any:
+    """The config with no function by path, and no file of keys for them."""
+    sections = {}
+    for name in SECTIONS:
+        section = getattr(config, name)
+        keys = [key for key in (*SHAPES, "custom_config_path") if isinstance(getattr(section, key, None), str)]
+        sections[name] = section.model_copy(update=dict.fromkeys(keys, ""))
+    return config.model_copy(update=sections)
+
+
+def _functions(loaded: LoadedConfig, launch: LaunchScript) -> Iterator[FunctionUse]:
+    """Every function that a key names, loaded as a run would."""
+    folders = [*launch.folders, launch.script.resolve().parent, *launch.script.resolve().parents]
+    loader = FunctionsByPath()
+    try:
+        for section in SECTIONS:
+            for key in SHAPES:
+                value = getattr(getattr(loaded.config, section), key, ())
+                for path in filter(None, (value,) if isinstance(value, str) else value):
+                    yield _function(loader, f"--{key.replace('_', '-')}", f"{section}.{key}", path, folders)
+    finally:
+        loader.close()
+
+
+def _function(loader: FunctionsByPath, flag: str, key: str, path: str, folders: Sequence[Path]) -> FunctionUse:
+    place = file_of(path, folders)
+    try:
+        file = loader.check(key, place)
+        names = unserved(file) if file is not None else []
+        if names:
+            raise PluginError(
+                f"{key} = '{path}' imports what is not served here: {', '.join(names)}",
+                code="PLG50",
+                where=str(file),
+                fix="import only the modules in docs/compat.md, or copy what is missing into the function's file",
+            )
+    except SlimeError as error:
+        return FunctionUse(flag, place, error)
+    return FunctionUse(flag, place)
+
+
+def file_of(path: str, folders: Sequence[Path]) -> str:
+    """``FILE.py:name`` for a dotted path whose module is a file below one of the folders; else the path itself."""
+    module, _, name = path.replace(":", ".").rpartition(".")
+    if path.partition(".")[0] == "slime" or ".py:" in path:
+        return path
+    for folder in folders:
+        file = folder.joinpath(*module.split(".")).with_suffix(".py")
+        if module and file.is_file():
+            return f"{file}:{name}"
+    return path

@@ -1,0 +1,118 @@
+"""Every launch script of slime's, by its flags: it runs here, or what is in the way is named."""
+
+import json
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from slime_compat.launch.check import FAMILIES, check_launch
+from slime_compat.launch.script import LaunchScript
+from slime_core.testing import tiny_model
+from slime_models.presets import presets
+
+pytestmark = pytest.mark.integration
+
+FACTS = tomllib.loads((Path(__file__).parent / "launches.toml").read_text())
+PRESETS = {"glm4-9b": "glm-4-9b-0414", "qwen3-4b-instruct-2507": "qwen3-4b"}
+"""Where a file of model flags is not called as the preset."""
+LATENT = {
+    "deepseek-v3": {
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 10000, "factor": 40, "original_max_position_embeddings": 4096},
+            **{"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+        "rms_norm_eps": 1e-6,
+    },
+    "moonlight": {"rms_norm_eps": 1e-5},
+}
+"""What config.json of the DeepSeek kind says beside transformers' defaults."""
+LONG_CONTEXT = ("qwen3-4b-sft", "Qwen3-4B-Instruct-2507")
+"""Folders of Qwen3-4B's shape with another rotary base."""
+REFUSED = {
+    "run-glm4.7-30B-A3B": "--enable-mtp-training cannot be had",
+    "run-glm4.7-355B-A32B": "model_type 'glm4_moe'",
+    "run-glm5-744B-A40B": "model_type 'glm_moe_dsa'",
+    "run-glm5.2-744B-A40B": "model_type 'glm_moe_dsa'",
+    "run-kimi-k2-Instruct": "model_type 'kimi_k2'",
+    "run-kimi-k2-Thinking": "model_type 'kimi_k2'",
+    "low_precision/run-kimi-k2-Thinking-int4": "model_type 'kimi_k2'",
+    "run-mimo-7B-rl-eagle": "model_type 'mimo'",
+    "run-minimax-m2": "model_type 'minimax_m2'",
+    "run-moonlight-16B-A3B": "rms_norm_eps = 1e-05",
+    "low_precision/run-moonlight-16B-A3B-int4": "rms_norm_eps = 1e-05",
+    "run-qwen3-next-80B-A3B": "model_type 'qwen3_next'",
+    "run-qwen3.5-27B": "model_type 'qwen3_5'",
+    "run-qwen3.5-35B-A3B-sft": "model_type 'qwen3_5'",
+    "low_precision/run-qwen3-30b-a3b-fp8": "--fp8-format cannot be had",
+    "coding_agent_rl/run_qwen36_35b_a3b_swe_8nodes": "model_type 'qwen3_5'",
+    "delta_weight_sync/run-glm4.7-30B-A3B-delta": "--update-weight-mode cannot be had",
+    "fully_async/run-qwen3.5-9B-fully_async": "model_type 'qwen3_5'",
+    "geo3k_vlm/run_geo3k_qwen35": "model_type 'qwen3_5'",
+    "multi_agent/run-qwen3-30B-A3B-multi-agent": "eval_max_response_len = 16384 leaves no room",
+}
+"""What is in the way of the scripts that do not run, in the message."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with rows."""
+    path = tmp_path_factory.mktemp("launch")
+    (path / "rows.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n' * 256)
+    tiny_model(path / "tiny", weights=False)
+    (path / "empty.yaml").write_text("{}\n")
+    (path / "sets.yaml").write_text(f"eval:\n  datasets:\n    - {{name: aime, path: {path / 'rows.jsonl'}}}\n")
+    return path
+
+
+def model_folder(place, model, name):
+    """A folder with the config.json of a script's model."""
+    family = next((family for start, family in FAMILIES.items() if name.lower().startswith(start)), "deepseek_v3")
+    preset = presets().get(PRESETS.get(model.lower(), model.lower()))
+    config = dict(vars(preset.config)) if preset else {"model_type": family, **LATENT.get(model, {})}
+    if name in LONG_CONTEXT:
+        config |= {"rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0}}
+    folder = place / model / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).write_bytes((place / "tiny" / file).read_bytes())
+    return folder
+
+
+def launch_of(name, place):
+    """The command of a script, with files that are there."""
+    script = FACTS["scripts"][name]
+    base = f" {' '.join(FACTS['base'].split())}".split(" --")[1:] if script.get("base", True) else []
+    lacks = [flag[2:] for flag in script.get("lacks", "").split()]
+    shared = [f"--{flag}" for flag in base if flag.split()[0] not in lacks]
+    text = " ".join([FACTS["models"].get(script["model"], ""), *shared, script["words"]])
+    folder = model_folder(place, script["model"], script["folder"])
+    words = [
+        word.replace("MODEL", str(folder)).replace("ROWS", str(place / "rows.jsonl")).replace("OUT", str(place))
+        for word in shlex.split(text)
+        if word != "--moe-enable-deepep"  # a library that has to be installed
+    ]
+    for flag, file in (("--custom-config-path", "empty.yaml"), ("--eval-config", "sets.yaml")):
+        if flag in words:
+            words[words.index(flag) + 1] = str(place / file)
+    return LaunchScript(script=place / f"{Path(name).name}.sh", door=script["door"], words=words)
+
+
+@pytest.mark.parametrize("name", FACTS["scripts"])
+def test_a_launch_script_runs_here_or_what_is_in_the_way_is_named(name, place):
+    check = check_launch(launch_of(name, place), ["--init-weights", "random"])
+    text = "\n".join(map(str, check.errors))
+    assert check.missing == []
+    if name in REFUSED:
+        assert REFUSED[name] in text
+    else:
+        assert text == ""
+        assert " ranks = " in check.model  # the layout fits, and the flags agree with config.json
+
+
+def test_most_scripts_run():
+    scripts = [name for name in FACTS["scripts"] if "/" not in name or name.startswith("low_precision/")]
+    assert len(scripts) == 29
+    assert len([name for name in scripts if name not in REFUSED]) == 14

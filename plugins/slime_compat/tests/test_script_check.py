@@ -1,0 +1,181 @@
+"""`slime compat check`: a script is read as a shell reads it, and its flags, files and functions are judged."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from slime_compat.launch.check import file_of
+from slime_compat.launch.command import compat
+from slime_compat.launch.imports import unserved
+from slime_compat.launch.script import arithmetic, read_script
+from slime_core.errors import ConfigError
+
+pytestmark = pytest.mark.integration
+
+SCRIPT = r"""#!/bin/bash
+# train.py is started below
+pkill -9 nothing || true
+COUNT=$(echo 3 | wc -l)
+if [ "$COUNT" -gt 0 ]; then LINKS=1; else LINKS=0; fi
+HERE="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
+source "${HERE}/models/tiny.sh"
+cat <<EOF > /dev/null
+python3 train.py --lr 9
+EOF
+DENSE=3
+CKPT=(
+   --hf-checkpoint ${ROOT:-/models}/tiny   # a comment with ) and "
+   #--ref-load /nowhere
+   --save "out dir/x"
+)
+MORE=(--update-weight-buffer-size $(( 4 * 512 * 1024 )) --moe-layer-freq "[0]*$DENSE+[1]*$((DENSE + 2))")
+MORE+=(--wandb-group 'a b' --eval-top-p 0.7 --sglang-cuda-graph-bs 1 $(seq 8 8 24))
+ENVIRONMENT="{
+  \"env_vars\": {\"PYTHONPATH\": \"/nowhere:${HERE}\", \"LINKS\": \"${LINKS}\"}
+}"
+ray job submit --address="http://127.0.0.1:8265" \
+   --runtime-env-json="${ENVIRONMENT}" \
+   -- python3 train.py \
+   --actor-num-nodes 2 --colocate \
+   ${MODEL_ARGS[@]} \
+   "${CKPT[@]}" ${MORE[@]} ${ABSENT[@]} 2>&1 | tee log
+"""
+MODEL = 'MODEL_ARGS=(\n   --swiglu\n   --rotary-base "${BASE:-10000}"\n)\n'
+GENERATE = """
+from slime.utils.types import Sample
+import slime.utils.http_utils
+
+
+async def generate(args, sample, sampling_params):
+    from slime.backends.megatron_utils.secret import plan
+    return sample
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "tiny.sh").write_text(MODEL)
+    (tmp_path / "run.sh").write_text(SCRIPT)
+    return tmp_path / "run.sh"
+
+
+def in_bash(script, tmp_path):
+    """What bash gives to train.py, where ray only prints its words."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "ray").write_text('#!/bin/bash\nprintf "%s\\0" "$@" > "$WORDS"\n')
+    (tools / "ray").chmod(0o755)
+    file = tmp_path / "words"
+    environment = {"PATH": f"{tools}:/usr/bin:/bin", "WORDS": str(file)}
+    subprocess.run(["bash", str(script)], env=environment, check=True, capture_output=True, timeout=60)
+    words = file.read_text().split("\0")[:-1]
+    return words[words.index("train.py") + 1 :]
+
+
+def test_a_script_is_read_as_bash_reads_it(script, tmp_path):
+    launch = read_script(script, {})
+    assert launch.words == in_bash(script, tmp_path)
+    assert launch.words[-4:] == ["1", "8", "16", "24"]
+    assert (launch.door, launch.line) == ("train.py", SCRIPT[: SCRIPT.index("ray job")].count("\n") + 1)
+    assert launch.sources == [tmp_path / "models" / "tiny.sh"]
+    assert launch.folders == [tmp_path]
+    assert "/data/tiny" in read_script(script, {"ROOT": "/data"}).words
+
+
+def test_what_only_running_could_tell_stays_as_it_is_written(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text("python train_async.py --lr $LR --save $(date)/x --prompt-data ${DATA}/rows ${MORE[@]}\n")
+    launch = read_script(script, {})
+    assert launch.words == ["--lr", "${LR}", "--save", "$(date)/x", "--prompt-data", "${DATA}/rows"]
+    assert launch.door == "train_async.py"
+
+
+def test_a_script_that_starts_no_training_and_one_that_is_not_there_are_refused(tmp_path):
+    (tmp_path / "run.sh").write_text("python3 serve.py\n")
+    with pytest.raises(ConfigError, match="starts neither"):
+        read_script(tmp_path / "run.sh", {})
+    with pytest.raises(ConfigError, match="CFG05 the script"):
+        read_script(tmp_path / "none.sh", {})
+
+
+@pytest.mark.parametrize(("text", "value"), [("3 + 89", 92), ("2*(3-1)", 4), ("7 / 2", 3), ("x", None), ("1/0", None)])
+def test_arithmetic_is_of_whole_numbers(text, value):
+    assert arithmetic(text) == value
+
+
+def test_imports_that_are_not_served_are_named_inside_functions_too(tmp_path):
+    (tmp_path / "generate.py").write_text(GENERATE)
+    assert unserved(tmp_path / "generate.py") == ["slime.backends.megatron_utils.secret.plan"]
+
+
+def test_a_dotted_path_becomes_the_file_that_it_is(tmp_path):
+    (tmp_path / "agents").mkdir()
+    (tmp_path / "agents" / "search.py").write_text("")
+    assert file_of("agents.search.generate", [tmp_path]) == f"{tmp_path}/agents/search.py:generate"
+    assert file_of("slime.rollout.sglang_rollout.generate", [tmp_path]) == "slime.rollout.sglang_rollout.generate"
+    assert file_of("elsewhere.generate", [tmp_path]) == "elsewhere.generate"
+
+
+def checked(script, *words):
+    result = CliRunner().invoke(compat, ["check", str(script), *words, "--json"], standalone_mode=False)
+    assert result.exception is None, result.exception
+    facts = json.loads(result.stdout)
+    assert result.return_value == facts["exit_code"]
+    return facts
+
+
+def test_a_check_says_what_of_a_script_runs_and_as_which_command(tmp_path):
+    script = tmp_path / "run.sh"
+    (tmp_path / "own.py").write_text(
+        "from slime.utils.types import Sample\n\n\nasync def reward(args, sample, **kw):\n    return 1.0\n"
+    )
+    script.write_text(
+        "python3 train.py --hf-checkpoint /none/Qwen3-4B --prompt-data ${DATA}/rows.jsonl --rm-type math --save x "
+        "--n-samples-per-prompt 8 --rollout-batch-size 4 --gamma 1.0 --custom-rm-path own.reward --colocate\n"
+    )
+    facts = checked(script)
+    kinds = {use["flag"]: use["here"] for use in facts["flags"]}
+    assert (kinds["--save"], kinds["--gamma"], kinds["--colocate"]) == ("not needed", "translated", "same")
+    assert facts["unknown"] == ["--prompt-data"]
+    assert facts["missing"] == ["rollout.hf_checkpoint: /none/Qwen3-4B"]
+    assert facts["functions"] == [{"flag": "--custom-rm-path", "path": f"{tmp_path}/own.py:reward", "error": ""}]
+    assert facts["exit_code"] == 0
+    assert facts["verdict"].startswith("runs here once its files and variables are there")
+    assert facts["command"].startswith("slime run --hf-checkpoint /none/Qwen3-4B --prompt-data ${DATA}/rows.jsonl")
+    assert f"--custom-rm-path {tmp_path}/own.py:reward" in facts["command"]
+    assert "--gae-gamma 1.0" in facts["command"]
+
+
+def test_a_check_names_everything_that_is_in_the_way_at_once(tmp_path):
+    script = tmp_path / "run.sh"
+    (tmp_path / "own.py").write_text(GENERATE + "\n\ndef reward(one):\n    return 1.0\n")
+    script.write_text(
+        "A=(--ref-update-interval 4)\n"
+        "python3 train.py --hf-checkpoint /none/Kimi-K2-Instruct --prompt-data r.jsonl --n-samples-per-prompt 8 "
+        "--fp8-format e4m3 --custom-generate-function-path own.generate --tis-clip-low 3 --use-tis ${A[@]}\n"
+        "${B[@]}\n"
+    )
+    facts = checked(script)
+    errors = "\n".join([*facts["errors"], *(use["error"] for use in facts["functions"])])
+    for text in (
+        "--ref-update-interval cannot be had here",
+        "the command ends before line 3",
+        "tis_clip_low = 3 is above tis_clip = 2",
+        "--fp8-format cannot be had here",
+        "model_type 'kimi_k2'",
+        "imports what is not served here: slime.backends.megatron_utils.secret.plan",
+    ):
+        assert text in errors
+    assert facts["exit_code"] == 2
+    assert "does not run as it is: 4 things are in the way" in facts["verdict"]
+
+
+def test_the_tables_of_a_check_have_every_part(script):
+    result = CliRunner().invoke(compat, ["check", str(script)], standalone_mode=False)
+    for text in ("starts train.py", "flags: not needed", "flags: the same", "files that are not on this", "slime run"):
+        assert text in result.output
+    assert Path(script).name in result.output
