@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from slime_compat.launch.flags import OTHERS, slime_flags
+from slime_compat.launch.flags import OTHERS, RULES, slime_flags
 from slime_compat.launch.translation import DEFAULTS, translate
 from slime_core.config.fields import core_keys
 from slime_core.errors import ConfigError
@@ -101,6 +101,7 @@ def test_a_supervised_script_counts_its_steps_from_the_rows(tmp_path):
         *("--debug-train-only", "--disable-compute-advantages-and-returns", "--lr-warmup-fraction", "0.25"),
     )
     values = values_of(*given)
+    assert "--apply-chat-template" in values  # of a list of messages, as slime's masks do without the flag
     assert values["--num-rollout"] == "7"  # 3 * 10 rows // 4
     assert values["--lr-warmup-iters"] == "3"  # a quarter of 7 * 4 // 2 = 14 optimizer steps
     assert not {"--debug-train-only", "--rollout-function-path", "--num-epoch"} & set(values)
@@ -140,8 +141,9 @@ def test_no_flag_of_the_table_is_one_of_ours_and_all_its_replacements_are():
 
 
 def test_every_flag_of_slime_is_known_translated_or_refused_with_what_replaces_it():
-    known = {key.rpartition(".")[2] for key in core_keys()} | set(flags()) | set(tracker_keys())
-    known |= {"rm_url", "num_epoch", "lr_warmup_fraction", "wandb_key"}  # of rm_math; translated by rules
+    megatron = {name for name, flag in flags().items() if flag.role != "refused"}
+    known = {key.rpartition(".")[2] for key in core_keys()} | megatron | set(tracker_keys())
+    known |= {"rm_url", *(name[2:].replace("-", "_") for name in RULES)}  # rm_url: of rm_math
     unknown = [
         flag
         for flag in slime_flags()

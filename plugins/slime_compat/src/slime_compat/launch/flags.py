@@ -57,6 +57,7 @@ _RUN = {
 
 _MODEL = {
     **_needless("the family is that of config.json", "model-name", values=1),
+    **_refused("--make-vocab-size-divisible-by N", "padded-vocab-size"),
     **_refused("a plugin with slime_model_bridge", "custom-model-provider-path"),
     **_refused("leave it out: layers are megatron-core's own", "qwen-gdn-backend"),
     **_refused("leave it out: layers are megatron-core's own", *_DEEPGEMM, values=ALL),
@@ -67,6 +68,13 @@ _MODEL = {
 
 _MACHINE = {
     "--sglang-server-concurrency": SlimeFlag(to="--server-concurrency"),
+    "--sglang-router-request-timeout-secs": SlimeFlag(to="--rollout-request-timeout"),
+    "--sglang-enable-deterministic-inference": SlimeFlag(values=0, to="--rollout-deterministic"),
+    "--sglang-context-length": SlimeFlag(to="--rollout-max-context-len"),
+    **_needless("every draw comes from --seed", "sglang-random-seed", values=1),
+    **_needless("--colocate does it", "sglang-enable-memory-saver"),
+    **_refused("--rollout-router sglang: slime starts it itself", "sglang-router-ip", "sglang-router-port"),
+    **_refused("--rollout-num-gpus-per-engine N", "sglang-tp-size", "sglang-tensor-parallel-size"),
     **_needless("--colocate does it", "offload"),
     **_needless("slime chooses", "num-gpus-per-node", "router-policy", values=1),
     **_needless("servers that die are always restarted", "use-fault-tolerance"),

@@ -307,6 +307,8 @@ DEFAULTS = {
 def _defaults(line: SlimeLine, argv: Sequence[str], ahead: int) -> Iterator[list[str]]:
     """Flags for what slime has without a flag."""
     yield from ([flag, value] for flag, value in DEFAULTS.items() if not line.has(flag))
+    if line.supervised and not line.has("--apply-chat-template"):  # slime's masks render conversations themselves
+        yield ["--apply-chat-template"]
     if not line.has("--colocate", "--no-colocate"):
         yield ["--no-colocate"]
     if line.has("--use-opd") and not line.has("--opd-kl-coef"):
