@@ -179,7 +179,7 @@ class Sample:
         values = dict(data)
         values["status"] = Status(values.get("status", "pending"))
         for name in ("rollout_routed_experts", "rollout_top_p_token_ids"):
-            values[name] = _array_ref(values[name]) if values.get(name) else None
+            values[name] = _array_ref(values.get(name))
         if inputs := values.get("multimodal_train_inputs"):
             values["multimodal_train_inputs"] = {key: _array_ref(ref) for key, ref in inputs.items()}
         return cls(**values)
@@ -197,8 +197,9 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _array_ref(data: Mapping[str, Any]) -> ArrayRef:
-    return ArrayRef(**{**data, "shape": tuple(data["shape"])})
+def _array_ref(data: Any) -> Any:
+    """The reference that a mapping was; anything else as it is."""
+    return ArrayRef(**{**data, "shape": tuple(data["shape"])}) if isinstance(data, Mapping) else data
 
 
 @dataclass(slots=True, kw_only=True)

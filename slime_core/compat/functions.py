@@ -213,7 +213,8 @@ class FunctionsByPath:
         """The function at ``path``, checked against the signature that slime gives it, or the ``hook``'s own."""
         if (key, path) not in self._located:
             if self._modules is None:
-                self._modules = slime_modules()
+                megatron = any(config.train.train_backend == "megatron" for config in self._configs)
+                self._modules = slime_modules(megatron=megatron)
             fn: Function = locate(path, key)
             self._modules.check(key, path)
             self._check(fn, key, path, hook)

@@ -59,13 +59,16 @@ def server(key: str, calls: Mapping[int, Any], token: str = "") -> GenerateEndpo
     return load_plugin(COMPAT).target.server(calls, token)  # type: ignore[no-any-return]
 
 
-def slime_modules() -> Modules:
+def slime_modules(*, megatron: bool = False) -> Modules:
     """slime's modules for a run's functions, or what says that they are missing.
+
+    Args:
+        megatron: whether Megatron trains; where it does not, its ``mpu`` is served too, as that of one rank.
 
     Raises:
         PluginError: PLG50 to PLG55 the plugin does not load.
     """
-    return load_plugin(COMPAT).target.modules() if is_installed(COMPAT) else Missing.install()
+    return load_plugin(COMPAT).target.modules(megatron=megatron) if is_installed(COMPAT) else Missing.install()
 
 
 class Missing(MetaPathFinder):

@@ -3,13 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from slime_core.types import Sample as CoreSample, Status
 
 FINISH = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 _FIELDS = tuple(item.name for item in fields(CoreSample))
+
+
+@dataclass
+class SpeculationCounts:
+    """Tokens of speculative decoding, added up over requests."""
+
+    spec_accept_token_num: int = 0
+    spec_draft_token_num: int = 0
+    spec_verify_ct: int = 0
+    completion_token_num: int = 0
+
+    @property
+    def spec_accept_rate(self) -> float:
+        """Accepted of drafted tokens; 0 without any."""
+        return self.spec_accept_token_num / self.spec_draft_token_num if self.spec_draft_token_num else 0.0
+
+    @property
+    def spec_accept_length(self) -> float:
+        """Tokens a verification; 0 without any."""
+        return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
+
+    def add(self, meta_info: Mapping[str, Any]) -> None:
+        """Add a request's counts."""
+        self.spec_accept_token_num += meta_info.get("spec_accept_token_num", 0)
+        self.spec_draft_token_num += meta_info.get("spec_draft_token_num", 0)
+        self.spec_verify_ct += meta_info.get("spec_verify_ct", 0)
+        self.completion_token_num += meta_info.get("completion_tokens", 0)
+
+
+@dataclass
+class PrefixCacheCounts:
+    """Prompt tokens that the engine had in its cache, added up over requests."""
+
+    cached_tokens: int = 0
+    total_prompt_tokens: int = 0
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """Cached of prompt tokens; 0 without any."""
+        return self.cached_tokens / self.total_prompt_tokens if self.total_prompt_tokens else 0.0
+
+    def add(self, meta_info: Mapping[str, Any]) -> None:
+        """Add a request's counts."""
+        self.cached_tokens += meta_info.get("cached_tokens", 0)
+        self.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
+
+
+INFOS: dict[str, type[SpeculationCounts] | type[PrefixCacheCounts]] = {
+    "spec_info": SpeculationCounts,
+    "prefix_cache_info": PrefixCacheCounts,
+}
 
 
 class Sample(CoreSample):
@@ -24,12 +75,20 @@ class Sample(CoreSample):
     """
 
     Status = Status
+    SpecInfo = SpeculationCounts
+    PrefixCacheInfo = PrefixCacheCounts
 
+    spec_info: SpeculationCounts
+    prefix_cache_info: PrefixCacheCounts
     generate_function_path: str | None = None
     custom_rm_path: str | None = None
     non_generation_time: float = 0.0
+    rollout_top_p_token_offsets: Any = None
+    multimodal_train_input_id: str | None = None
 
     def __init__(self, **values: Any) -> None:
+        self.spec_info, self.prefix_cache_info = SpeculationCounts(), PrefixCacheCounts()
+        self.apply_chat_template_kwargs: dict[str, Any] = {}
         super().__init__(**{name: value for name, value in values.items() if name in _FIELDS})
         for name, value in values.items():
             if name not in _FIELDS:
@@ -42,13 +101,18 @@ class Sample(CoreSample):
             return sample
         return cls(**{name: getattr(sample, name) for name in _FIELDS})
 
+    def to_dict(self) -> dict[str, Any]:
+        """The core's fields and, unlike there, all other attributes."""
+        infos = {name: asdict(getattr(self, name)) for name in INFOS}
+        return {**super().to_dict(), **vars(self), **infos}
+
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Sample:
         """The sample of :meth:`to_dict`; unknown keys become attributes."""
-        extra = {name: value for name, value in data.items() if name not in _FIELDS}
         sample = cls.of(CoreSample.from_dict({name: data[name] for name in data if name in _FIELDS}))
-        for name, value in extra.items():
-            setattr(sample, name, value)
+        for name, value in data.items():
+            if name not in _FIELDS:
+                setattr(sample, name, INFOS[name](**value) if name in INFOS else value)
         return sample
 
     def get_reward_value(self, args: Any) -> float:
@@ -63,16 +127,19 @@ class Sample(CoreSample):
 
     def append_response_tokens(
         self,
-        args: Any,
+        args: Any = None,
         *,
-        tokens: Sequence[int],
+        tokens: Sequence[int] = (),
         log_probs: Sequence[float] | None = None,
         trainable: bool = True,
         meta_info: Mapping[str, Any] | None = None,
-        text: str = "",
+        text: str | None = "",
         update_terminal_info: bool = True,
     ) -> None:
         """Add one turn's tokens: trainable ones with their log-probs, others with mask 0.
+
+        The end of a turn, which has a ``finish_reason``, sets the status and adds to ``prefix_cache_info``. A
+        ``weight_version`` that is not a number is kept as slime does, once a turn, until the sample is trained.
 
         Raises:
             ValueError: trainable tokens without log-probs, or lists that differ in length.
@@ -83,12 +150,17 @@ class Sample(CoreSample):
             tokens,
             log_probs if trainable else None,
             mask=int(trainable),
-            text=text,
+            text=text or "",
             version=int(version) if trainable and version.isdigit() else -1,
         )
-        reason = (meta.get("finish_reason") or {}).get("type") if update_terminal_info else None
-        if reason in FINISH:
-            self.status = FINISH[reason]
+        if not update_terminal_info or not meta.get("finish_reason"):
+            return
+        if version and not version.isdigit():
+            self.weight_versions.append(version)  # type: ignore[arg-type]
+        if getattr(args, "sglang_speculative_algorithm", None):
+            self.spec_info.add(meta)
+        self.prefix_cache_info.add(meta)
+        self.status = FINISH.get(meta["finish_reason"]["type"], self.status)
 
 
 def plain(sample: CoreSample, version: int) -> CoreSample:
@@ -108,8 +180,9 @@ def plain(sample: CoreSample, version: int) -> CoreSample:
     if sample.status is Status.PENDING and sample.response_length:
         sample.status = Status.COMPLETED
     mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
-    versions = [v for v in sample.weight_versions if isinstance(v, int)]
-    if len(versions) != sample.response_length and len(mask) == sample.response_length:
+    numbers = [v for v in sample.weight_versions if isinstance(v, int)]
+    one_each = len(numbers) == len(sample.weight_versions) == sample.response_length
+    if not one_each and len(mask) == sample.response_length:
         sample.weight_versions = [version if trains else -1 for trains in mask]
     return sample
 

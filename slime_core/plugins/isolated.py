@@ -160,10 +160,10 @@ INSIDE = "SLIME_REWARD_PROCESS"
 
 def group_question(group: Group) -> dict[str, Any]:
     """The question for a group's rewards."""
-    samples = [sample.to_dict() for sample in group.samples]
+    samples = [Sample.to_dict(sample) for sample in group.samples]
     return {"prompt": asdict(group.prompt), "samples": samples, "rollouts": list(group.rollouts.items())}
 
 
 def sample_question(name: str, sample: Sample) -> dict[str, Any]:
     """The question for one sample's reward by a type."""
-    return {"type": name, "sample": sample.to_dict()}
+    return {"type": name, "sample": Sample.to_dict(sample)}

@@ -16,7 +16,7 @@ def test_the_core_finds_modules_and_server_by_name():
     modules.remove()
     assert isinstance(modules, Finder)
     assert isinstance(server("args.sglang_router_ip", {}), GenerateServer)
-    assert set(load_plugin("compat").hooks) == {"slime_checks"}
+    assert set(load_plugin("compat").hooks) == {"slime_checks", "slime_command"}
 
 
 def test_doctor_says_whether_a_package_named_slime_is_in_the_way(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slime_core.compat.flat import flat
-from slime_core.compat.sample import Sample
+from slime_core.compat.sample import Sample, plain
 from slime_core.compat.session import CompatSession
 from slime_core.config.schema import SECTIONS, Config
 from slime_core.config.sections.evaluation import EvalSection
@@ -203,10 +203,31 @@ def test_a_slime_sample_is_a_sample_with_room_for_more():
     assert isinstance(sample, CoreSample)
     assert (sample.prompt, sample.tool_calls, sample.status) == ("1+1=", 2, Sample.Status.PENDING)
     sample.anything = [1]
-    assert "anything" not in sample.to_dict()
-    assert CoreSample.from_dict(sample.to_dict()).prompt == "1+1="
+    assert sample.to_dict()["anything"] == [1]
+    assert "anything" not in CoreSample.to_dict(sample)
+    assert CoreSample.from_dict(CoreSample.to_dict(sample)).prompt == "1+1="
     assert Sample.from_dict({**sample.to_dict(), "anything": 3}).anything == 3
     assert copy.deepcopy(sample).anything == [1]
+
+
+def test_a_sample_counts_the_caches_and_the_speculation_of_its_turns():
+    sample = Sample(rollout_routed_experts=[[0, 1]], weight_versions=["v1"])
+    speculating = Namespace(sglang_speculative_algorithm="EAGLE")
+    end = {"type": "stop"}
+    turn = {"prompt_tokens": 100, "cached_tokens": 25, "spec_draft_token_num": 4, "spec_accept_token_num": 3}
+    sample.append_response_tokens(meta_info={**turn, "finish_reason": end, "weight_version": "v2"})
+    sample.append_response_tokens(speculating, meta_info={**turn, "finish_reason": end, "completion_tokens": 6})
+    sample.append_response_tokens(speculating, meta_info=turn)  # a part of a stream: no end, nothing counted
+    assert (sample.prefix_cache_info.cached_tokens, sample.prefix_cache_info.prefix_cache_hit_rate) == (50, 0.25)
+    assert (sample.spec_info.spec_accept_rate, sample.spec_info.completion_token_num) == (0.75, 6)
+    assert (sample.spec_info.spec_accept_length, Sample().prefix_cache_info.prefix_cache_hit_rate) == (0.0, 0.0)
+    assert (sample.weight_versions, sample.status) == (["v1", "v2"], Status.COMPLETED)
+    restored = Sample.from_dict(sample.to_dict())
+    assert restored.to_dict() == sample.to_dict()
+    assert isinstance(restored.spec_info, Sample.SpecInfo)
+    assert restored.rollout_routed_experts == [[0, 1]]
+    sample.append_response([7], [-0.5])
+    assert plain(sample, 4).weight_versions == [4], "an engine's names of weights are no versions of this run"
 
 
 def test_lists_that_a_function_holds_grow_with_the_response():

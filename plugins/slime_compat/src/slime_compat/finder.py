@@ -27,6 +27,17 @@ SERVED = {  # slime's module -> ours; empty: a package without content
     "slime.utils.mask_utils": f"{HERE}.masks",
     "slime.utils.eval_config": f"{HERE}.evaluation",
     "slime.utils.data": f"{HERE}.datasets",
+    "slime.utils.ppo_utils": f"{HERE}.objectives",
+    "slime.observability": "",
+    "slime.observability.logging_utils": f"{HERE}.tracking",
+    "slime.observability.metric_utils": f"{HERE}.measures",
+    "slime.observability.rollout_metrics": f"{HERE}.rollout_measures",
+    "slime.observability.timer": f"{HERE}.timers",
+    "slime.observability.trace_utils": f"{HERE}.traces",
+    "slime.backends": "",
+    "slime.backends.megatron_utils": "",
+    "slime.backends.megatron_utils.cp_utils": f"{HERE}.context_parallel",
+    "slime.backends.megatron_utils.loss": f"{HERE}.corrections",
     "slime.rollout": "",
     "slime.rollout.base_types": f"{HERE}.rollouts",
     "slime.rollout.sglang_rollout": f"{HERE}.collection",
@@ -47,22 +58,47 @@ SERVED = {  # slime's module -> ours; empty: a package without content
     "slime.rollout.filter_hub.base_types": f"{HERE}.filters",
     "slime.rollout.filter_hub.dynamic_sampling_filters": f"{HERE}.filters",
 }
+ONE_RANK = {  # of Megatron, where it does not train
+    "megatron": "",
+    "megatron.core": "",
+    "megatron.core.mpu": f"{HERE}.one_rank",
+    "megatron.core.parallel_state": f"{HERE}.one_rank",
+}
 REPLACEMENTS = {  # a module of slime that is not served -> what there is in its place
+    "slime.backends.megatron_utils.actor": "--train-backend megatron, and the --custom-megatron-*-path hooks",
+    "slime.backends.megatron_utils.arguments": "the [megatron] section: docs/megatron.md",
+    "slime.backends.megatron_utils.checkpoint": "slime convert",
+    "slime.backends.megatron_utils.model": "--train-backend megatron, and the --custom-megatron-*-path hooks",
+    "slime.backends.megatron_utils.model_provider": "a bridge: docs/models.md",
     "slime.backends.sglang_utils": "the engine at args.sglang_router_ip and args.sglang_router_port",
+    "slime.observability.profile_utils": "--profile",
+    "slime.observability.tensorboard_utils": "--plugin trackers",
+    "slime.observability.train_metric_utils": "the run's own metrics.jsonl",
+    "slime.observability.wandb_utils": "--plugin trackers",
     "slime.ray": "--cluster-backend ray",
     "slime.rollout.forge_load": "--load-debug-rollout-data",
+    "slime.utils.distributed_utils": "torch.distributed",
+    "slime.utils.seqlen_balancing": "data-parallel ranks, which the trainer balances itself",
     "slime.utils.arguments": "slime config keys, and --custom-config-path for keys of your own",
 }
-PACKAGES = {name for name in SERVED if any(other.startswith(name + ".") for other in SERVED)}
+ALL = SERVED | ONE_RANK
+PACKAGES = {name for name in ALL if any(other.startswith(name + ".") for other in ALL)}
 
 
 class Finder(MetaPathFinder, Loader):
     """One a run; the modules it made leave with the last of them."""
 
+    def __init__(self, *, megatron: bool = False) -> None:
+        self._megatron = megatron
+
     @classmethod
-    def install(cls) -> Self:
-        """Put a finder first, so that a folder named slime in the current folder is no obstacle."""
-        finder = cls()
+    def install(cls, *, megatron: bool = False) -> Self:
+        """Put a finder first, so that a folder named slime in the current folder is no obstacle.
+
+        Args:
+            megatron: whether Megatron trains; where it does not, ``megatron.core.mpu`` has the facts of one rank.
+        """
+        finder = cls(megatron=megatron)
         if real_slime() is None:
             sys.meta_path.insert(0, finder)
         return finder
@@ -72,7 +108,7 @@ class Finder(MetaPathFinder, Loader):
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         if not any(isinstance(other, Finder) for other in sys.meta_path):
-            for name in [n for n, m in sys.modules.items() if n in SERVED and _is_served(m)]:
+            for name in [n for n, m in sys.modules.items() if n in ALL and _is_served(m)]:
                 del sys.modules[name]
 
     def check(self, key: str, path: str) -> None:
@@ -95,11 +131,18 @@ class Finder(MetaPathFinder, Loader):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """A spec for a served module; a message that lists them for any other module of slime."""
-        if fullname in SERVED:
+        if fullname in SERVED or (fullname in ONE_RANK and self._serves_one_rank()):
             return ModuleSpec(fullname, self, is_package=fullname in PACKAGES)
         if fullname.startswith("slime."):
             raise ModuleNotFoundError(_missing(fullname), name=fullname)
+        if fullname.startswith("megatron.") and self._serves_one_rank():
+            text = f"{fullname} is not served where Megatron does not train; use --train-backend megatron"
+            raise ModuleNotFoundError(text, name=fullname)
         return None
+
+    def _serves_one_rank(self) -> bool:
+        module = sys.modules.get("megatron")
+        return not self._megatron and (module is None or _is_served(module))
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """The usual empty module."""
@@ -107,7 +150,7 @@ class Finder(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Fill it with the public names of the module behind it."""
-        behind = SERVED[module.__name__]
+        behind = ALL[module.__name__]
         module.__doc__ = f"Served by slime_compat in place of THUDM/slime's {module.__name__}."
         if behind:
             source = importlib.import_module(behind)

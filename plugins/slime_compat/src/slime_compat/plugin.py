@@ -23,9 +23,9 @@ class Compat:
 
     slime_api = 1
 
-    def modules(self) -> Finder:
-        """Serve slime's modules until the finder is removed."""
-        return Finder.install()
+    def modules(self, *, megatron: bool) -> Finder:
+        """Serve slime's modules until the finder is removed; ``megatron`` says whether Megatron trains."""
+        return Finder.install(megatron=megatron)
 
     def server(self, calls: Mapping[int, GenerationCall], token: str = "") -> GenerateServer:
         """A `/generate` server that starts when its port is first needed."""

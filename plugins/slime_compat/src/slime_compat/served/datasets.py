@@ -179,9 +179,26 @@ def _with_media(messages: list[dict[str, Any]], row: Row, keys: Mapping[str, str
     return parted
 
 
+def process_rollout_data(args: Any, rollout_data_ref: Sequence[Any], dp_rank: int, dp_size: int) -> Row:
+    """A data-parallel rank's rollout data, from a box for each: ``total_lengths`` of its own samples.
+
+    ``raw_reward`` stays that of the whole step, and ``local_raw_reward`` has this rank's.
+
+    Raises:
+        ValueError: another number of boxes than ranks.
+    """
+    if len(rollout_data_ref) != dp_size:
+        raise ValueError(f"{len(rollout_data_ref)} parts of rollout data for {dp_size} ranks")
+    data: Row = rollout_data_ref[dp_rank].inner
+    data["total_lengths"] = [data["total_lengths"][place] for place in data["partition"]]
+    if "raw_reward" in data:
+        data["local_raw_reward"] = [data["raw_reward"][place] for place in data["partition"]]
+    return data
+
+
 def get_source(sample: Sample) -> str:
     """Where a sample comes from: its own ``source``, its metadata's ``source_name``, or "unknown"."""
     return str(getattr(sample, "source", None) or (sample.metadata or {}).get("source_name") or "unknown")
 
 
-__all__ = ["Dataset", "filter_long_prompt", "get_source", "read_file"]
+__all__ = ["Dataset", "filter_long_prompt", "get_source", "process_rollout_data", "read_file"]

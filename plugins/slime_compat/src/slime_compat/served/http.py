@@ -30,8 +30,23 @@ def find_available_port(base_port: int) -> int:
     raise OSError(f"no free port from {base_port} on")
 
 
+def get_rollout_num_engines(args: Any) -> int:
+    """Engines behind the address: ``args.rollout_num_engines``, else by GPUs; 1 without GPUs, and never less."""
+    count = getattr(args, "rollout_num_engines", None)
+    gpus = getattr(args, "rollout_num_gpus", None) or 0
+    gpus_per_engine = getattr(args, "rollout_num_gpus_per_engine", None) or 1
+    return int(count) if count is not None else max(gpus // gpus_per_engine, 1)
+
+
 def init_http_client(args: Any) -> None:
     """Nothing to prepare: every request opens its own connection."""
 
 
-__all__ = ["find_available_port", "get", "init_http_client", "is_port_available", "post"]
+__all__ = [
+    "find_available_port",
+    "get",
+    "get_rollout_num_engines",
+    "init_http_client",
+    "is_port_available",
+    "post",
+]
