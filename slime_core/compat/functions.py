@@ -13,6 +13,7 @@ from slime_core.compat.modules import Modules, slime_modules
 from slime_core.compat.sample import Sample
 from slime_core.compat.session import CompatSession
 from slime_core.hookspecs import OWN_PROCESS
+from slime_core.plugins.backends import trainer_of
 from slime_core.plugins.boundary import HookImpl, Provider, failure
 from slime_core.plugins.load import hook_impl
 from slime_core.plugins.locate import locate
@@ -213,7 +214,7 @@ class FunctionsByPath:
         """The function at ``path``, checked against the signature that slime gives it, or the ``hook``'s own."""
         if (key, path) not in self._located:
             if self._modules is None:
-                megatron = any(config.train.train_backend == "megatron" for config in self._configs)
+                megatron = any(trainer_of(config).library.startswith("megatron") for config in self._configs)
                 self._modules = slime_modules(megatron=megatron)
             fn: Function = locate(path, key)
             self._modules.check(key, path)
