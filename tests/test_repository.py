@@ -31,7 +31,17 @@ MARKDOWN = (
     *("plugins/*/README.md", "examples/*/README.md", "tools/*/README.md"),
 )
 PLUGIN_FOLDERS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
-PLUGIN_COMMANDS = {"buffer", "convert", "diagnose", "kernelbench", "models", "reasoning_gym", "report", "watch"}
+PLUGIN_COMMANDS = {
+    "compat",
+    "buffer",
+    "convert",
+    "diagnose",
+    "kernelbench",
+    "models",
+    "reasoning_gym",
+    "report",
+    "watch",
+}
 ONLY_LIBRARIES = {"slime_service"}
 """Packages below plugins/ that other plugins import, and that are no plugin themselves."""
 RECIPES = sorted(

@@ -71,3 +71,10 @@ def test_the_tables_of_megatrons_flags_are_what_the_command_prints(cli):
 def test_the_key_tables_are_what_the_command_prints(cli):
     page = (ROOT / "docs" / "config.md").read_text()
     assert page.endswith(cli("config", "keys", "--markdown").out.rstrip() + "\n"), "paste slime config keys --markdown"
+
+
+def test_the_table_of_slimes_flags_is_what_the_command_prints(cli):
+    page = (ROOT / "docs" / "slime_flags.md").read_text()
+    assert page.endswith(cli("compat", "flags", "--markdown").out.rstrip() + "\n"), (
+        "paste slime compat flags --markdown"
+    )

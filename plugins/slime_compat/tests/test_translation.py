@@ -68,6 +68,8 @@ def test_reward_types_of_slimes_names_come_with_their_plugin():
         pytest.param(
             ["--save-debug-rollout-data", "d/{rollout_id}.pt"], ["--save-debug-rollout-data", "d"], id="a-template"
         ),
+        pytest.param(["--kl-loss-coef", "0.1"], [], id="read-only-with-another"),
+        pytest.param(["--use-kl-loss", "--kl-loss-coef", "0.1"], ["--kl-loss-coef", "0.1"], id="read-with-another"),
         pytest.param(["--debug-train-only"], ["--debug-train-only"], id="of-a-dump"),
         pytest.param(
             ["--advantage-estimator", "gspo", "--eps-clip", "0.1"],

@@ -230,7 +230,7 @@ def _split(text: str) -> list[str]:
 
 
 def _tails(path: Path) -> Iterator[tuple[str, ...]]:
-    """Ends of a path from the longest on: `/root/slime/scripts/models/x.sh` may be `../scripts/models/x.sh` here."""
+    """Ends of a path from the longest on: `/SLIME/scripts/models/x.sh` may be `../scripts/models/x.sh` here."""
     parts = path.parts
     for start in range(1, len(parts)):
         for up in range(3):

@@ -240,6 +240,14 @@ def _debug_train_only(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> Flag
     return _unneeded(use, "loss_type = sft_loss starts no engine") if line.supervised else None
 
 
+def _kl_loss_coef(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse | None:
+    return None if line.has("--use-kl-loss") else _unneeded(use, "slime reads it only with --use-kl-loss")
+
+
+def _opd_kl_coef(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse | None:
+    return None if line.has("--use-opd") else _unneeded(use, "slime reads it only with --use-opd")
+
+
 def _dump(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse | None:
     """A template of files, ``dir/{rollout_id}.pt``, is its folder here."""
     path = next(iter(use.values), "")
@@ -283,6 +291,8 @@ _SPECIAL: Mapping[str, Callable[[FlagUse, SlimeLine, StepNumbers], FlagUse | Non
     "--rm-type": _rm_type,
     "--rollout-function-path": _rollout_function,
     "--debug-train-only": _debug_train_only,
+    "--kl-loss-coef": _kl_loss_coef,
+    "--opd-kl-coef": _opd_kl_coef,
     "--save-debug-rollout-data": _dump,
     "--load-debug-rollout-data": _dump,
     "--num-epoch": _epochs,
