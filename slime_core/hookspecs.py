@@ -201,6 +201,8 @@ def slime_command() -> click.Group:  # type: ignore[empty-body]
 def slime_prompts(task: str, ctx: Context) -> PromptSource:  # type: ignore[empty-body]
     """Return the rows of a task, by number; order, epochs and resume are the core's.
 
+    A source whose rows take long to make may have `async def prepare(positions)`: it is awaited before `at` of these.
+
     import slime_core
     from slime_core import Prompt
 

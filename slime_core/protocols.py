@@ -400,7 +400,11 @@ class RunComponents(Serving):
 
 
 class PromptSource(Protocol):
-    """What `slime_prompts` returns: rows by number. Order, epochs and resume are the core's."""
+    """What `slime_prompts` returns: rows by number. Order, epochs and resume are the core's.
+
+    A source whose rows take long to make may have ``async def prepare(positions)`` too: it is awaited before ``at`` of
+    these positions, so that threads or processes make the rows while the event loop continues.
+    """
 
     def __len__(self) -> int:
         """Rows, where they are countable; otherwise raise TypeError and the stream is endless."""

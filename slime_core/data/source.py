@@ -9,6 +9,7 @@ or a bad row.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from bisect import bisect_right
 from collections import Counter
@@ -59,6 +60,19 @@ class DataSource:
                 prompts.append(prompt)
                 self._position += 1
         return prompts
+
+    async def prepare(self, count: int) -> None:
+        """Let plugins make the rows of the next ``count`` prompts, without blocking the event loop.
+
+        Raises:
+            PluginError: a plugin's source raised.
+        """
+        streams = [stream for stream in self._streams if not stream.ended]
+        if not any(stream.supply.prepares for stream in streams):
+            return
+        weights, positions = [stream.weight for stream in streams], range(self._position, self._position + count)
+        rows = Counter(pick(weights, self._seed, position) for position in positions)
+        await asyncio.gather(*(streams[number].prepare(rows[number]) for number in rows))
 
     def text(self, count: int) -> list[int]:
         """Return up to ``count`` tokens of the first rows' prompts, task after task; nothing is drawn or counted."""
@@ -131,9 +145,8 @@ class Stream:
         while skipped.total() < patience:
             if count is not None and self.cursor % count == 0:
                 skipped.clear()  # a new epoch reports each row once again
-            index = self.cursor if count is None else self._index(*divmod(self.cursor, count), count)
             try:
-                prompt = self.supply.make(index, id=id, position=position)
+                prompt = self.supply.make(self._index(self.cursor), id=id, position=position)
             except IndexError:
                 self.ended = True
                 return None
@@ -144,6 +157,11 @@ class Stream:
             skipped[prompt] += 1
             self.dropped[prompt] += 1
         raise nothing_left(self.name, skipped, self.supply.encoder)
+
+    async def prepare(self, count: int) -> None:
+        """Let a plugin's source make the next ``count`` rows, without those that replace rows that are dropped."""
+        if self.supply.prepares:
+            await self.supply.prepare([self._index(self.cursor + row) for row in range(count)])
 
     def text(self, count: int) -> list[int]:
         """Return up to ``count`` tokens of the first rows' prompts, in the rows' order, whatever was drawn."""
@@ -183,7 +201,12 @@ class Stream:
         self.dropped = Counter({str(k): int(v) for k, v in state["dropped"].items()})
         self.ended = bool(state["ended"])
 
-    def _index(self, epoch: int, place: int, count: int) -> int:
+    def _index(self, cursor: int) -> int:
+        """The row at a place over all epochs."""
+        count = self.supply.count()
+        if count is None:
+            return cursor
+        epoch, place = divmod(cursor, count)
         if self._key_of_epoch is None:
             return place
         if self._order is None or self._order[0] != epoch:

@@ -64,6 +64,11 @@ class Supply(Protocol):
     """Where a stream's prompts come from, by index."""
 
     encoder: Encoder
+    prepares: bool = False  # whether :meth:`prepare` makes rows
+
+    async def prepare(self, indices: Sequence[int]) -> None:
+        """Make the rows of these indices, for :meth:`make` to find, without blocking the event loop."""
+        return
 
     def count(self) -> int | None:
         """How many there are; None for an endless source."""
@@ -185,6 +190,7 @@ class PluginSupply(Supply):
 
     def __init__(self, source: PromptSource, task: str, encoder: Encoder, bad: BadRows) -> None:
         self._source, self._task, self.encoder, self._bad = source, task, encoder, bad
+        self.prepares = hasattr(source, "prepare")
         try:
             self._count: int | None = len(source)
         except TypeError:
@@ -200,6 +206,15 @@ class PluginSupply(Supply):
     def count(self) -> int | None:
         """See `Supply`."""
         return self._count
+
+    async def prepare(self, indices: Sequence[int]) -> None:
+        """See `Supply`."""
+        try:
+            await self._source.prepare(indices)  # type: ignore[attr-defined]
+        except SlimeError:
+            raise
+        except Exception as error:
+            raise self._raised(error, f"{self._task}{list(indices)}") from error
 
     def make(self, index: int, *, id: str, position: int) -> Prompt | str:
         """See `Supply`."""
@@ -242,12 +257,15 @@ class PluginSupply(Supply):
                 fix="__len__ must say how many rows at(position) knows",
             ) from None
         except Exception as error:
-            raise PluginError(
-                f"slime_prompts of task {self._task!r} raised {type(error).__name__}: {error}",
-                code="PLG56",
-                where=where,
-                fix="fix the plugin's prompt source",
-            ) from error
+            raise self._raised(error, where) from error
+
+    def _raised(self, error: Exception, where: str) -> PluginError:
+        return PluginError(
+            f"slime_prompts of task {self._task!r} raised {type(error).__name__}: {error}",
+            code="PLG56",
+            where=where,
+            fix="fix the plugin's prompt source",
+        )
 
 
 def hash_of(text: str) -> int:

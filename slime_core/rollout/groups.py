@@ -29,6 +29,9 @@ SLACK = 1e-4  # a log-prob may exceed 0 by rounding
 class Source(Protocol):
     """Where prompts come from, in the run's order."""
 
+    async def prepare(self, count: int) -> None:
+        """Make what the next :meth:`next` will read, without blocking the event loop."""
+
     def next(self, count: int) -> list[Prompt]:
         """The next ``count`` prompts; fewer only where the source has ended for good."""
 

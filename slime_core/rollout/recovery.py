@@ -41,6 +41,7 @@ class ResumableSource:
     async def next(self, count: int, config: Config) -> list[OpenGroup]:
         """The open groups of the next ``count`` prompts; of fewer where the data ends."""
         self._checkpoints.append(self._prompts.state())
+        await self._prompts.prepare(count)
         prompts = self._prompts.next(count)
         self.ended = len(prompts) < count
         self._next = max([self._next, *(prompt.position + 1 for prompt in prompts)])

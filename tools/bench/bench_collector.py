@@ -28,7 +28,7 @@ from slime_core.context import Context
 from slime_core.ledger.ledger import SqliteLedger
 from slime_core.plugins import Plugins, load_plugins
 from slime_core.rollout.collector import Collector
-from slime_core.rollout.groups import training_params
+from slime_core.rollout.groups import Source, training_params
 from slime_core.testing.fakes import CharTokenizer
 from slime_core.types import Completion, GenerateRequest, Prompt
 
@@ -68,7 +68,7 @@ class NoLedger:
         return nothing
 
 
-class Prompts:
+class Prompts(Source):
     """Four tokens each, without end."""
 
     position = 0

@@ -1,5 +1,6 @@
 """Entries, scorers, sides and levels, with reasoning_gym as it was released."""
 
+import asyncio
 import json
 
 import pytest
@@ -14,9 +15,10 @@ from slime_reasoning_gym.answers import answer_in
 from slime_reasoning_gym.curriculum import Curriculum
 from slime_reasoning_gym.options import Options
 from slime_reasoning_gym.plugin import slime_prompts
+from slime_reasoning_gym.rows import TrainingRows
 from slime_reasoning_gym.tasks import problems_of, task_of
 from slime_reasoning_gym.worker import LITERAL_READERS
-from slime_reasoning_gym.workers import Workers
+from slime_reasoning_gym.workers import WorkerError, Workers
 
 pytestmark = pytest.mark.integration
 
@@ -55,6 +57,51 @@ def test_an_entry_is_a_function_of_its_address_in_every_process(workers, ctx):
     rows, again = (slime_prompts("chain_sum", ctx()) for _ in range(2))
     assert [rows.at(i) for i in (0, 499, 500, 12_345)] == [again.at(i) for i in (0, 499, 500, 12_345)]
     assert rows.at(0).prompt != slime_prompts("chain_sum", ctx(stage="other")).at(0).prompt
+
+
+def test_rows_are_made_while_the_event_loop_continues_and_keep_the_level_of_the_call(ctx):
+    """The only worker is taken, as by an entry that needs minutes; success moves the level meanwhile."""
+    pool, options = Workers(1), Options(curriculum=True, level_groups=1)
+    task = task_of("gcd", options, pool)
+
+    def rows():
+        levels = Curriculum().open("grpo", "gcd", start=1, top=task.top)
+        return TrainingRows(task, options, ctx(curriculum=True), pool, levels), levels
+
+    async def prepare():
+        source, levels = rows()
+        with pool._free:
+            preparing = asyncio.create_task(source.prepare(range(4)))
+            for _ in range(10):
+                await asyncio.sleep(0)
+            levels.rewards.append(1.0)
+            assert levels.move(options) == 1.0
+            assert not preparing.done()
+        await preparing
+        pool.close()
+        assert sorted(source._prepared) == [(position, 1) for position in range(4)]
+        return [source.at(position) for position in range(6)]
+
+    made = asyncio.run(prepare())
+    assert [prompt.metadata["reasoning_gym"]["level"] for prompt in made] == [1, 1, 1, 1, 2, 2]
+    again, _ = rows()
+    assert made[:4] == [again.at(position) for position in range(4)]
+    pool.close()
+
+
+def test_closing_ends_a_worker_that_is_busy():
+    pool = Workers(1)
+    address = task_of("jugs", Options(), pool).address(seed=1, index=0, level=pool.describe()["levels"]["jugs"])
+
+    async def ask():
+        asking = asyncio.create_task(asyncio.to_thread(pool.ask, "entry", **address))
+        while not pool._busy:
+            await asyncio.sleep(0)
+        pool.close()
+        with pytest.raises(WorkerError, match="its process ended"):
+            await asking
+
+    asyncio.run(ask())
 
 
 def test_no_question_of_a_small_task_is_on_both_sides(ctx):

@@ -1,5 +1,6 @@
 """Order, epochs, tasks, resume, plugins' prompts and evaluation sets."""
 
+import asyncio
 import json
 from collections import Counter
 
@@ -249,6 +250,47 @@ def test_a_source_that_has_ended_stays_so_after_a_restore(source):
         first.next(after)
         again.restore(first.state())
         assert [(p.task, p.label) for p in again.next(20)] == whole[after : after + 20]
+
+
+def test_a_plugin_prepares_the_rows_that_are_drawn_next_and_no_others(source):
+    class Prepared(Squares):
+        def __init__(self, count):
+            super().__init__(count)
+            self.waiting = []
+
+        async def prepare(self, positions):
+            self.waiting += positions
+
+        def at(self, position):
+            self.waiting.remove(position)
+            return super().at(position)
+
+    class EndlessPrepared(Prepared):
+        __len__ = Endless.__len__
+
+    sources = {"a": Prepared(5), "b": EndlessPrepared(1000), "plain": Squares(3)}
+
+    class ByTask(Plain):
+        def prompts(self, task, ctx):
+            return sources[task.name]
+
+    rows = source(tasks=({"name": "a"}, {"name": "b"}, {"name": "plain"}), plugins=ByTask(), rollout_shuffle=True)
+    for count in (1, 7, 20):
+        before = rows.state()
+        asyncio.run(rows.prepare(count))
+        assert rows.state() == before
+        assert len(rows.next(count)) == count
+        assert sources["a"].waiting == sources["b"].waiting == []
+
+
+def test_a_source_that_fails_to_prepare_names_its_task(source):
+    class Broken(Squares):
+        async def prepare(self, positions):
+            raise OSError("no worker")
+
+    with pytest.raises(PluginError, match="OSError: no worker") as caught:
+        asyncio.run(source(plugins=with_source(Broken())).prepare(2))
+    assert (caught.value.code, caught.value.where) == ("PLG56", "default[0, 1]")
 
 
 def test_a_resumed_plugin_source_must_be_the_same(source, refused):

@@ -10,7 +10,7 @@ from slime_core.config.load import load_config
 from slime_core.context import Context
 from slime_core.plugins import load_plugins
 from slime_core.rollout.collector import Collector
-from slime_core.rollout.groups import training_params
+from slime_core.rollout.groups import Source, training_params
 from slime_core.testing.fakes import CharTokenizer, FakeEngine
 from slime_core.types import Prompt, WeightUpdate
 
@@ -32,7 +32,7 @@ def slime_reward(group, ctx):
 """
 
 
-class Prompts:
+class Prompts(Source):
     """Positions from 0; ends after ``count``."""
 
     def __init__(self, count=10_000):

@@ -17,7 +17,7 @@ from slime_core.plugins import load_plugins
 from slime_core.report.metrics import rollout_metrics
 from slime_core.resume import positions
 from slime_core.rollout.collector import Collector
-from slime_core.rollout.groups import OpenGroup, OpenGroups, training_params
+from slime_core.rollout.groups import OpenGroup, OpenGroups, Source, training_params
 from slime_core.rollout.staleness import Staleness, trained_versions
 from slime_core.testing.fakes import CharTokenizer, FakeEngine
 from slime_core.trainers.batch import make_batch
@@ -51,7 +51,7 @@ def slime_filter(group, ctx):
 """
 
 
-class Prompts:
+class Prompts(Source):
     """Positions from 0, without end."""
 
     def __init__(self):

@@ -7,7 +7,7 @@ import pytest
 from durability.memory_ledger import MemoryLedger
 from slime_core.config.load import load_config
 from slime_core.rollout.filters import DropLimit
-from slime_core.rollout.groups import OpenGroup, OpenGroups
+from slime_core.rollout.groups import OpenGroup, OpenGroups, Source
 from slime_core.rollout.over_sampling import OverSampling
 from slime_core.rollout.recovery import ResumableSource, can_reuse
 from slime_core.rollout.staleness import Staleness
@@ -68,7 +68,7 @@ def test_over_sampled_groups_make_up_for_dropped_ones_before_new_prompts_start()
     assert OverSampling(config, open_groups([], [1]), engine).free_places(5, new_step=False) == 5
 
 
-class Prompts:
+class Prompts(Source):
     def __init__(self):
         self.position = 0
 

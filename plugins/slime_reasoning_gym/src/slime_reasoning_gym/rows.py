@@ -6,7 +6,10 @@ by construction, however few questions a task has.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -73,9 +76,21 @@ class TrainingRows(TaskRows):
     ) -> None:
         super().__init__(task, options, ctx, workers)
         self._names, self._run_seed, self._levels = (KEY, ctx.stage, task.name), ctx.config.seed, levels
+        self._prepared: dict[tuple[int, int | None], Prompt] = {}  # by position and level
 
     def __len__(self) -> int:
         raise TypeError("endless")
+
+    async def prepare(self, positions: Sequence[int]) -> None:
+        """Make rows on threads, for :meth:`at` to find; they have the levels of the moment of the call."""
+        places = [(position, self._level(position)) for position in positions]
+
+        async def make(place: tuple[int, int | None]) -> None:
+            with suppress(DataError):  # `at` raises it
+                self._prepared[place] = await asyncio.to_thread(self._row, *place)
+
+        self._prepared.clear()
+        await asyncio.gather(*map(make, places))
 
     def at(self, position: int) -> Prompt:
         """The row at ``position``; the core sets its id and tokens.
@@ -83,7 +98,14 @@ class TrainingRows(TaskRows):
         Raises:
             DataError: the task failed, or hardly has a question that is not held out.
         """
-        level = self._task.level if self._levels is None else self._levels.at(position)
+        place = position, self._level(position)
+        return self._prepared.pop(place, None) or self._row(*place)
+
+    def _level(self, position: int) -> int | None:
+        return self._task.level if self._levels is None else self._levels.at(position)
+
+    def _row(self, position: int, level: int | None) -> Prompt:
+        """A row, which depends on nothing but the seed, the stage, the task, its position and its level."""
         chunk, index = divmod(position, CHUNK)
         for attempt in range(ATTEMPTS):
             seed = seed_of(self._run_seed, *self._names, chunk, attempt) >> 33

@@ -78,6 +78,7 @@ class Workers:
     def __init__(self, most: int = 0) -> None:
         self._free = threading.Semaphore(most or max(1, min(8, os.cpu_count() or 1)))
         self._idle: list[EntryWorker] = []
+        self._busy: list[EntryWorker] = []
         self._description: dict[str, Any] = {}
 
     def describe(self) -> dict[str, Any]:
@@ -109,6 +110,7 @@ class Workers:
         """The value of the last of the requests, which one worker gets."""
         with self._free:
             worker = self._take()
+            self._busy.append(worker)
             seconds = 0.0
             try:
                 for request, seconds in requests:
@@ -120,11 +122,16 @@ class Workers:
             except WorkerError:
                 self._idle.append(worker)
                 raise
-            self._idle.append(worker)
-            return value
+            else:
+                self._idle.append(worker)
+                return value
+            finally:
+                self._busy.remove(worker)
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers; a request that one still works at fails."""
+        for worker in list(self._busy):
+            worker.process.kill()
         while self._idle:
             self._idle.pop().kill()
 
