@@ -201,8 +201,6 @@ def slime_command() -> click.Group:  # type: ignore[empty-body]
 def slime_prompts(task: str, ctx: Context) -> PromptSource:  # type: ignore[empty-body]
     """Return the rows of a task, by number; order, epochs and resume are the core's.
 
-    A source whose rows take long to make may have `async def prepare(positions)`: it is awaited before `at` of these.
-
     import slime_core
     from slime_core import Prompt
 
@@ -210,6 +208,7 @@ def slime_prompts(task: str, ctx: Context) -> PromptSource:  # type: ignore[empt
         def __len__(self): return 100
         def at(self, position):
             return Prompt(id="", position=position, prompt=f"{position}^2=", label=str(position**2))
+        async def prepare(self, positions): ...  # optional: make rows that take long, before `at` of these positions
         def state(self): return {"version": 1}
 
     @slime_core.hookimpl
