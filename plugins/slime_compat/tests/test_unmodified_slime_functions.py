@@ -1,7 +1,9 @@
 """Functions written for THUDM/slime run as they are, on a CPU, against an engine behind the loopback server."""
 
 import asyncio
+import copy
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -9,7 +11,7 @@ from slime_core.config.schema import Config
 from slime_core.config.sections.reward import RewardSection
 from slime_core.config.sections.rollout import RolloutSection
 from slime_core.errors import EngineError
-from slime_core.types import Reward, SamplingParams, Status
+from slime_core.types import Reward, Sample as CoreSample, SamplingParams, Status
 
 pytestmark = pytest.mark.unit
 
@@ -65,7 +67,7 @@ def test_a_tool_function_keeps_its_own_attributes_until_the_reward(tool, connect
     assert rewards == [Reward(value=1.0, terms={"calls": 1.0})] * 2
     assert [sample.tool_call_count for sample in done.samples] == [1, 1]
     assert all(len(s.rollout_log_probs) == len(s.loss_mask) == s.response_length for s in done.samples)
-    assert "payload_text" not in done.samples[0].to_dict()
+    assert "payload_text" not in CoreSample.to_dict(done.samples[0]), "the ledger has no attributes"
 
 
 def test_a_response_that_is_cut_is_truncated(tool, connect, make_group):
@@ -147,3 +149,19 @@ async def fn(args, sample, sampling_params, evaluation=False):
         s.rollout_log_probs == pytest.approx([-math.log(ctx.engine.vocab_size)] * s.response_length)
         for s in done.samples
     )
+
+
+def test_an_agent_function_talks_to_an_adapter_and_its_dialogue_is_a_sample(connect, make_group, functions, tokenizer):
+    path = f"{functions}/agent_shape.py:generate"
+    plugins, ctx = connect(
+        Config(rollout=RolloutSection(custom_generate_function_path=path)), {"1\n": "2", "e\n": "3"}
+    )
+    speaker = copy.deepcopy(tokenizer)
+    speaker.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    group = asyncio.run(plugins.generate(make_group("1+1"), replace(ctx, tokenizer=speaker)))
+    for sample in group.samples:
+        assert tokenizer.decode(sample.tokens) == "1+1\n2<eos>\nmore\n3<eos>"
+        assert sample.loss_mask == [1, 1, 0, 0, 0, 0, 0, 0, 1, 1]
+        assert sample.weight_versions == [2 if mask else -1 for mask in sample.loss_mask]
+        assert (sample.reward, sample.status, sample.metadata["chat"]["calls"]) == (0.5, Status.COMPLETED, 2)
+        assert sample.metadata["grading_solved"] is False

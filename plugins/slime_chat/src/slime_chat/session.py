@@ -167,10 +167,12 @@ class Session:
         self._responses[f"resp_{reply.name}"] = history
         return responses_api.completion(reply, fields)
 
-    async def close(self) -> None:
-        """End the session: requests under way are refused, and their generation ends."""
+    async def close(self, wait_seconds: float = 0.0) -> None:
+        """End the session: new requests are refused, and after ``wait_seconds`` those under way too."""
         self._over = True
         tasks = list(self._running.values())
+        if tasks and wait_seconds:
+            await asyncio.wait(tasks, timeout=wait_seconds)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

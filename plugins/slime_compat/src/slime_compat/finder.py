@@ -28,6 +28,9 @@ SERVED = {  # slime's module -> ours; empty: a package without content
     "slime.utils.eval_config": f"{HERE}.evaluation",
     "slime.utils.data": f"{HERE}.datasets",
     "slime.utils.ppo_utils": f"{HERE}.objectives",
+    "slime.agent": "",
+    "slime.agent.adapters": "slime_chat.adapters",
+    "slime.agent.aiohttp_threaded": "slime_chat.adapters",
     "slime.observability": "",
     "slime.observability.logging_utils": f"{HERE}.tracking",
     "slime.observability.metric_utils": f"{HERE}.measures",
@@ -65,6 +68,9 @@ ONE_RANK = {  # of Megatron, where it does not train
     "megatron.core.parallel_state": f"{HERE}.one_rank",
 }
 REPLACEMENTS = {  # a module of slime that is not served -> what there is in its place
+    "slime.agent.harness": "a command with the variables of session.env: docs/chat.md",
+    "slime.agent.sandbox": "the package slime-sandbox",
+    "slime.agent.trajectory": "slime_chat, whose sessions are trees of answers: docs/chat.md",
     "slime.backends.megatron_utils.actor": "--train-backend megatron, and the --custom-megatron-*-path hooks",
     "slime.backends.megatron_utils.arguments": "the [megatron] section: docs/megatron.md",
     "slime.backends.megatron_utils.checkpoint": "slime convert",
