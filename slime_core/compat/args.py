@@ -14,6 +14,8 @@ from slime_core.notices import notice
 from slime_core.plugins.backends import COMPAT, is_installed
 
 if TYPE_CHECKING:
+    import asyncio
+
     from slime_core.context import Context
 
 LOOPBACK = "127.0.0.1"
@@ -24,6 +26,8 @@ LIVE = (*ADDRESS, "rank", "local_rank", "save")
 
 class Loopback(Protocol):
     """What has the loopback `/generate` of a run."""
+
+    loop: asyncio.AbstractEventLoop | None
 
     def server(self) -> Any:
         """The server; ``port(ctx)`` opens it at its first call."""
@@ -55,7 +59,7 @@ class Args(Namespace):
     def _live(self, name: str) -> Any:
         if name in ADDRESS:
             server = self._session.server()
-            return LOOPBACK if name == "sglang_router_ip" else server.port(self._ctx)
+            return LOOPBACK if name == "sglang_router_ip" else server.port(self._ctx, self._session.loop)
         if name == "save":
             return str(self._ctx.run_dir) if self._ctx and self._ctx.run_dir else None
         rank = _rank()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from slime_core.algorithms import algorithms
 from slime_core.algorithms.grpo import grpo
+from slime_core.compat.owners import ANSWER
 from slime_core.compat.sample import Sample
 from slime_core.compat.session import CompatSession
 from slime_core.compat.steps import flat_of, numbers, rollout_data, samples_of, write_back
@@ -43,9 +44,7 @@ def estimator(
             write_back(data, batch)
             rewards = numbers("rewards", data["rewards"], batch) if "rewards" in data else None
         if post_process is not None:
-            raw, processed = post_process(args, samples_of(batch, samples_by_id))
-            numbers("raw_rewards", raw, batch)
-            rewards = numbers("rewards", processed, batch)
+            rewards = _post_processed(post_process, args, batch, samples_of(batch, samples_by_id))
         if advantage is not None:
             return _by_function(advantage, args, batch, _normalised(batch, train) if rewards is None else rewards)
         if rewards is None:
@@ -57,6 +56,24 @@ def estimator(
     if advantage is None:
         return replace(inner, fn=fn)
     return replace(inner, fn=fn, needs=inner.needs | {"policy"}, terms=True, kl_in_reward=True, whitens=False)
+
+
+def _post_processed(fn: Function, args: Any, batch: Batch, samples: Sequence[Sample]) -> NDArray[np.float64]:
+    """The rewards of a function that sees them as the reward function returned them.
+
+    A teacher's log-probs that it sets on every sample become the step's.
+    """
+    numbers_of_samples = [sample.reward for sample in samples]
+    for sample in samples:
+        sample.reward = getattr(sample, ANSWER, sample.reward)
+    raw, processed = fn(args, samples)
+    for sample, number in zip(samples, numbers_of_samples, strict=True):
+        sample.reward = number
+    numbers("raw_rewards", raw, batch)
+    log_probs = [sample.teacher_log_probs for sample in samples]
+    if all(row is not None for row in log_probs):
+        batch.columns["teacher_log_probs"] = flat_of("teacher_log_probs", log_probs, batch)
+    return numbers("rewards", processed, batch)
 
 
 def _by_function(fn: Function, args: Any, batch: Batch, rewards: NDArray[np.float64]) -> Columns:

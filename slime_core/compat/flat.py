@@ -133,6 +133,7 @@ def _derived(config: Config) -> dict[str, Any]:
     train, cluster = config.train, config.cluster
     return {
         "loss_mask_type": _MASKS.get(config.data.loss_mask_type, config.data.loss_mask_type),
+        "multimodal_keys": config.data.multimodal_keys or None,
         "distributed_backend": "gloo" if cluster.device == "cpu" else "nccl",
         "calculate_per_token_loss": train.loss_aggregation == "token_mean",
         "grpo_std_normalization": not train.disable_grpo_std_normalization,

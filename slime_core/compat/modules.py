@@ -15,14 +15,16 @@ from slime_core.plugins.backends import COMPAT, PACKAGES, install, is_installed
 from slime_core.plugins.load import load_plugin
 
 if TYPE_CHECKING:
+    import asyncio
+
     from slime_core.context import Context
 
 
 class GenerateEndpoint(Protocol):
     """`/generate` before the run's engine, on the loopback."""
 
-    def port(self, ctx: Context | None) -> int | None:
-        """Its port; it starts with the first call, unless there is no engine."""
+    def port(self, ctx: Context | None, loop: asyncio.AbstractEventLoop | None = None) -> int | None:
+        """Its port; it starts with the first call, unless there is no engine. ``loop`` is the engine's."""
         ...
 
     def close(self) -> None:

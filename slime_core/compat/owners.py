@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slime_core.compat import shapes
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 Function = Callable[..., Any]
 FANNED = "_fanned_out"  # on samples that one generate call returned in a list
+ANSWER = "_reward_answer"  # on samples whose reward is a dict, while a function will post-process it
 
 
 def views(group: Group, ctx: Context) -> list[Sample]:
@@ -71,8 +72,8 @@ def reward(fn: Function, session: CompatSession) -> Function:
         subjects = [[samples[i] for i in part] if many else samples[part[0]] for part, many in zip(parts, listed)]
         answers = [ask(ctx, subject) for subject in subjects]
         if any(inspect.isawaitable(answer) for answer in answers):
-            return _later(group, parts, answers, group_rm)
-        return _spread(group, parts, answers, group_rm)
+            return _later(group, parts, answers, ctx)
+        return _numbers(group, _spread(group, parts, answers, group_rm), ctx)
 
     async def slime_reward_async(group: Group, ctx: Context) -> Any:
         rewards = slime_reward(group, ctx)
@@ -81,8 +82,26 @@ def reward(fn: Function, session: CompatSession) -> Function:
     return slime_reward_async if inspect.iscoroutinefunction(fn) else slime_reward
 
 
-async def _later(group: Group, parts: list[list[int]], answers: list[Any], group_rm: bool) -> Any:
-    return _spread(group, parts, await together(answers), group_rm)
+async def _later(group: Group, parts: list[list[int]], answers: list[Any], ctx: Context) -> Any:
+    return _numbers(group, _spread(group, parts, await together(answers), ctx.config.reward.group_rm), ctx)
+
+
+def _numbers(group: Group, values: Any, ctx: Context) -> Any:
+    """``values``; with a function that post-processes them, dicts are kept for it, and count 0 until then.
+
+    A dict with a number as ``reward_key`` counts as that.
+    """
+    if (
+        not ctx.config.reward.custom_reward_post_process_path
+        or ctx.evaluation
+        or not isinstance(values, (list, tuple))
+    ):
+        return values
+    for sample, value in zip(group.samples, values, strict=False):
+        if isinstance(value, Mapping):
+            setattr(sample, ANSWER, value)
+    key = ctx.config.reward.reward_key
+    return [0.0 if isinstance(value, Mapping) and key not in value else value for value in values]
 
 
 def _parts(group: Group, samples: Sequence[Sample]) -> list[list[int]]:

@@ -110,6 +110,8 @@ def _trainable(sample: CoreSample, ctx: Context) -> CoreSample:
     if reward is None and not ctx.config.train.offline and not ctx.evaluation:
         raise ValueError(f"sample {sample.id} was returned without a reward; a rollout function sets sample.reward")
     sample.reward = None if reward is None and ctx.evaluation else float(reward or 0.0)
+    if ctx.config.train.offline and sample.rollout_log_probs is None:
+        sample.rollout_log_probs = [0.0] * sample.response_length
     return sample
 
 

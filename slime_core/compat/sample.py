@@ -115,10 +115,12 @@ class Sample(CoreSample):
                 setattr(sample, name, INFOS[name](**value) if name in INFOS else value)
         return sample
 
-    def get_reward_value(self, args: Any) -> float:
-        """The number that trains: ``reward``, or its entry ``args.reward_key`` while it is a dict."""
+    def get_reward_value(self, args: Any) -> Any:
+        """``reward``, or its entry ``args.reward_key`` where it is a dict; a number, or a dict without that key."""
         reward: Any = self.reward
-        return float(reward[args.reward_key] if isinstance(reward, Mapping) else reward)
+        if isinstance(reward, Mapping) and args.reward_key:
+            reward = reward[args.reward_key]
+        return reward if isinstance(reward, Mapping) else float(reward)
 
     @property
     def effective_response_length(self) -> int:

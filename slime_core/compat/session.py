@@ -13,10 +13,12 @@ from slime_core.compat.args import SharedArgs
 from slime_core.compat.flat import flat
 from slime_core.compat.modules import GenerateEndpoint, server
 from slime_core.errors import SlimeError
-from slime_core.plugins.boundary import HookThreads
+from slime_core.plugins.boundary import HookThreads, hook_loop
 from slime_core.seeds import seed_of
 
 if TYPE_CHECKING:
+    import asyncio
+
     from slime_core.config.schema import Config
     from slime_core.context import Context
     from slime_core.plugins import Plugins
@@ -45,6 +47,7 @@ class CompatSession:
         self.plugins: Plugins | None = None
         self.state: Any = None  # slime's GenerateState, created at its first use
         self.threads = HookThreads()
+        self.loop: asyncio.AbstractEventLoop | None = None  # of the engine; functions may run loops of their own
         self.step: dict[str, Any] = {}  # slime's samples of the last step, by id
         self._flat: dict[int, tuple[Config, dict[str, Any]]] = {}
         self._writes: dict[str, Any] = {}  # what functions have set in args
@@ -54,6 +57,7 @@ class CompatSession:
 
     def args(self, config: Config, ctx: Context | None = None) -> SharedArgs:
         """slime's ``args`` for this config, with what functions have set in those of any."""
+        self.loop = hook_loop() or self.loop
         if id(config) not in self._flat:
             self._flat[id(config)] = (config, flat(config) | self._writes)
         return SharedArgs(self._flat[id(config)][1], self, ctx, self._write)

@@ -248,7 +248,9 @@ def train_encoder(config: Config, task: DataTask, tokenizer: Any, *, offline: bo
     """What turns a task's rows into prompts; where ``offline`` stages learn replies, the context holds both."""
     data, keys = config.data, Keys.of(config, task)
     if not (offline and task.prompt_data and (keys.replies or not keys.label)):
-        return encoder_of(config, tokenizer, config.rollout.rollout_max_response_len)
+        by_function = bool(config.rollout.rollout_function_path) and not offline
+        response_len = 0 if by_function and config.train.offline else config.rollout.rollout_max_response_len
+        return replace(encoder_of(config, tokenizer, response_len), keeps_messages=by_function)
     last = data.loss_mask_type in LAST_TURN
     replies = ReplyEncoder(tokenizer, last_turn=last, kwargs=dict(data.apply_chat_template_kwargs))
     return replace(encoder_of(config, tokenizer, 0), replies=replies)

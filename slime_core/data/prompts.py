@@ -183,6 +183,7 @@ class Encoder:
     replies: ReplyEncoder | None = None  # of rows that bring replies, whose tokens count too
     wider: str = "raise data.rollout_max_prompt_len"
     rewrite: Rewrite | None = None  # `slime_messages`
+    keeps_messages: bool = False  # without a template a function gets them; they are rendered for their length alone
     dropped: tuple[int, int] = (0, 0)  # tokens of the shortest and the longest prompt that were dropped
 
     def __post_init__(self) -> None:
@@ -202,8 +203,10 @@ class Encoder:
         prompt = Prompt(id=id, task=task, position=position, label=parsed.label, metadata=metadata, where=parsed.where)
         if self.replies is not None:
             return self._with_replies(prompt, parsed, self.replies)
-        text = self._text(parsed.prompt, parsed.tools, prompt, template=self.template)
-        return self._filled(prompt, text, encode(self.tokenizer, text), parsed.where)
+        messages = self.keeps_messages and not self.template and not isinstance(parsed.prompt, str)
+        text = self._text(parsed.prompt, parsed.tools, prompt, template=self.template or messages)
+        tokens = encode(self.tokenizer, text)
+        return self._filled(prompt, parsed.prompt if messages else text, tokens, parsed.where)
 
     def _with_replies(self, prompt: Prompt, parsed: Parsed, encoder: ReplyEncoder) -> Prompt | None:
         replies = self._encoded(parsed, encoder)

@@ -50,6 +50,11 @@ HOOK_LOOP: contextvars.ContextVar[asyncio.AbstractEventLoop] = contextvars.Conte
 """On a hook's thread: the loop that waits for it."""
 
 
+def hook_loop() -> asyncio.AbstractEventLoop | None:
+    """The event loop in which the hook that calls this runs, or which waits for its thread; None outside of both."""
+    return HOOK_LOOP.get(None) or asyncio._get_running_loop()
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Provider:
     """Where an implementation comes from.

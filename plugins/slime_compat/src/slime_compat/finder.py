@@ -167,7 +167,7 @@ class Finder(MetaPathFinder, Loader):
 def _missing(name: str) -> str:
     """What replaces a module that is not served, and the served ones of the package that would have it."""
     package = name.rpartition(".")[0]
-    served = [other.removeprefix(package + ".") for other in SERVED if other.startswith(package + ".")]
+    served = [other.rpartition(".")[2] for other in SERVED if other.rpartition(".")[0] == package]
     replacement = REPLACEMENTS.get(name)
     instead = f"use {replacement}; " if replacement else ""
     return f"{name} of THUDM/slime is not served here; {instead}of {package} are served: {', '.join(served)}"

@@ -12,7 +12,7 @@ from slime_compat import sglang
 from slime_compat.handlers import HttpError, Request
 from slime_compat.loopback import LoopbackServer, require_token
 from slime_core.errors import SlimeError
-from slime_core.plugins.boundary import HOOK_LOOP
+from slime_core.plugins.boundary import hook_loop
 from slime_core.seeds import seed_of
 from slime_core.types import GenerateRequest
 
@@ -35,8 +35,8 @@ class GenerateServer:
         self._lock = threading.Lock()
         self._served = 0
 
-    def port(self, ctx: Context | None) -> int | None:
-        """The server's port; starts it, unless there is no engine here."""
+    def port(self, ctx: Context | None, loop: asyncio.AbstractEventLoop | None = None) -> int | None:
+        """The server's port; starts it, unless there is no engine here. ``loop`` is the engine's, None the hook's."""
         if ctx is None or ctx.engine is None:
             return None
         with self._lock:
@@ -45,7 +45,12 @@ class GenerateServer:
                 self._server = None
             if self._server is None:
                 routes = dict.fromkeys(("POST /generate", "PUT /generate"), self._handle)
-                self._server = (LoopbackServer(routes, _engine_loop(), require_token(self._token)), ctx)
+                self._server = (
+                    LoopbackServer(
+                        routes, loop or hook_loop() or asyncio.get_running_loop(), require_token(self._token)
+                    ),
+                    ctx,
+                )
             return self._server[0].port
 
     def close(self) -> None:
@@ -150,10 +155,3 @@ class GenerateServer:
         if self._server is None:
             raise HttpError(503, "the run has ended")
         return self._server[1]
-
-
-def _engine_loop() -> asyncio.AbstractEventLoop:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return HOOK_LOOP.get()

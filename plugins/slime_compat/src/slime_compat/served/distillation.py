@@ -36,8 +36,7 @@ def post_process_rewards(args: Any, samples: Sequence[Sample], **kwargs: Any) ->
     What trains is the distance to the teacher: set ``opd_kl_coef``, or the estimator on_policy_distillation.
     """
     for sample in samples:
-        answer: Any = sample.reward
-        answer = answer[args.reward_key] if args.reward_key else answer
+        answer = sample.get_reward_value(args)
         log_probs = [entry[0] for entry in answer["meta_info"]["input_token_logprobs"]]
         sample.teacher_log_probs = log_probs[len(log_probs) - sample.response_length :]
     return [0.0] * len(samples), [0.0] * len(samples)
