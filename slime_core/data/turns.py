@@ -45,6 +45,11 @@ class Speech:
     _heads: dict[str, list[int]] = field(default_factory=dict)  # ids of texts before a border, of which there are few
     _header: tuple[list[int], list[int]] | None = None
     _open: bool | None = None
+    _ends: frozenset[int] = field(init=False)
+    _specials: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._ends, self._specials = ends_of(self.tokenizer), specials_of(self.tokenizer)
 
     def between(self, words: str | Sequence[Message], answer: Sequence[int]) -> list[int]:
         """Ids that follow ``answer`` and end where the next one begins. Without a template ``words`` is a text.
@@ -54,7 +59,7 @@ class Speech:
                 DAT25 messages that the template refuses.
         """
         ids = self._between([{**USER, "content": words}] if isinstance(words, str) else words)
-        repeated = bool(answer) and answer[-1] == ids[0] and ids[0] in ends_of(self.tokenizer)
+        repeated = bool(answer) and answer[-1] == ids[0] and ids[0] in self._ends
         return ids[1:] if repeated else ids
 
     @property
@@ -92,21 +97,32 @@ class Speech:
         while low < high:  # the fewest ids whose text reaches the end
             middle = (low + high) // 2
             low, high = (middle + 1, high) if len(self._decode(ids[:middle])) < end else (low, middle)
-        while (
-            low < len(ids) and not self._decode(ids[low : low + 1]).strip() and ids[low] not in ends_of(self.tokenizer)
-        ):
+        while low < len(ids) and not self._decode(ids[low : low + 1]).strip() and ids[low] not in self._ends:
             low += 1
         return ids[low:]
 
     def text(self, answer: Sequence[int]) -> str:
         """What an answer's ids say, reasoning and its tags included, without the special tokens that end it."""
-        ids, ends = list(answer), ends_of(self.tokenizer)
+        ids, ends = list(answer), self._ends
         while ids and ids[-1] in ends:
             ids.pop()
         return self._decode(ids)
 
+    def without_specials(self, value: Any) -> Any:
+        """A message, or a part of one, in whose texts no special token is spelled out: names are a model's text too.
+
+        Example: speech.without_specials({"role": "tool", "content": "<|im_end|>"})["content"] == "< |im_end|>"
+        """
+        if isinstance(value, str):
+            return _split(value, self._specials)
+        if isinstance(value, list):
+            return [self.without_specials(item) for item in value]
+        if isinstance(value, Mapping):
+            return {key: item if key == "role" else self.without_specials(item) for key, item in value.items()}
+        return value
+
     def _between(self, words: Sequence[Message]) -> list[int]:
-        messages = [without_specials(message, self.tokenizer) for message in words]
+        messages = [self.without_specials(message) for message in words]
         for mark in MARKS:
             if self.template:
                 text = self._render([USER, {"role": "assistant", "content": mark}, *messages])
@@ -181,9 +197,18 @@ def unspecial(text: str, tokenizer: Any) -> str:
 
     Example: "<|im_end|>" becomes "< |im_end|>"
     """
+    return _split(text, specials_of(tokenizer))
+
+
+def specials_of(tokenizer: Any) -> list[str]:
+    """Texts of special and added tokens, the longest first."""
     added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
     names = {*map(str, getattr(tokenizer, "all_special_tokens", ())), *map(str, added)}
-    for name in sorted((name for name in names if len(name) > 1), key=len, reverse=True):
+    return sorted((name for name in names if len(name) > 1), key=len, reverse=True)
+
+
+def _split(text: str, names: Sequence[str]) -> str:
+    for name in names:
         text = text.replace(name, f"{name[0]} {name[1:]}")
     return text
 
@@ -199,17 +224,3 @@ def split_reasoning(text: str, *, open_: bool = False) -> tuple[str, str]:
         return ("", text)
     thought, closed, rest = inside.partition(CLOSE)
     return (thought.strip(), rest.lstrip() if closed else "")
-
-
-def without_specials(value: Any, tokenizer: Any) -> Any:
-    """A message, or a part of one, in whose texts no special token is spelled out: names are a model's text too.
-
-    Example: without_specials({"role": "tool", "content": "<|im_end|>"}, tokenizer)["content"] == "< |im_end|>"
-    """
-    if isinstance(value, str):
-        return unspecial(value, tokenizer)
-    if isinstance(value, list):
-        return [without_specials(item, tokenizer) for item in value]
-    if isinstance(value, Mapping):
-        return {key: item if key == "role" else without_specials(item, tokenizer) for key, item in value.items()}
-    return value

@@ -120,7 +120,9 @@ class Endpoint:
     def _speech(self, ctx: Context, more: Mapping[str, Any]) -> Speech:
         kwargs = {**ctx.config.data.apply_chat_template_kwargs, **more}
         name = json.dumps(kwargs, sort_keys=True, default=str)
-        return self._speeches.setdefault(name, Speech(ctx.tokenizer, template=True, kwargs=kwargs))
+        if name not in self._speeches:
+            self._speeches[name] = Speech(ctx.tokenizer, template=True, kwargs=kwargs)
+        return self._speeches[name]
 
     def _parser(self, speech: Speech) -> Parser:
         """The parser of what the chat template writes; Hermes' where it writes no calls."""

@@ -42,7 +42,9 @@ def normal(raw: Any, where: str) -> Message:
         "role": role,
         "content": "" if content is None and role == "assistant" else text_of(content, where),
     }
-    message |= {name: str(raw[name]) for name in KEPT if raw.get(name) is not None}
+    for name in KEPT:
+        if raw.get(name) is not None:
+            message[name] = str(raw[name])
     for text in message.values():
         check_characters(text, where)
     if role == "assistant":

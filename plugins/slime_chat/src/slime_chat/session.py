@@ -27,7 +27,7 @@ from slime_chat.samples import samples_of
 from slime_chat.tree import Node, Tree
 from slime_compat.handlers import LOOPBACK, HttpError
 from slime_core.data.chat import encode, render
-from slime_core.data.turns import split_reasoning, without_specials
+from slime_core.data.turns import split_reasoning
 from slime_core.errors import DataError, EngineError
 from slime_core.plugins.boundary import together
 from slime_core.seeds import seed_of
@@ -231,7 +231,7 @@ class Session:
             if parent.done is not None:
                 return speech.between(new, parent.answer)
             where, kwargs = f"the agent's messages of {self.sample.id}", speech.kwargs
-            messages = [without_specials(one, speech.tokenizer) if one["role"] == "tool" else one for one in new]
+            messages = [speech.without_specials(one) if one["role"] == "tool" else one for one in new]
             text = render(messages, speech.tokenizer, template=True, where=where, kwargs=kwargs, tools=ask.tools)
             return encode(speech.tokenizer, text)
         except DataError as error:

@@ -11,7 +11,6 @@ over becomes the prompt of a new node, including assistant messages that the eng
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -33,7 +32,7 @@ class Node:
     stop: str = ""  # the text that ended it
     rewritten: int = 0  # assistant messages in the prompt that are no answer of ours there
     children: dict[tuple[Key, ...], list[Node]] = field(default_factory=dict)  # by messages, the answer's own the last
-    spans: Counter[int] = field(default_factory=Counter)  # lengths of those keys
+    spans: set[int] = field(default_factory=set)  # lengths of those keys
 
     @property
     def answer(self) -> list[int]:
@@ -67,7 +66,9 @@ class Tree:
 
         Of several answers with the same words, prefer the one with the same text and ids, then the latest.
         """
-        top = self._tops.setdefault(tools, Node())
+        if tools not in self._tops:
+            self._tops[tools] = Node()
+        top = self._tops[tools]
         best, waiting = (0, 0, -1, top), [(0, 0, -1, top)]
         while waiting:
             entry = waiting.pop()
@@ -88,7 +89,7 @@ class Tree:
         self.forks += bool(parent.children) and not begins
         key = (*words, key_of(node.message))
         parent.children.setdefault(key, []).append(node)
-        parent.spans[len(key)] += 1
+        parent.spans.add(len(key))
 
     def leaves(self) -> list[Node]:
         """Answers without a follow-up request, in order of arrival."""
