@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from slime_core.config.sections.evaluation import EvalTask
 from slime_core.context import Context
-from slime_core.data.opening import EvalSet, eval_sets
+from slime_core.data.opening import EvalSet, check_set_name, eval_sets
 from slime_core.errors import ConfigError, EngineError
 from slime_core.evaluation.questions import questions_of
 from slime_core.evaluation.record import Evaluation, write_record
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 
     ReserveEngine = Callable[[], AbstractAsyncContextManager[Engine]]
 
+EXTRA = "extra"
+"""The set of metrics that an evaluation function returns beside its sets."""
+
 
 class Evaluator:
     """Runs a stage's evaluation sets against the weights that are being served."""
@@ -45,6 +49,7 @@ class Evaluator:
         self._ctx = replace(ctx, evaluation=True, sampling=evaluation_params(config))
         no_engine = config.rollout.debug_train_only
         self.sets = [] if no_engine else eval_sets(config, plugins, ctx.tokenizer, self._ctx)
+        self.by_function = not no_engine and plugins.evaluates_by_function(config)
         self._dump = Dump(config, report.run_dir.path)
 
     async def run(self, version: int, reserved_engine: Engine | None = None) -> dict[str, dict[str, float]]:
@@ -59,10 +64,9 @@ class Evaluator:
         ctx = replace(self._ctx, version=version, engine=engine)
         results: dict[str, dict[str, float]] = {}
         done: dict[str, list[Group]] = {}
-        for eval_set in self.sets:
-            start = time.monotonic()
-            self._report.starting(f"evaluating {eval_set.name} at step {version}")
-            done[eval_set.name] = groups = await self._generate(eval_set, ctx)
+        start = time.monotonic()
+        async for eval_set, groups in self._sets(version, ctx, results):
+            done[eval_set.name] = groups
             if reserved_engine is not None:
                 check_weights(groups, reserved_engine.version)
             await asyncio.to_thread(self._dump.write, version, ctx.stage, groups, eval_set.name)
@@ -72,9 +76,34 @@ class Evaluator:
             metrics = figures | {"seconds": time.monotonic() - start}
             results[eval_set.name] = metrics
             self._report.evaluation(eval_set.name, version, metrics, beside=reserved_engine is not None)
+            start = time.monotonic()
         flat = {f"{name}/{key}": value for name, metrics in results.items() for key, value in metrics.items()}
         self._plugins.evaluated(done, flat, ctx)
         return results
+
+    async def _sets(
+        self, version: int, ctx: Context, results: dict[str, dict[str, float]]
+    ) -> AsyncIterator[tuple[EvalSet, list[Group]]]:
+        """Each set with its judged groups; metrics that a function returns beside them enter ``results``."""
+        if not self.by_function:
+            for eval_set in self.sets:
+                self._report.starting(f"evaluating {eval_set.name} at step {version}")
+                yield eval_set, await self._generate(eval_set, ctx)
+            return
+        self._report.starting(f"evaluating by a function at step {version}")
+        sets = {eval_set.name: eval_set for eval_set in self.sets}
+        issued = {name: self._issued(eval_set) for name, eval_set in sets.items()}
+        groups_by_name, metrics = await self._plugins.evaluate(issued, ctx)
+        for name, groups in groups_by_name.items():
+            yield sets.get(name) or EvalSet(name=check_set_name(name), task=EvalTask(name=name), prompts=[]), groups
+        if metrics:
+            results[EXTRA] = metrics
+            self._report.evaluation(EXTRA, version, metrics)
+
+    def _issued(self, eval_set: EvalSet) -> list[Group]:
+        config = self._ctx.config
+        count = eval_set.task.n_samples_per_prompt or config.eval.n_samples_per_eval_prompt
+        return [pending_group(prompt, config, count=count) for prompt in eval_set.prompts]
 
     def _figures(self, eval_set: EvalSet, version: int, groups: Sequence[Group]) -> dict[str, float]:
         """The set's figures; its record of questions is written to the run directory."""
@@ -89,8 +118,7 @@ class Evaluator:
 
     async def _generate(self, eval_set: EvalSet, ctx: Context) -> list[Group]:
         ctx = replace(ctx, sampling=evaluation_params(ctx.config, eval_set.task))
-        count = eval_set.task.n_samples_per_prompt or ctx.config.eval.n_samples_per_eval_prompt
-        issued = [pending_group(prompt, ctx.config, count=count) for prompt in eval_set.prompts]
+        issued = self._issued(eval_set)
         if self._plugins.replaces_rollout(eval_set.task.name, ctx.config, evaluation=True):
             return await self._plugins.rollout(issued, ctx)
         return list(await asyncio.gather(*(self._one(group, ctx) for group in issued)))

@@ -111,7 +111,12 @@ HOOKS: dict[str, HookInfo] = {
     "slime_sinks": HookInfo(kind="declare"),
     "slime_spans": HookInfo(kind="declare"),
     "slime_step_done": HookInfo(
-        kind="event", replaces=("custom-rollout-log-function-path", "custom-eval-rollout-log-function-path")
+        kind="event",
+        replaces=(
+            "custom-rollout-log-function-path",
+            "custom-eval-rollout-log-function-path",
+            "rollout-all-samples-process-path",
+        ),
     ),
     "slime_run_done": HookInfo(kind="event", may_await=True),
     "slime_engine": HookInfo(kind="by name"),

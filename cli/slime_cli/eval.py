@@ -152,7 +152,7 @@ async def alone(config: Config, plugins: Plugins, report: Report) -> dict[str, d
             stage="eval",
         )
         evaluator = Evaluator(serving.vocab_size, plugins, ctx, report)
-        if not evaluator.sets:
+        if not evaluator.sets and not evaluator.by_function:
             raise ConfigError(
                 "there is nothing to evaluate", code="CFG04", fix="set eval.eval_prompt_data or [[eval.eval_tasks]]"
             )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from slime_core.compat import listeners, owners, rollouts, shapes
+from slime_core.compat import evaluations, listeners, owners, rollouts, shapes
 from slime_core.compat.modules import Modules, slime_modules
 from slime_core.compat.sample import Sample
 from slime_core.compat.session import CompatSession
@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from slime_core.types import Batch, Group
 
 Function = Callable[..., Any]
+ALL_SAMPLES = "rollout_all_samples_process_path"
 LATER = (  # keys whose functions want the samples of a step after it was scored
     "custom_reward_post_process_path",
     "custom_convert_samples_to_train_data_path",
     "custom_rollout_log_function_path",
+    ALL_SAMPLES,
 )
 ESTIMATION = {
     "convert": "custom_convert_samples_to_train_data_path",
@@ -59,7 +61,10 @@ ADAPTERS: dict[str, dict[str, Callable[[Function, CompatSession], Function]]] = 
     },
     "slime_sample_done": {"rollout.rollout_sample_hook_path": listeners.sample_hook},
     "slime_batch": {"train.rollout_data_postprocess_path": listeners.postprocess},
-    "slime_step_done": {"report.custom_rollout_log_function_path": listeners.rollout_log},
+    "slime_step_done": {
+        f"rollout.{ALL_SAMPLES}": listeners.all_samples,
+        "report.custom_rollout_log_function_path": listeners.rollout_log,
+    },
     "slime_run_done": {"rollout.run_done_path": lambda fn, session: lambda ctx: fn(ctx)},  # ctx by another name
     "slime_megatron_init": {"train.custom_megatron_init_path": listeners.megatron_init},
     "slime_megatron_before_log_prob": {
@@ -122,6 +127,15 @@ class FunctionsByPath:
         fn = listeners.evaluation_log(self._locate(key, path), self._session)
         return [HookImpl(provider=self._provider(key, path), hook="slime_step_done", fn=fn, takes=None)]
 
+    def evaluation(self, config: Config) -> HookImpl | None:
+        """What makes all sets of an evaluation at once; None without such a function, or where it is a hook's."""
+        key, hook = "eval.eval_function_path", "slime_rollout"
+        path = _value(config, key)
+        if not path or shapes.is_native(fn := self._locate(key, path, hook), hook):
+            return None
+        by_sets = evaluations.evaluation(fn, self._session)
+        return HookImpl(provider=self._provider(key, path), hook=hook, fn=by_sets, takes=None)
+
     def estimator(self, inner: Estimator, train: Any) -> Estimator:
         """``inner``, or its replacement."""
         config = self._config_of(train)
@@ -154,6 +168,11 @@ class FunctionsByPath:
         if any(_named(config, key) for key in LATER):
             group.samples[:] = [Sample.of(sample) for sample in group.samples]
             self._alive.update({sample.id: sample for sample in group.samples})  # type: ignore[misc]
+
+    def note_judged(self, group: Group, config: Config) -> None:
+        """Keep a group that was just judged until its step is done, where a function wants those that do not train."""
+        if _named(config, ALL_SAMPLES):
+            self._session.judged.append(list(group.samples))
 
     def finish_batch(self, batch: Batch, train: Any) -> None:
         """Add the columns that functions around the loss need."""
@@ -270,7 +289,7 @@ def _value(config: Config, key: str) -> Any:
 
 def _named(config: Config, name: str) -> str:
     """The value of a key by its own name, whichever section holds it."""
-    for section in ("train", "reward", "report"):
+    for section in ("train", "reward", "report", "rollout"):
         if hasattr(getattr(config, section), name):
             return str(getattr(getattr(config, section), name))
     return ""

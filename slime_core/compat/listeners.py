@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime_core.compat import shapes
 from slime_core.compat.owners import views
+from slime_core.compat.rollouts import DataBuffer
 from slime_core.compat.sample import Sample, copy_fields
 from slime_core.compat.session import CompatSession
 from slime_core.compat.steps import rollout_data, write_back
@@ -117,13 +118,32 @@ def megatron_log_prob(fn: Function, session: CompatSession) -> Function:
 def megatron_train_step(fn: Function, session: CompatSession) -> Function:
     """`slime_megatron_before_train_step` by ``fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)``.
 
-    The scheduler is None: the rates of the step stand in the optimizer's groups, and may be changed there.
+    ``step_id`` counts the optimizer steps of a rollout from 0. The scheduler is None: the rates of the step stand in
+    the optimizer's groups, and may be changed there.
     """
+    firsts: dict[int, tuple[int, int]] = {}  # optimizer -> rollout, and its first step there
 
     def slime_megatron_before_train_step(model: Any, optimizer: Any, step: int, ctx: Context) -> None:
-        fn(session.args(ctx.config, ctx), ctx.version, step, model, optimizer, None)
+        rollout, first = firsts.get(id(optimizer), (-1, 0))
+        if rollout != ctx.version:
+            firsts[id(optimizer)] = (ctx.version, first := step)
+        fn(session.args(ctx.config, ctx), ctx.version, step - first, model, optimizer, None)
 
     return slime_megatron_before_train_step
+
+
+def all_samples(fn: Function, session: CompatSession) -> Function:
+    """`slime_step_done` by ``fn(args, all_groups, data_source)``: groups judged since the last step, in prompt order.
+
+    Groups that filters dropped are among them. The step is trained by then: a changed sample changes nothing.
+    """
+
+    def slime_step_done(report: StepReport, ctx: Context) -> None:
+        groups = sorted(session.judged, key=lambda group: group[0].index)
+        session.judged.clear()
+        fn(session.args(ctx.config, ctx), groups, DataBuffer().get_samples)
+
+    return slime_step_done
 
 
 def rollout_log(fn: Function, session: CompatSession) -> Function:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from slime_core.compat.owners import views
@@ -19,29 +21,42 @@ Function = Callable[..., Any]
 
 
 class DataBuffer:
-    """What a rollout function knows as its data buffer: the groups that the core issued for this step, once each."""
+    """What a rollout function knows as its data buffer: the groups that the core issued, once each.
 
-    def __init__(self, groups: Sequence[list[Sample]]) -> None:
-        self._waiting = list(groups)
+    A run has one for all its steps, so that a background worker that keeps it gets the groups of the next step too.
+    """
+
+    EMPTY = 100_000  # answers in a row after which a caller waits for what never comes
+
+    def __init__(self, groups: Iterable[list[Sample]] = ()) -> None:
+        self._waiting: deque[list[Sample]] = deque()
+        self.refill(groups)
+
+    def refill(self, groups: Iterable[list[Sample]]) -> None:
+        """Begin a step with its groups."""
+        self._waiting.clear()
+        self._waiting.extend(groups)
         self._issued = len(self._waiting)
+        self._empty = 0
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """The next ``num_samples`` groups.
+        """The next groups of the step, at most ``num_samples``; an empty list when all were given out.
 
         Raises:
-            RuntimeError: more than the step's rollout_batch_size, in all.
+            RuntimeError: the caller repeats the question without end.
         """
-        if num_samples > len(self._waiting):
+        groups = [self._waiting.popleft() for _ in range(min(num_samples, len(self._waiting)))]
+        self._empty = 0 if groups else self._empty + 1
+        if self._empty > self.EMPTY:
             raise RuntimeError(
-                f"get_samples({num_samples}), but {len(self._waiting)} of this step's {self._issued} groups are left; "
-                "request args.rollout_batch_size in all, or raise it"
+                f"get_samples({num_samples}) was called again and again, but all {self._issued} groups of this step "
+                "were given out; an empty list is their end. Request args.rollout_batch_size in all, or raise it"
             )
-        groups, self._waiting = self._waiting[:num_samples], self._waiting[num_samples:]
         return groups
 
     def add_samples(self, samples: Iterable[list[Sample]]) -> None:
         """Put groups back, to be taken again in this step."""
-        self._waiting += list(samples)
+        self._waiting.extend(samples)
 
     def get_buffer_length(self) -> int:
         """Groups that are left."""
@@ -51,24 +66,29 @@ class DataBuffer:
         return len(self._waiting)
 
 
+async def called(fn: Function, session: CompatSession, ctx: Context, buffer: DataBuffer) -> Any:
+    """What a rollout function, sync or async, returns."""
+    arguments = (session.args(ctx.config, ctx), ctx.version, buffer)
+    if inspect.iscoroutinefunction(fn):
+        return await fn(*arguments, evaluation=ctx.evaluation)
+    output = await session.threads.run(lambda: fn(*arguments, evaluation=ctx.evaluation))
+    return await output if inspect.isawaitable(output) else output
+
+
 def rollout(fn: Function, session: CompatSession) -> Function:
-    """`slime_rollout` by ``generate_rollout(args, rollout_id, data_buffer, evaluation=False)``."""
+    """`slime_rollout` by ``generate_rollout(args, rollout_id, data_buffer, evaluation=False)``, a step at a time."""
+    buffer, lock = DataBuffer(), asyncio.Lock()
 
     async def slime_rollout(groups: list[Group], ctx: Context) -> list[Group]:
-        sample_views = [views(group, ctx) for group in groups]
-        buffer = DataBuffer([list(samples) for samples in sample_views])
-        arguments = (session.args(ctx.config, ctx), ctx.version, buffer)
-        if inspect.iscoroutinefunction(fn):
-            output = await fn(*arguments, evaluation=ctx.evaluation)
-        else:
-            output = await session.threads.run(lambda: fn(*arguments, evaluation=ctx.evaluation))
-            output = await output if inspect.isawaitable(output) else output
-        return _sorted_in(groups, list(_leaves(output)), ctx)
+        async with lock:
+            buffer.refill([list(views(group, ctx)) for group in groups])
+            output = await called(fn, session, ctx, buffer)
+        return _sorted_in(groups, list(leaves(output)), ctx)
 
     return slime_rollout
 
 
-def _leaves(output: Any) -> Iterable[CoreSample]:
+def leaves(output: Any) -> Iterable[CoreSample]:
     """Every sample of whatever nesting slime allows: RolloutFnTrainOutput, RolloutFnEvalOutput, dicts, lists."""
     for name in ("samples", "data"):
         output = getattr(output, name) if hasattr(output, name) and not isinstance(output, CoreSample) else output
@@ -76,10 +96,10 @@ def _leaves(output: Any) -> Iterable[CoreSample]:
         yield output
     elif isinstance(output, dict):
         for part in output.values():
-            yield from _leaves(part["samples"] if isinstance(part, dict) and "samples" in part else part)
+            yield from leaves(part["samples"] if isinstance(part, dict) and "samples" in part else part)
     elif isinstance(output, (list, tuple)):
         for part in output:
-            yield from _leaves(part)
+            yield from leaves(part)
     else:
         raise TypeError(f"returned {type(output).__name__}; return a list of groups of samples")
 
@@ -102,14 +122,18 @@ def _sorted_in(groups: list[Group], samples: list[CoreSample], ctx: Context) -> 
     return placed
 
 
+def number_of(reward: Any, ctx: Context) -> float | None:
+    """A reward as a number: the entry of `reward.reward_key` where it is a dict; None for None."""
+    value = reward[ctx.config.reward.reward_key] if isinstance(reward, dict) else reward
+    return None if value is None else float(value)
+
+
 def _trainable(sample: CoreSample, ctx: Context) -> CoreSample:
     """Its reward as a number: a rollout function judges its own samples."""
-    reward: Any = sample.reward
-    if isinstance(reward, dict):
-        reward = reward[ctx.config.reward.reward_key]
-    if reward is None and not ctx.config.train.offline and not ctx.evaluation:
+    reward = number_of(sample.reward, ctx)
+    if reward is None and not ctx.config.train.offline:
         raise ValueError(f"sample {sample.id} was returned without a reward; a rollout function sets sample.reward")
-    sample.reward = None if reward is None and ctx.evaluation else float(reward or 0.0)
+    sample.reward = reward or 0.0
     if ctx.config.train.offline and sample.rollout_log_probs is None:
         sample.rollout_log_probs = [0.0] * sample.response_length
     return sample

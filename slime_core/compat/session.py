@@ -49,6 +49,7 @@ class CompatSession:
         self.threads = HookThreads()
         self.loop: asyncio.AbstractEventLoop | None = None  # of the engine; functions may run loops of their own
         self.step: dict[str, Any] = {}  # slime's samples of the last step, by id
+        self.judged: list[list[Any]] = []  # slime's groups that were judged since the last step, dropped ones too
         self._flat: dict[int, tuple[Config, dict[str, Any]]] = {}
         self._writes: dict[str, Any] = {}  # what functions have set in args
         self._calls: dict[int, GenerationCall] = {}

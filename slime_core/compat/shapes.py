@@ -21,6 +21,7 @@ SHAPES = {  # config key -> slime's signature, positional part and keywords apar
     "rollout_sample_hook_path": (("args", "sample"), ()),
     "dynamic_sampling_filter_path": (("args", "samples"), ()),
     "rollout_sample_filter_path": (("args", "data"), ()),
+    "rollout_all_samples_process_path": (("args", "all_groups", "data_source"), ()),
     "buffer_filter_path": (("args", "rollout_id", "buffer", "num_samples"), ()),
     "custom_reward_post_process_path": (("args", "samples"), ()),
     "custom_convert_samples_to_train_data_path": (("args", "samples"), ()),

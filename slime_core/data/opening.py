@@ -111,15 +111,24 @@ def eval_sets(config: Config, plugins: Plugins, tokenizer: Any, ctx: Context) ->
     bad = BadRows(config.data.max_bad_rows, ctx.run_dir / REJECTED if ctx.run_dir else None)
     sets: list[EvalSet] = []
     for name, task, key in eval_tasks(config):
-        if not SET_NAME.fullmatch(name):
-            raise ConfigError(
-                f"an evaluation set cannot be called {name!r}", code="CFG03", where=key, fix="use A-Z a-z 0-9 . _ -"
-            )
+        check_set_name(name, key)
         if name in {other.name for other in sets}:
             raise ConfigError(f"two evaluation sets are called {name!r}", code="CFG07", where=key, fix="rename one")
         encoder = _eval_encoder(config, task, tokenizer)
         sets.append(_read_whole(name, task, _supply(config, task, plugins, encoder, bad, ctx, key), key))
     return sets
+
+
+def check_set_name(name: str, key: str = "eval.eval_function_path") -> str:
+    """``name``, which names files.
+
+    Raises:
+        ConfigError: CFG03 it cannot.
+    """
+    if not SET_NAME.fullmatch(name):
+        fix = "use A-Z a-z 0-9 . _ -"
+        raise ConfigError(f"an evaluation set cannot be called {name!r}", code="CFG03", where=key, fix=fix)
+    return name
 
 
 def _eval_encoder(config: Config, task: EvalTask, tokenizer: Any) -> Encoder:

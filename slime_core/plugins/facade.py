@@ -89,6 +89,8 @@ class Plugins:
             rewards = await judge(impl, group, ctx)
         if copy is not None:
             self._hook_checks().compare(impl, copy, rewards, await judge(impl, copy, ctx))
+        if not ctx.evaluation:
+            self._functions.note_judged(group, ctx.config)
         return rewards
 
     async def _judge(self, impl: HookImpl, group: Group, ctx: Context) -> list[Reward]:
@@ -209,6 +211,18 @@ class Plugins:
         for group in results.values():
             self._functions.note_group(group, ctx.config)
         return [results[group.id] for group in groups]
+
+    def evaluates_by_function(self, config: Config) -> bool:
+        """Whether :meth:`evaluate` makes the evaluation sets of a config."""
+        return self._functions.evaluation(config) is not None
+
+    async def evaluate(
+        self, sets: Mapping[str, list[Group]], ctx: Context
+    ) -> tuple[dict[str, list[Group]], dict[str, float]]:
+        """The judged groups of each set that the config's evaluation function returns, and its own metrics."""
+        impl = self._functions.evaluation(ctx.config)
+        about = f"the evaluation of version {ctx.version}"
+        return await self._call(impl, ctx, about, GENERATE, sets=sets)  # type: ignore[no-any-return]
 
     def loss(self, name: str) -> Loss:
         """The loss of that name, with the run's functions by path (loss, correction, reducer) applied.

@@ -93,10 +93,12 @@ def figures(report: StepReport, wall: float, trend: float | None = None) -> list
 
 def evaluation_line(name: str, version: int, metrics: Mapping[str, float]) -> str:
     """``eval heldout at step 40: reward 0.912 over 200 samples``."""
+    if "samples" not in metrics:
+        return f"eval {name} at step {version}: {', '.join(f'{key} {value:.4g}' for key, value in metrics.items())}"
     reward = f"reward {metrics['reward/mean']:.3f}" if "reward/mean" in metrics else "no rewards"
     passed = f", pass@1 {metrics['pass@1']:.1%}" if metrics.get("pass@1", 0) > 0 else ""
     errors = f", {metrics['infra_errors']:.0f} not judged" if metrics.get("infra_errors") else ""
-    return f"eval {name} at step {version}: {reward} over {metrics.get('samples', 0):.0f} samples{passed}{errors}"
+    return f"eval {name} at step {version}: {reward} over {metrics['samples']:.0f} samples{passed}{errors}"
 
 
 def duration(seconds: float) -> str:

@@ -81,6 +81,7 @@ class Worker(ABC):
     ) -> None:
         self.rank, self.world, self.device = rank, world, torch.device(device)
         self.plugins, self.folder, self.config = plugins, folder, config
+        self.version = 0  # of the batch at hand
         self.train = config.train.model_copy(update={"dtype": self._dtype_of(config.train)})
         self.dtype: torch.dtype = getattr(torch, self.train.dtype)
         join_group(rank, world, device, rendezvous)
@@ -165,6 +166,7 @@ class Worker(ABC):
         partitioner = self.partitioner()
         rank_batch = work if isinstance(work, RankBatch) else partitioner.partition(work)[self.dp_rank.number]
         self._check(rank_batch, work, roles)
+        self.version = rank_batch.batch.version
         with self._explain_oom(rank_batch, "scoring"), self._profile(rank_batch, "score" if roles else ""):
             columns = {role: self._score(rank_batch, role) for role in sorted(roles)}
         columns_of: dict[str, Columns] = {role: one for role, one in columns.items() if one} if self.speaks() else {}
@@ -193,6 +195,7 @@ class Worker(ABC):
         partitioner = self.partitioner()
         rank_batch = work if isinstance(work, RankBatch) else partitioner.partition_step(work)[self.dp_rank.number]
         self._check(rank_batch, work)
+        self.version = rank_batch.batch.version
         with self._explain_oom(rank_batch, "training on"), self._profile(rank_batch, "train"):
             try:
                 return self._step(rank_batch)

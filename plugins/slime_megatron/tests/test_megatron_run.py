@@ -64,6 +64,34 @@ REWARD = """
 async def reward(args, sample, **kwargs):
     return float(sum(sample.tokens[-sample.response_length:]) % 7)
 """
+WATCH = """
+import json, os
+
+
+def note(args, *event):
+    args.events = getattr(args, "events", 0) + 1
+    sizes = [args.tensor_model_parallel_size, args.data_parallel_size, args.world_size]
+    with open(os.path.join(os.path.dirname(__file__), f"{event[0]}-{args.rank}.jsonl"), "a") as file:
+        file.write(json.dumps([*event[1:], sizes, args.events]) + "\\n")
+
+
+def init(args):
+    note(args, "init")
+
+
+def log_prob(args, model, store_prefix):
+    note(args, "scored", store_prefix, len(model))
+
+
+def step(args, rollout_id, step_id, model, optimizer, opt_param_scheduler):
+    note(args, "stepped", rollout_id, step_id, optimizer.param_groups[0]["lr"] > 0, opt_param_scheduler)
+"""
+FUNCTIONS = [
+    *("--custom-megatron-init-path", "watch.py:init"),
+    *("--custom-megatron-before-log-prob-hook-path", "watch.py:log_prob"),
+    *("--custom-megatron-before-train-step-hook-path", "watch.py:step"),
+]
+"""They change nothing."""
 
 
 TEMPLATE = (
@@ -93,6 +121,7 @@ def work(tmp_path_factory):
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "length.py").write_text(REWARD)
     (folder / "both.toml").write_text(RECIPE)
+    (folder / "watch.py").write_text(WATCH)
     return folder
 
 
@@ -140,7 +169,9 @@ def trained(work):
 
     def train(layout):
         if layout not in made:
-            run(work, "run", "both.toml", "--run-dir", layout, "--train-backend", "megatron", *LAYOUTS[layout])
+            watched = FUNCTIONS if layout == "tensor" else []
+            words = ("--train-backend", "megatron", *LAYOUTS[layout], *watched)
+            run(work, "run", "both.toml", "--run-dir", layout, *words)
             made.add(layout)
         return work / layout
 
@@ -158,6 +189,20 @@ def test_losses_are_those_of_fsdp(work, with_fsdp, trained, layout):
             want = theirs["metrics"][name]
             assert ours["metrics"][name] == pytest.approx(want, rel=5e-3, abs=1e-4), (name, ours["version"])
     assert (work / layout / "final" / "model.safetensors").is_file()
+
+
+def test_functions_by_path_are_called_in_each_rank_with_its_own_args(work, trained):
+    trained("tensor")
+    for rank in (0, 1):
+        rows = {
+            name: [json.loads(line) for line in (work / f"{name}-{rank}.jsonl").read_text().splitlines()]
+            for name in ("init", "scored", "stepped")
+        }
+        assert rows["init"] == [[[2, 1, 2], 1]]
+        steps_of_rollouts = [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1)]
+        assert [row[:4] for row in rows["stepped"]] == [[*one, True, None] for one in steps_of_rollouts]
+        assert [row[:2] for row in rows["scored"]] == [["", 1], ["ref_", 1]] * 2
+        assert rows["stepped"][-1][-2:] == [[2, 1, 2], 10], "what one function sets in args the others see"
 
 
 def convert(*args):

@@ -162,6 +162,9 @@ class RolloutSection(Section):
     )
     dynamic_sampling_filter_path: str = key("", "Function by path that keeps or drops a group.", GROUPS)
     rollout_sample_filter_path: str = key("", "Function by path that may set sample.remove_sample.", GROUPS)
+    rollout_all_samples_process_path: str = key(
+        "", "Function by path that sees a step's groups, also those that filters dropped.", FIGURES
+    )
     buffer_filter_path: Annotated[str, empty_for("slime.rollout.data_source.pop_first")] = key(
         "", "Function by path that picks groups from the buffer.", GROUPS
     )

@@ -187,21 +187,17 @@ def test_a_rollout_function_makes_a_whole_step_by_slimes_own_tools(write, connec
 @pytest.mark.parametrize(
     ("body", "code", "told"),
     [
-        ("return data_buffer.get_samples(1)", "PLG59", "main/5"),
+        ("return judged(data_buffer.get_samples(1))", "PLG59", "main/5"),
         ("return data_buffer.get_samples(2)", "PLG56", "was returned without a reward"),
-        ("return data_buffer.get_samples(3)", "PLG56", "rollout_batch_size"),
+        ("return [data_buffer.get_samples(1) for _ in iter(int, 1)]", "PLG56", "args.rollout_batch_size"),
         ("return 5", "PLG56", "return a list of groups"),
     ],
-    ids=["a group is missing", "no reward", "asks for more", "no samples"],
+    ids=["a group is missing", "no reward", "asks without end", "no samples"],
 )
 def test_what_a_rollout_function_gets_wrong_is_said(write, connect, make_group, body, code, told):
-    source = (
+    source = JUDGED + (
         f"def fn(args, rollout_id, data_buffer, evaluation=False):\n    {body}\ndef reward(sample):\n    return 1\n"
     )
-    if code == "PLG59":
-        source = source.replace("return data", "groups = data").replace(
-            "\ndef reward", ("\n    for s in groups[0]:\n        s.reward = 1.0\n    return groups\ndef reward")
-        )
     plugins, ctx = connect(rollout_config(write, source, "fn"))
     with pytest.raises(PluginError) as caught:
         asyncio.run(plugins.rollout([make_group(position=p) for p in (4, 5)], ctx))
@@ -209,22 +205,110 @@ def test_what_a_rollout_function_gets_wrong_is_said(write, connect, make_group, 
     assert told in str(caught.value)
 
 
-def test_an_evaluation_function_is_asked_in_evaluation_alone(write, connect, make_group):
-    source = """
-from slime.rollout.base_types import RolloutFnEvalOutput
-def fn(args, rollout_id, data_buffer, evaluation=False):
-    assert evaluation
-    samples = [s for group in data_buffer.get_samples(1) for s in group]
-    for sample in samples:
-        sample.reward = 0.5
-    return RolloutFnEvalOutput(data={"set": {"rewards": [0.5], "truncated": [False], "samples": samples}})
+JUDGED = """
+def judged(groups):
+    for group in groups:
+        for sample in group:
+            sample.reward = 1.0
+    return groups
 """
-    config = Config(eval={"eval_function_path": write(source) + ":fn"})
+WORKER = (
+    JUDGED
+    + """
+import queue, threading, time
+done, workers, answers = queue.Queue(), [], []
+
+
+def work(data_buffer):
+    while True:
+        groups = data_buffer.get_samples(1)
+        if not groups:
+            answers.append(groups)
+            time.sleep(0.001)
+        for group in judged(groups):
+            done.put(group)
+
+
+def fn(args, rollout_id, data_buffer, evaluation=False):
+    if not workers:
+        workers.append(threading.Thread(target=work, args=(data_buffer,), daemon=True))
+        workers[0].start()
+    while len(answers) < 2:  # the worker meets the end of a step, and goes on in the next
+        time.sleep(0.001)
+    answers.clear()
+    return [done.get() for _ in range(args.rollout_batch_size)]
+
+
+def reward(sample):
+    return 1
+"""
+)
+
+
+def test_a_background_worker_that_keeps_its_buffer_meets_the_end_of_a_step_and_gets_the_next_ones(
+    write, connect, make_group
+):
+    plugins, ctx = connect(rollout_config(write, WORKER, "fn"))
+
+    async def two_steps():
+        steps = [[make_group(position=p) for p in positions] for positions in ((0, 1), (2, 3))]
+        return await asyncio.gather(*(plugins.rollout(groups, ctx) for groups in steps))
+
+    steps = asyncio.run(two_steps())
+    assert [[group.id for group in groups] for groups in steps] == [["main/0", "main/1"], ["main/2", "main/3"]]
+
+
+def evaluated(write, connect, body, sets):
+    source = (
+        "from slime.rollout.base_types import RolloutFnEvalOutput\nfrom slime.utils.types import Sample\n"
+        f"def fn(args, rollout_id, data_buffer, evaluation=False):\n    assert evaluation and rollout_id == 2\n{body}"
+    )
+    config = Config(eval={"eval_function_path": write(source) + ":fn"}, reward={"reward_key": "score"})
     plugins, ctx = connect(config, evaluation=True)
     assert not plugins.replaces_rollout("default", config)
-    assert plugins.replaces_rollout("default", config, evaluation=True)
-    (done,) = asyncio.run(plugins.rollout([make_group()], ctx))
-    assert [s.reward for s in done.samples] == [0.5, 0.5]
+    assert plugins.evaluates_by_function(config)
+    return asyncio.run(plugins.evaluate(sets, ctx))
+
+
+def test_an_evaluation_function_may_judge_the_issued_samples_of_all_sets_at_once(write, connect, make_group):
+    body = """
+    groups = data_buffer.get_samples(9)
+    assert data_buffer.get_samples(1) == []
+    data = {}
+    for name, group in zip(("easy", "hard"), groups, strict=True):
+        data[name] = {"rewards": [0.5, 1.0], "truncated": [True, False], "samples": list(reversed(group))}
+    return RolloutFnEvalOutput(data=data, metrics={"wall": 3, "note": "text"})
+"""
+    sets, metrics = evaluated(write, connect, body, {"easy": [make_group()], "hard": [make_group()]})
+    assert metrics == {"wall": 3.0}
+    for groups in sets.values():
+        (group,) = groups
+        assert (group.id, group.rollouts) == ("main/5", {11: [0], 10: [1]})
+        assert [s.reward for s in group.samples] == [0.5, 1.0]
+        assert [s.status for s in group.samples] == [Status.TRUNCATED, Status.COMPLETED]
+
+
+@pytest.mark.parametrize(
+    ("body", "rewards"),
+    [
+        ("return {'own': {'rewards': [0.5, 1]}}", {"own": [[0.5], [1.0]]}),
+        ("return {'own': {'rewards': [1.0], 'truncated': [False], 'samples': [Sample(index=0)]}}", {"own": [[1.0]]}),
+        ("return [Sample(prompt='a', reward={'score': 2}), Sample(prompt='b', reward=0.0)]", {"set": [[2.0], [0.0]]}),
+        ("return {'own': [[Sample(reward=1), Sample(reward=None)]]}", {"own": [[1.0], [None]]}),
+    ],
+    ids=["rewards alone", "a set of its own", "a list", "groups with a sample that is not judged"],
+)
+def test_an_evaluation_function_returns_as_many_samples_as_it_likes(write, connect, make_group, body, rewards):
+    sets, _ = evaluated(write, connect, f"    {body}\n", {"set": [make_group()]})
+    assert {name: [[s.reward for s in g.samples] for g in groups] for name, groups in sets.items()} == rewards
+    assert all(sample.id for groups in sets.values() for group in groups for sample in group.samples)
+
+
+def test_an_evaluation_functions_lists_must_fit_together(write, connect, make_group):
+    with pytest.raises(PluginError, match="'own' with 2 rewards, 1 truncated, 1 samples"):
+        evaluated(
+            write, connect, "    return {'own': {'rewards': [1, 2], 'samples': [Sample()]}}\n", {"set": [make_group()]}
+        )
 
 
 SOURCE = """
@@ -278,6 +362,37 @@ def test_a_log_function_is_told_of_a_step_with_its_samples(write, connect, make_
     assert calls == [(2, ["main/5-0", "main/5-1"], {"reward/mean": 1.0}, 0.25)]
 
 
+def test_a_function_sees_all_groups_of_a_step_also_those_that_a_filter_dropped(write, connect, make_group):
+    from slime_core.rollout.score import score_group
+
+    path = write(
+        "CALLS = []\n"
+        "def fn(args, all_groups, data_source):\n"
+        "    args.processed = len(all_groups)\n"
+        "    CALLS.append(([[s.reward for s in g] for g in all_groups], args.processed, data_source(1)))\n"
+        "def reward(args, sample):\n    return float(sample.group_index)\n"
+        "def keep(args, samples, **kw):\n    return samples[0].group_index > 1\n"
+    )
+    rollout = {"rollout_all_samples_process_path": f"{path}:fn", "dynamic_sampling_filter_path": f"{path}:keep"}
+    plugins, ctx = connect(Config(rollout=rollout, reward={"custom_rm_path": f"{path}:reward"}))
+
+    async def judge(group, ctx):
+        for sample in group.samples:
+            sample.append_response([3], log_probs=[-1.0])
+        return await score_group(group, plugins, ctx)
+
+    kept = [asyncio.run(judge(make_group(position=p), ctx))[0] for p in (3, 1, 2)]
+    asyncio.run(plugins.reward(make_group(position=9), replace(ctx, evaluation=True)))
+    assert [group is not None for group in kept] == [True, False, True]
+    report = StepReport(version=3, stage="main", step=2, of=5, metrics={}, seconds={})
+    for _ in range(2):
+        plugins.step_done(report, ctx)
+    from slime_core.plugins.locate import locate
+
+    calls = locate(f"{path}:fn", "key").__globals__["CALLS"]
+    assert calls == [([[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]], 3, []), ([], 0, [])]
+
+
 def test_an_evaluation_log_function_is_told_of_every_set(write, connect, make_group):
     path = write(
         "CALLS = []\ndef fn(rollout_id, args, data, metrics):\n    CALLS.append((rollout_id, data, metrics))\n"
@@ -318,7 +433,11 @@ def test_functions_of_megatron_ranks_are_called_as_slime_calls_them(write, conne
     plugins.notify("slime_megatron_init", "a start", ctx, args="settings")
     for role in ("policy", "reference", "teacher", "values"):
         plugins.notify("slime_megatron_before_log_prob", "log-probs", ctx, model=["model"], role=role)
-    plugins.notify("slime_megatron_before_train_step", "a step", ctx, model=["model"], optimizer="optimizer", step=5)
+    for step, version in ((5, 2), (6, 2), (7, 3)):
+        place = replace(ctx, version=version)
+        plugins.notify(
+            "slime_megatron_before_train_step", "a step", place, model=["model"], optimizer="optimizer", step=step
+        )
     (answer,) = plugins._functions.listeners("slime_megatron_init", ctx.config)
     seen = plugins._functions._locate(
         "train.custom_megatron_init_path", train["custom_megatron_init_path"]
@@ -327,7 +446,7 @@ def test_functions_of_megatron_ranks_are_called_as_slime_calls_them(write, conne
     assert seen["seen"] == [
         ("init", "grpo"),
         *((prefix, ["model"]) for prefix in ("", "ref_", "teacher_", "")),
-        (2, 5, ["model"], "optimizer", None),
+        *((*numbers, ["model"], "optimizer", None) for numbers in ((2, 0), (2, 1), (3, 0))),
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -96,7 +97,7 @@ class MegatronWorker(Worker):
         self.plugins.notify(
             "slime_megatron_before_log_prob",
             f"log-probs of {role}",
-            self.ctx,
+            replace(self.ctx, version=self.version),
             model=[model.passes.wrapped],
             role=role,
         )
@@ -128,7 +129,7 @@ class MegatronWorker(Worker):
         self.plugins.notify(
             "slime_megatron_before_train_step",
             f"optimizer step {learner.steps}",
-            self.ctx,
+            replace(self.ctx, version=self.version),
             model=[learner.ddp],
             optimizer=learner.optimizer,
             step=learner.steps,

@@ -109,7 +109,6 @@ _DATA = {
     **_refused("--load-debug-rollout-data FOLDER", "load-forge-rollout-data"),
     **_refused("leave it out: a step takes exactly rollout_batch_size prompts", "min-batch-collection-ratio"),
     **_refused("leave it out: a dump is replayed whole", "load-debug-rollout-data-subsample"),
-    **_refused("a plugin with slime_filter sees every group", "rollout-all-samples-process-path"),
 }
 
 _BATCHES = {
