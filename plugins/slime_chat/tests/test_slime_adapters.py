@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from slime_chat.adapters import AnthropicAdapter, OpenAIAdapter, run_app_in_thread
+from slime_chat.adapters import AnthropicAdapter, OpenAIAdapter, flatten_content, run_app_in_thread
 from slime_compat.server import GenerateServer
 from slime_core.compat.sample import Sample
 from slime_core.errors import EngineError
@@ -131,3 +131,10 @@ def test_sglangs_names_of_tool_parsers_are_known(letters):
     assert adapter._parser is OpenAIAdapter(tokenizer=letters, sglang_url="x", tool_parser="hermes")._parser
     with pytest.raises(ValueError, match="tool_parser is 'pythonic'"):
         OpenAIAdapter(tokenizer=letters, sglang_url="x", tool_parser="pythonic")
+
+
+def test_contents_of_either_api_are_flattened_to_lines():
+    result = {"type": "tool_result", "content": [{"type": "text", "text": "1"}, "2"]}
+    parts = ["a", {"type": "input_text", "text": "b"}, result, {"type": "image"}, {"type": "text", "text": ""}, 3]
+    assert flatten_content(parts) == "a\nb\n1\n2\n[image omitted]\n3"
+    assert [flatten_content(content) for content in (None, "x", 5)] == ["", "x", "5"]

@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from slime_compat.finder import Finder
-from slime_compat.served import context_parallel, corrections, loading, measures, objectives, rollout_measures
+from slime_compat.served import (
+    context_parallel,
+    corrections,
+    loading,
+    measures,
+    objectives,
+    rollout_checks,
+    rollout_measures,
+)
 from slime_compat.served.http import get_rollout_num_engines
 from slime_compat.served.timers import Timer, inverse_timer, timer, with_defer
 from slime_compat.served.traces import build_sglang_meta_trace_attrs, trace_event, trace_function, trace_span
@@ -316,3 +324,40 @@ def test_spans_nest_and_say_how_they_ended():
     assert trace_function("first")(lambda args, one: len(one.trace["events"]))(None, sample) == 8
     with trace_span("no sample", "nothing"):
         pass
+
+
+def test_rollout_data_become_tensors_on_the_cpu():
+    tokens = np.array([1, 2])
+    tokens.flags.writeable = False
+    media = {"pixels": torch.ones(1, requires_grad=True), "note": "kept"}
+    data = {"tokens": [tokens], "loss_masks": [[1, 0]], "multimodal_train_inputs": [media, None], "other": [1]}
+    rollout_checks.tensorize_rollout_data_for_training(data | {"rollout_mask_sums": [2]})
+    rollout_checks.tensorize_rollout_data_for_training(data)
+    assert (data["tokens"][0].dtype, data["loss_masks"][0].dtype) == (torch.long, torch.int)
+    pictures, nothing = data["multimodal_train_inputs"]
+    assert (pictures["note"], pictures["pixels"].requires_grad, nothing) == ("kept", False, None)
+    assert data["other"] == [1]
+
+
+def test_routed_experts_are_checked_layer_by_layer():
+    args = SimpleNamespace(num_layers=3, moe_router_topk=2, moe_layer_freq=[0, 1, 1])
+    routes = torch.zeros(4, 3, 2, dtype=torch.uint8)
+    routes[:, 1:, 1] = 7
+    rollout_checks.validate_rollout_routed_experts_for_replay([routes], args)
+    routes[:, 2] = 0
+    for wrong, problem in (
+        ([routes], r"all zero in layers \[2\]"),
+        ([routes[:, :2]], r"\(4, 2, 2\), not"),
+        ([], "no sample"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            rollout_checks.validate_rollout_routed_experts_for_replay(wrong, args)
+
+
+def test_siblings_of_a_rollout_share_its_id():
+    one, other = Sample(rollout_id=1), Sample(rollout_id=2)
+    for node in ([[one, other]], [[[one, one]], [[other]]], one):
+        rollout_checks.validate_rollout_id_annotated(node)
+    for siblings in ([one, other], [one, Sample()]):
+        with pytest.raises(ValueError, match="give all of them the same"):
+            rollout_checks.validate_rollout_id_annotated([[siblings]])

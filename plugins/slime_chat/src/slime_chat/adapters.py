@@ -40,6 +40,27 @@ PARSERS = {
 DEFAULT_NEW_TOKENS = 4096  # slime's
 
 
+PICTURES = ("image", "image_url", "input_image")
+
+
+def flatten_content(content: Any) -> str:
+    """The text of a message's content in OpenAI's or Anthropic's form, a line a part; a picture is "[image omitted]".
+
+    Example: flatten_content([{"type": "text", "text": "a"}, {"type": "image"}]) is "a" and "[image omitted]"
+    """
+    if not isinstance(content, list):
+        return "" if content is None else str(content)
+    return "\n".join(filter(None, map(_part_text, content)))
+
+
+def _part_text(part: Any) -> str:
+    if not isinstance(part, Mapping):
+        return str(part)
+    if part.get("type") in PICTURES:
+        return "[image omitted]"
+    return flatten_content(part["content"] if "content" in part else part.get("text"))
+
+
 class GenerateClient:
     """An engine behind an address's `/generate`, for the requests of one session.
 
@@ -287,5 +308,6 @@ __all__ = [
     "BaseAdapter",
     "FilteredAccessLogger",
     "OpenAIAdapter",
+    "flatten_content",
     "run_app_in_thread",
 ]
