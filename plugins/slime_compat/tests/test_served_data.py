@@ -1,6 +1,7 @@
 """slime.utils.{mask_utils,data,eval_config,processing_utils,types} as served: what slime's functions get from them."""
 
 import base64
+import copy
 import io
 import json
 from types import SimpleNamespace
@@ -46,6 +47,28 @@ def test_answers_are_trained_through_the_line_break_that_ends_their_turn(style, 
     if kind != "qwen3":  # which writes the earlier answer as if it were the last
         assert tokenizer.decode(ids) == tokenizer.apply_chat_template(TALK, tokenize=False)
     assert generator.get_response_lengths([mask]) == [len(mask) - mask.index(1)]
+
+
+RESULTS = """\
+{%- for m in messages -%}
+{%- if m.role != 'tool' -%}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}
+{%- else -%}
+{%- if messages[loop.index0 - 1].role != 'tool' -%}{{- '<|im_start|>user' -}}{%- endif -%}
+{{- '\\n<tool_response>' + m.content + '</tool_response>' -}}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}{{- '<|im_end|>\\n' -}}{%- endif -%}
+{%- endif -%}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
+
+
+def test_results_of_tools_that_follow_each_other_share_a_turn():
+    tokenizer = copy.deepcopy(speaker("qwen2.5"))
+    tokenizer.chat_template = RESULTS
+    whole = tokenizer.apply_chat_template(TALK, tokenize=False)
+    assert whole.count("<tool_response>") == 2
+    for kind, turns in (("qwen3", 1), ("qwen", 2)):
+        ids, _ = MultiTurnLossMaskGenerator(tokenizer, kind).get_loss_mask(TALK)
+        assert tokenizer.decode(ids).count("<|im_start|>user\n<tool_response>") == turns
+        assert (tokenizer.decode(ids) == whole) == (turns == 1)
 
 
 def test_the_templates_own_system_message_stands_once():
