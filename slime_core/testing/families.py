@@ -20,15 +20,13 @@ _WINDOW = {"sliding_window": 24}
 _GEMMA = _GROUPED | _WINDOW | {"initializer_range": 0.05}  # embeddings are scaled by 8
 _CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_ROUTED = _EXPERTS | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
 _LATENT = {
     "kv_lora_rank": 16,
     "q_lora_rank": None,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
 }
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}  # instead of yarn for 131,072 positions
 _GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "initializer_range": 0.2}
@@ -44,8 +42,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3Config", _COMMON | _WINDOW | {"num_key_value_heads": 2, "partial_rotary_factor": 0.75}),
     "olmo2": ("Olmo2Config", _COMMON | {"num_key_value_heads": 2}),
     "glm4": ("Glm4Config", _GROUPED | {"attention_bias": True}),
+    "glm4-moe": ("Glm4MoeConfig", _GROUPED | _ROUTED | {"attention_bias": True, "use_qk_norm": True}),
     "smollm3": ("SmolLM3Config", _COMMON | {"num_key_value_heads": 2, "no_rope_layers": [1, 0]}),
-    "deepseek-v2": ("DeepseekV2Config", _COMMON | _EXPERTS | _LATENT | {"num_key_value_heads": 4}),
+    "deepseek-v2": ("DeepseekV2Config", _COMMON | _ROUTED | _LATENT | {"num_key_value_heads": 4}),
     "gpt2": ("GPT2Config", _GPT2),
     "neox": ("GPTNeoXConfig", _COMMON),
     "gpt-oss": (

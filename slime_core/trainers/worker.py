@@ -37,6 +37,7 @@ from slime_core.trainers.roles import critic_figures, missing
 from slime_core.trainers.verify import Slow, compared
 from slime_core.types import Batch, WeightUpdate
 from slime_core.weights.logprob_check import PRECISIONS
+from slime_core.weights.prediction_layers import carry
 from slime_core.weights.transports.buckets import TensorSource, stream
 from slime_core.weights.transports.senders import Senders
 
@@ -395,6 +396,8 @@ class Worker(ABC):
     def export(self, path: Path) -> None:
         with self.offload.loaded({"parameters"}):
             self.write_folder(path)
+        if self.rank == 0 and self.folder.init_weights == "load":
+            carry(self.folder.path, path, self.folder.config)
         self.barrier()
 
     def begun_stage(self) -> Config:

@@ -19,6 +19,7 @@ from torch import nn
 
 from slime_core.errors import DataError
 from slime_core.seeds import seed_of
+from slime_core.weights.prediction_layers import prefixes
 from slime_core.weights.shards import Shards
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -64,8 +65,11 @@ def fit(model: Any, shards: Shards, folder: Path) -> Fit:
     fit_of = Fit(stored_as={} if elsewhere else _check_ties(ties, shards, folder))
     fit_of.missing = sorted(name for name in expected if name not in shards.infos and name not in optional)
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    ahead = prefixes(model.config)
     fit_of.extra = sorted(
-        name for name in shards.infos if name not in expected and not any(re.search(p, name) for p in ignored)
+        name
+        for name in shards.infos
+        if name not in expected and not name.startswith(ahead) and not any(re.search(p, name) for p in ignored)
     )
     stored = {name: shards.infos.get(fit_of.stored_as.get(name, name)) for name in expected}
     pairs = [(name, info) for name, info in stored.items() if info is not None]
@@ -254,7 +258,7 @@ def load_converted(
     model, info = loaded
     fit_result = Fit(
         missing=sorted(info["missing_keys"]),
-        extra=sorted(info["unexpected_keys"]),
+        extra=sorted(name for name in info["unexpected_keys"] if not name.startswith(prefixes(model.config))),
         shapes=[(name, tuple(is_), tuple(want)) for name, is_, want in sorted(info["mismatched_keys"])],
     )
     if not fit_result or info.get("conversion_errors"):

@@ -4,10 +4,14 @@ import json
 import shutil
 
 import pytest
+import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from slime_core.testing.families import FAMILIES, family_model
 from slime_core.testing.models import CHAT_TEMPLATE
+from slime_core.weights.folder import ModelFolder
+from slime_core.weights.shards import Shards
 
 pytestmark = pytest.mark.system
 
@@ -96,3 +100,19 @@ def test_longrope_within_its_first_length_is_as_fast_as_any(train, work):
     assert "slow" not in said
     line, said = train("--dtype", "float32", "--run-dir", "longer")
     assert "rollout_max_context_len=64 avoids it" in said
+
+
+def test_layers_that_predict_further_ahead_are_kept(train, slime, work):
+    """GLM-4.5's kind: a layer after the last is neither run nor trained, and every folder that is written has it."""
+    model = family_model(work / "model", "glm4-moe")
+    layer = {f"model.layers.2.{name}.weight": torch.randn(8, 4) for name in ("eh_proj", "shared_head.head")}
+    save_file(load_file(model / "model.safetensors") | layer, model / "model.safetensors", {"format": "pt"})
+    line, _ = train("--dtype", "float32")
+    assert line["metrics"]["train_rollout_logprob_abs_diff"] < 1e-4
+    done = slime("convert", "fsdp-to-hf", "out", "converted", cwd=work)
+    assert done.returncode == 0, done.stderr
+    for folder in (work / "out" / "final", work / "converted"):
+        shards = Shards.open(folder)
+        assert all(torch.equal(shards[name], tensor) for name, tensor in layer.items())
+        assert len(shards) == len(Shards.open(model))
+        assert ModelFolder.open(folder).build_model("float32") is not None

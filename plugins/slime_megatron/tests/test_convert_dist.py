@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from small_family import write_folder
 
 from slime_core.testing import tiny_model
+from slime_core.testing.families import family_model
 
 pytestmark = pytest.mark.integration
 
@@ -52,6 +53,18 @@ def test_a_model_goes_to_megatrons_format_and_back(cli, hf, tmp_path):
     assert (said["path"], said["verified"], said["kept"], said["files"]) == (str(tmp_path / "hf"), True, 0, 1)
     assert done.err == ""
     one, other = tensors(hf), tensors(tmp_path / "hf")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_layers_that_predict_further_ahead_come_back_from_the_origin(cli, tmp_path):
+    model = family_model(tmp_path / "glm", "glm4-moe")
+    layer = {"model.layers.2.eh_proj.weight": torch.randn(8, 4)}
+    save_file(tensors(model) | layer, model / "model.safetensors", {"format": "pt"})
+    assert cli("convert", "hf-to-dist", model, "dist", "--quiet").code == 0
+    done = cli("convert", "dist-to-hf", "dist", "hf", "--origin-hf-dir", model, "--verify")
+    assert done.code == 0, done.err
+    one, other = tensors(model), tensors(tmp_path / "hf")
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
 

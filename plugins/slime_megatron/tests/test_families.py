@@ -57,6 +57,14 @@ YARN = {
     "original_max_position_embeddings": 4096,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
 LATENT = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
@@ -80,9 +88,10 @@ FAMILIES = {
     "qwen3": {"model_type": "qwen3"},
     "qwen3_moe": {"model_type": "qwen3_moe", **EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [0]},
     "glm4": {"model_type": "glm4"},
+    "glm4_moe": {"model_type": "glm4_moe", **ROUTED, "use_qk_norm": True, "attention_bias": True},
     "deepseek_v3": {"model_type": "deepseek_v3", **LATENT, "rope_parameters": YARN},
 }
-SPARSE = ("qwen3_moe", "deepseek_v3")
+SPARSE = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 GROUPED = {"moe_grouped_gemm": True}
 WITHIN = {"gradient_accumulation_fusion": True}  # the default on GPUs, no flag: the ranks set it
 HALVES = {"make_vocab_size_divisible_by": 2}  # ids on both ranks; else the second has filling alone

@@ -25,6 +25,10 @@ YARN = {
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ROUTED = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
 LATENT = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16,
     "n_shared_experts": 2, "first_k_dense_replace": 1, "q_lora_rank": 12, "kv_lora_rank": 20, "qk_nope_head_dim": 8,
@@ -40,6 +44,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3_moe-mixed": {"model_type": "qwen3_moe", **EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]},
     "glm4": {"model_type": "glm4"},
     "glm4-unbiased": {"model_type": "glm4", "attention_bias": False},
+    "glm4_moe": {"model_type": "glm4_moe", **ROUTED, "use_qk_norm": True, "attention_bias": True},
+    "glm4_moe-plain": {"model_type": "glm4_moe", **ROUTED, "routed_scaling_factor": 2.5},
     "deepseek_v3": {"model_type": "deepseek_v3", **LATENT, "rope_parameters": YARN},
     "deepseek_v3-halves": {"model_type": "deepseek_v3", **LATENT, "rope_interleave": False},
     "deepseek_v3-direct": {"model_type": "deepseek_v3", **LATENT, "q_lora_rank": None, "rope_interleave": False},

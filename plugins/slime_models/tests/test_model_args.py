@@ -27,7 +27,21 @@ EXPERTS = (
     "--moe-grouped-gemm --moe-token-drop-policy probs --moe-router-dtype fp32 --moe-permute-fusion "
     "--moe-aux-loss-coeff 0 --position-embedding-type rope --rotary-percent 1.0"
 )
+ROUTED = (
+    "--moe-router-pre-softmax --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-bias-update-rate 0 --moe-router-load-balancing-type seq_aux_loss --moe-token-dispatcher-type alltoall "
+    "--moe-router-topk 8 --moe-grouped-gemm --moe-router-dtype fp32 --moe-permute-fusion --moe-aux-loss-coeff 0"
+)
+GLM = (
+    f"{COMMON} --num-attention-heads 96 --num-query-groups 8 --kv-channels 128 --add-qkv-bias {UNTIED} {ROUTED} "
+    "--position-embedding-type rope --rotary-percent 0.5 --vocab-size 151552 --rotary-base 1000000"
+)
 SCRIPTS = {
+    "glm-4.5-air": f"{GLM} --num-layers 46 --hidden-size 4096 --ffn-hidden-size 10944 --moe-ffn-hidden-size 1408 "
+    f"--moe-shared-expert-intermediate-size 1408 --num-experts 128 --moe-layer-freq '{[0] + [1] * 45}'",
+    "glm-4.5": f"{GLM} --qk-layernorm --num-layers 92 --hidden-size 5120 --ffn-hidden-size 12288 "
+    "--moe-ffn-hidden-size 1536 --moe-shared-expert-intermediate-size 1536 --num-experts 160 "
+    f"--moe-router-topk-scaling-factor 2.5 --moe-layer-freq '{[0] * 3 + [1] * 89}'",
     "qwen3-0.6b": f"{QWEN3} --num-layers 28 --hidden-size 1024 --ffn-hidden-size 3072 --num-attention-heads 16 "
     "--num-query-groups 8",
     "qwen3-4b": f"{QWEN3} --num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32 "
@@ -65,47 +79,6 @@ SCRIPTS = {
     "--moe-permute-fusion",
 }
 """What slime's scripts/models/*.sh say, by our name of the model."""
-DEEPSEEK = SimpleNamespace(
-    model_type="deepseek_v3",
-    hidden_act="silu",
-    num_hidden_layers=61,
-    hidden_size=7168,
-    intermediate_size=18432,
-    num_attention_heads=128,
-    num_key_value_heads=128,
-    rms_norm_eps=1e-6,
-    vocab_size=129280,
-    max_position_embeddings=163840,
-    tie_word_embeddings=False,
-    attention_bias=False,
-    q_lora_rank=1536,
-    kv_lora_rank=512,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    rope_theta=10000,
-    rope_scaling={
-        "type": "yarn",
-        "factor": 40,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "original_max_position_embeddings": 4096,
-    },
-    n_routed_experts=256,
-    n_shared_experts=1,
-    num_experts_per_tok=8,
-    n_group=8,
-    topk_group=4,
-    norm_topk_prob=True,
-    moe_intermediate_size=2048,
-    first_k_dense_replace=3,
-    moe_layer_freq=1,
-    routed_scaling_factor=2.5,
-    scoring_func="sigmoid",
-    topk_method="noaux_tc",
-)
 
 
 def table(line):
@@ -113,8 +86,7 @@ def table(line):
 
 
 def made(name, line, **config):
-    known = DEEPSEEK if name == "deepseek-v3" else presets()[name].config
-    found = SimpleNamespace(**{**vars(known), **config})
+    found = SimpleNamespace(**{**vars(presets()[name].config), **config})
     train = load_config(None, ["--dtype", "bfloat16"]).train
     return settings(BRIDGES[found.model_type], found, table(line), train, 1, "cuda")
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from slime_core.errors import DataError
+from slime_core.weights.prediction_layers import prefixes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,6 +89,7 @@ class Sizes:
     moe_layers: frozenset[int] = frozenset()
     tied: bool = False
     rope: int = 0  # rotary rows of a head with latent attention
+    ahead: tuple[str, ...] = ()  # beginnings of names in the folder that Megatron's model does without
     words: Mapping[str, int] = field(default_factory=dict, compare=False)
 
 
@@ -151,6 +153,7 @@ class Bridge:
             moe_layers=frozenset(n for n, moe in enumerate(sparse) if moe and experts),
             tied=bool(getattr(config, "tie_word_embeddings", False)),
             rope=words.get("rope", 0),
+            ahead=prefixes(config),
             words=words,
         )
 
@@ -314,7 +317,8 @@ def unshard(entry: Entry, shards: Sequence[torch.Tensor]) -> torch.Tensor:
 def check_tensors(entries: Sequence[Entry], sizes: Sizes, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
     """Compare a folder's tensor names and shapes with those that the entries need.
 
-    A copy of a tied output matrix is let through, so is nothing else that no entry names.
+    A copy of a tied output matrix and layers that predict further ahead are let through, and nothing else that no
+    entry names.
 
     Args:
         found: shapes by name, as in the headers (``Shards.infos``)
@@ -328,7 +332,7 @@ def check_tensors(entries: Sequence[Entry], sizes: Sizes, shapes: Mapping[str, t
     copies = {"lm_head.weight"} if sizes.tied else set()
     met = Fit(
         missing=sorted(name for name in expected if name not in shapes),
-        extra=sorted(name for name in shapes if name not in expected and name not in copies),
+        extra=sorted(n for n in shapes if n not in expected and n not in copies and not n.startswith(sizes.ahead)),
         shapes=[(name, shapes[name], shape) for name, shape in expected.items() if shapes.get(name, shape) != shape],
     )
     if not met:

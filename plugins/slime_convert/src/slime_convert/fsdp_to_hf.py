@@ -20,6 +20,7 @@ from slime_core import durable
 from slime_core.errors import ConfigError, StorageError
 from slime_core.trainers.fsdp import checkpoint as files
 from slime_core.trainers.fsdp.publishing import parts_of
+from slime_core.weights import prediction_layers
 from slime_core.weights.build import Fit, misfit, skeleton
 from slime_core.weights.folder import read_config
 from slime_core.weights.shards import Shards, TensorInfo
@@ -50,6 +51,7 @@ def fsdp_to_hf(checkpoint: Path, target: Path, origin: Path | None, how: How) ->
     config = read_config(folder)
     stored = {name: StoredRows(info) for name, info in infos.items()}
     stored |= _check_fit(skeleton(config), infos, folder, trainer)
+    stored |= {name: StoredRows(info) for name, info in prediction_layers.stored(folder, config).items()}
     tensors = [cast(part, how.torch_dtype) for rows in stored.values() for part in _parts(rows)]
     used = {rows.info.file for rows in stored.values()}
     return to_hf("fsdp-to-hf", tensors, target, folder, used, how)

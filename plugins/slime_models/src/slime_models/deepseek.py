@@ -13,7 +13,7 @@ from typing import Any
 from slime_convert.bridge import Bridge, BridgeRow, Given, Kind, refused
 from slime_models.fields import DECODER, ONLY, rope
 from slime_models.routing import DEEPSEEK_EXPERTS
-from slime_models.rows import ENDS, EXPERTS, MLP, NORMS, OF, ROUTER, SHARED_EXPERTS, TO
+from slime_models.rows import ENDS, EXPERT_BIAS, EXPERTS, MLP, NORMS, OF, ROUTER, SHARED_EXPERTS, TO
 
 ATTENTION = f"{TO}.self_attention"
 HF_ATTENTION = f"{OF}.self_attn"
@@ -113,12 +113,7 @@ DEEPSEEK_V3 = Bridge(
         ),
         *MLP,
         ROUTER,
-        BridgeRow(
-            f"{TO}.mlp.router.expert_bias",
-            (f"{OF}.mlp.gate.e_score_correction_bias",),
-            on="moe",
-            shape="experts",
-        ),
+        EXPERT_BIAS,
         *EXPERTS,
         *SHARED_EXPERTS,
     ),

@@ -1,4 +1,4 @@
-"""GLM-4-9B: norms before and after attention and MLP, half of each head rotated in pairs, biases on q, k, v."""
+"""GLM-4-9B (norms before and after attention and MLP, half of each head rotated in pairs) and GLM-4.5 with experts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,21 @@ from typing import Any
 
 from slime_convert.bridge import Bridge, BridgeRow, Given
 from slime_models.fields import DECODER, ONLY, no_scaling, rope
-from slime_models.rows import ATTENTION, ENDS, NORMS, OF, QKV_BIAS, TO
+from slime_models.routing import DEEPSEEK_EXPERTS
+from slime_models.rows import (
+    ATTENTION,
+    ENDS,
+    EXPERT_BIAS,
+    EXPERTS,
+    MLP,
+    NORMS,
+    OF,
+    QK_NORMS,
+    QKV_BIAS,
+    ROUTER,
+    SHARED_EXPERTS,
+    TO,
+)
 
 
 def rotated_part(config: Any) -> float:
@@ -39,3 +53,30 @@ GLM4 = Bridge(
     sandwich=True,
     only=ONLY,
 )
+
+GLM4_MOE = Bridge(
+    family="glm4_moe",
+    rows=(
+        *ENDS,
+        *NORMS,
+        *ATTENTION,
+        replace(QKV_BIAS, when="attention_bias"),
+        *(replace(row, when="use_qk_norm") for row in QK_NORMS),
+        *MLP,
+        ROUTER,
+        EXPERT_BIAS,
+        *EXPERTS,
+        *SHARED_EXPERTS,
+    ),
+    fields={
+        **DECODER,
+        **DEEPSEEK_EXPERTS,
+        "add_qkv_bias": "attention_bias",
+        "qk_layernorm": "use_qk_norm",
+        "rotary_percent": rotated_part,
+        "rope_scaling": no_scaling,
+    },
+    defaults={"attention_bias": False, "use_qk_norm": False, "routed_scaling_factor": 1.0},
+    only=ONLY,
+)
+"""GLM-4.5, 4.5-Air, 4.6 and 4.7: DeepSeek's experts behind grouped attention, half of each head rotated."""

@@ -68,6 +68,10 @@ MLP = (
 
 ROUTER = BridgeRow(f"{TO}.mlp.router.weight", (f"{OF}.mlp.gate.weight",), on="moe", shape="experts hidden")
 
+EXPERT_BIAS = BridgeRow(
+    f"{TO}.mlp.router.expert_bias", (f"{OF}.mlp.gate.e_score_correction_bias",), on="moe", shape="experts"
+)
+
 EXPERTS = (
     BridgeRow(
         f"{TO}.mlp.experts.local_experts.{{expert}}.linear_fc1.weight",

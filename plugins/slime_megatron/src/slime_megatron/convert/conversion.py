@@ -18,6 +18,7 @@ from slime_convert.folder_writing import Done, How, check_apart, to_hf, write_fo
 from slime_convert.job import Job
 from slime_convert.rows import Move, Moved, StoredRows, TensorRows, cast, first_difference, joined, parted, read_whole
 from slime_core.errors import DataError, PluginError
+from slime_core.weights import prediction_layers
 from slime_core.weights.build import Fit, misfit
 from slime_core.weights.folder import read_config
 from slime_core.weights.shards import Shards
@@ -72,8 +73,11 @@ def dist_to_hf(source: Path, target: Path, origin: Path, find: FindBridge, how: 
     sizes, entries = bridge.sizes(config), _entries(bridge, config)
     folder = DistFolder.open(source, trusted=trusted)
     stored = _hf_rows(entries, folder, sizes, bridge, str(origin / "config.json"))
-    tensors = [cast(rows, how.torch_dtype) for rows in stored]
-    used = {chunk.file for tensor in folder.tensors.values() for chunk in tensor.chunks}
+    ahead = prediction_layers.stored(origin, config).values()
+    tensors = [cast(rows, how.torch_dtype) for rows in (*stored, *map(StoredRows, ahead))]
+    used = {chunk.file for tensor in folder.tensors.values() for chunk in tensor.chunks} | {
+        info.file for info in ahead
+    }
     return to_hf("dist-to-hf", tensors, target, origin, used | {folder.path / METADATA}, how)
 
 

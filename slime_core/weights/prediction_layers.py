@@ -1,0 +1,60 @@
+"""Layers that predict tokens further ahead (DeepSeek V3, section 2.2), which a folder stores after the model's own.
+
+No model here runs or trains them. A folder that is written from another keeps its layers as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slime_core.durable import storage_error
+from slime_core.weights.shards import INDEX, Shards, TensorInfo
+
+FILE = "model-prediction-layers.safetensors"
+
+
+def prefixes(config: Any) -> tuple[str, ...]:
+    """How names of such layers' tensors begin: ``model.layers.N.``, N from ``num_hidden_layers`` on."""
+    first, count = config.num_hidden_layers, int(getattr(config, "num_nextn_predict_layers", 0) or 0)
+    return tuple(f"model.layers.{number}." for number in range(first, first + count))
+
+
+def stored(folder: Path, config: Any) -> dict[str, TensorInfo]:
+    """The tensors of such layers in a model folder; most folders have none.
+
+    Raises:
+        DataError: TOK46 to TOK48, as :meth:`Shards.open`.
+    """
+    starts = prefixes(config)
+    if not starts or not any(folder.glob("*.safetensors")):  # a folder may hold config and tokenizer alone
+        return {}
+    return {name: info for name, info in Shards.open(folder).infos.items() if name.startswith(starts)}
+
+
+def carry(origin: Path, folder: Path, config: Any) -> None:
+    """Put ``origin``'s layers into a model folder that was written without them, with an index of all files.
+
+    Raises:
+        StorageError: they cannot be written.
+    """
+    infos = stored(origin, config)
+    if not infos:
+        return
+    try:
+        _write(infos, folder)
+    except OSError as error:
+        raise storage_error(error, folder, "the model folder cannot be written") from error
+
+
+def _write(infos: Mapping[str, TensorInfo], folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    shards = Shards(infos)
+    files = {name: info.file.name for name, info in Shards.open(folder).infos.items()} | dict.fromkeys(infos, FILE)
+    save_file({name: shards[name] for name in infos}, folder / FILE, metadata={"format": "pt"})
+    total = sum(path.stat().st_size for path in {folder / name for name in files.values()})
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
