@@ -12,7 +12,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from slime_compat.served.collection import first_of
-from slime_compat.served.generation import GenerateState, generate_and_rm_group
+from slime_compat.served.generation import GenerateState, concurrency, generate_and_rm_group
 from slime_core.compat.rollouts import DataBuffer
 from slime_core.notices import notice
 from slime_core.types import Status
@@ -127,7 +127,7 @@ def _worker(args: Any, data_buffer: Any) -> AsyncRolloutWorker:
     """The run's worker over this buffer, started."""
     state = GenerateState(args)
     if state.worker is None or state.worker.data_buffer is not data_buffer:
-        state.worker = AsyncRolloutWorker(args, data_buffer, concurrency=args.sglang_server_concurrency)
+        state.worker = AsyncRolloutWorker(args, data_buffer, concurrency=concurrency(args))
     state.worker.start()
     return state.worker  # type: ignore[no-any-return]
 

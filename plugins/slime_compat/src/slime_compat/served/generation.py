@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from slime_compat.http import post
+from slime_compat.served.http import get_rollout_num_engines
 from slime_compat.served.processing import load_processor
 from slime_compat.served.rewards import async_rm, batched_async_rm
 from slime_compat.served.sample_hooks import apply_rollout_sample_hooks
@@ -60,10 +61,10 @@ class GenerateState:
 
     @property
     def semaphore(self) -> asyncio.Semaphore:
-        """As many generations as the engine serves at once; one semaphore an event loop."""
+        """As many generations as the engines serve at once; one semaphore an event loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._semaphores:
-            self._semaphores[loop] = asyncio.Semaphore(self.args.sglang_server_concurrency)
+            self._semaphores[loop] = asyncio.Semaphore(concurrency(self.args))
         return self._semaphores[loop]
 
     @contextmanager
@@ -87,6 +88,11 @@ class GenerateState:
         for group in samples:
             self.pendings.add(asyncio.create_task(generate_and_rm_group(self.args, group, dict(self.sampling_params))))
         self.remaining_batch_size += len(samples)
+
+
+def concurrency(args: Any) -> int:
+    """Requests that the run's engines serve at once."""
+    return int(args.sglang_server_concurrency) * get_rollout_num_engines(args)
 
 
 def get_model_url(args: Any, name: str = "", endpoint: str = "/generate") -> str:

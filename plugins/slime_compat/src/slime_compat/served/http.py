@@ -35,7 +35,7 @@ def get_rollout_num_engines(args: Any) -> int:
     count = getattr(args, "rollout_num_engines", None)
     gpus = getattr(args, "rollout_num_gpus", None) or 0
     gpus_per_engine = getattr(args, "rollout_num_gpus_per_engine", None) or 1
-    return int(count) if count is not None else max(gpus // gpus_per_engine, 1)
+    return int(count) if count else max(gpus // gpus_per_engine, 1)
 
 
 def init_http_client(args: Any) -> None:
