@@ -53,7 +53,7 @@ RESULTS = """\
 {%- for m in messages -%}
 {%- if m.role != 'tool' -%}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}
 {%- else -%}
-{%- if messages[loop.index0 - 1].role != 'tool' -%}{{- '<|im_start|>user' -}}{%- endif -%}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}{{- '<|im_start|>user' -}}{%- endif -%}
 {{- '\\n<tool_response>' + m.content + '</tool_response>' -}}
 {%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}{{- '<|im_end|>\\n' -}}{%- endif -%}
 {%- endif -%}{%- endfor -%}
