@@ -90,6 +90,7 @@ def test_defaults_of_slime_that_depend_on_the_estimator():
     cispo = values_of("--advantage-estimator", "cispo")
     assert (cispo["--eps-clip"], cispo["--eps-clip-high"]) == ("0.2", "0.2")
     assert "--eps-clip" not in words_of("--advantage-estimator", "grpo")  # 0.2 here too
+    assert values_of("--kl-coef", "0.1", "--kl-loss-type", "k2")["--kl-reward-type"] == "k2"
     assert values_of("--advantage-estimator", "ppo", "--lr", "3e-6")["--critic-lr"] == "3e-6"
 
 

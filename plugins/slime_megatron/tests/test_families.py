@@ -89,7 +89,7 @@ FAMILIES = {
     "qwen3_moe": {"model_type": "qwen3_moe", **EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [0]},
     "glm4": {"model_type": "glm4"},
     "glm4_moe": {"model_type": "glm4_moe", **ROUTED, "use_qk_norm": True, "attention_bias": True},
-    "deepseek_v3": {"model_type": "deepseek_v3", **LATENT, "rope_parameters": YARN},
+    "deepseek_v3": {"model_type": "deepseek_v3", **LATENT, "rope_parameters": YARN, "rms_norm_eps": 1e-3},
 }
 SPARSE = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 GROUPED = {"moe_grouped_gemm": True}

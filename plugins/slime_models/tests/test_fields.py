@@ -127,7 +127,6 @@ def test_rotary_settings_are_read_in_both_ways_they_are_written():
         ("glm4", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = 'yarn'"),
         ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob = False"),
         ("deepseek_v3", {"n_group": 4, "topk_group": 2}, "topk_group = 2"),
-        ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05"),
         ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts = 0"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
         ("deepseek_v3", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type = 'longrope'"),

@@ -1,10 +1,11 @@
-"""Multi-head latent attention (DeepSeek V2, arXiv:2405.04434) over packs, where Transformer Engine is not installed.
+"""Multi-head latent attention (DeepSeek V2, arXiv:2405.04434) over packs, in place of megatron-core's.
 
 hidden -> q down, norm, up -> heads: [plain | rotary]          hidden -> kv down -> [latent | one rotary key for all]
                                                                 latent -> norm, up -> heads: [plain key | value]
 
-megatron-core 0.16's own module of that name cannot be built where Transformer Engine is missing. This one has its
-parameters, names and parallel forms: down projections are column-parallel and gathered, norms see this rank's rows.
+megatron-core 0.16's own module cannot be built where Transformer Engine is missing, and has one epsilon for all norms.
+This one has its parameters, names and parallel forms: down projections are column-parallel and gathered, norms see the
+rows of this rank.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
     from slime_megatron.packing import Pack
 
 
+EPSILON = 1e-6
+"""Of latents' norms: the models' own code and transformers have it whatever ``rms_norm_eps`` says."""
+
+
 class LatentAttention(MegatronModule):  # type: ignore[misc]
     """[T, 1, hidden] to the same; with sequence parallelism both are this rank's rows."""
 
@@ -49,10 +54,10 @@ class LatentAttention(MegatronModule):  # type: ignore[misc]
             self.linear_q_proj = self._column(config.hidden_size, every * self.width)
         else:
             self.linear_q_down_proj = self._column(config.hidden_size, config.q_lora_rank)
-            self.q_layernorm = Norm(config, config.q_lora_rank, config.layernorm_epsilon)
+            self.q_layernorm = Norm(config, config.q_lora_rank, EPSILON)
             self.linear_q_up_proj = self._column(config.q_lora_rank, every * self.width)
         self.linear_kv_down_proj = self._column(config.hidden_size, config.kv_lora_rank + config.qk_pos_emb_head_dim)
-        self.kv_layernorm = Norm(config, config.kv_lora_rank, config.layernorm_epsilon)
+        self.kv_layernorm = Norm(config, config.kv_lora_rank, EPSILON)
         self.linear_kv_up_proj = self._column(config.kv_lora_rank, every * (config.qk_head_dim + config.v_head_dim))
         self.linear_proj = RowParallelLinear(
             every * config.v_head_dim,

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from slime_megatron.attention import CoreAttention
 from slime_megatron.experts import grouped_spec
-from slime_megatron.latent import LatentAttention
+from slime_megatron.latent import EPSILON, LatentAttention
 from slime_megatron.norms import Norm, wide_add
 
 if TYPE_CHECKING:
@@ -71,16 +71,16 @@ def block_spec(config: TransformerConfig, bridge: Bridge) -> Any:
             layer.module = SandwichLayer
         if config.fp32_residual_connection:
             layer.submodules.self_attn_bda = layer.submodules.mlp_bda = wide_add
-        _replace(layer, grouped=grouped)
+        _replace(layer, grouped=grouped, latent=not has_transformer_engine() or config.layernorm_epsilon != EPSILON)
     if not has_transformer_engine():
         block.layer_norm = Norm
     return block
 
 
-def _replace(spec: Any, *, grouped: bool) -> None:
-    """Our modules in a layer's tree of specs."""
+def _replace(spec: Any, *, grouped: bool, latent: bool) -> None:
+    """Our modules in a layer's tree of specs; ``latent``: our latent attention too."""
     submodules = spec.submodules
-    if spec.module is MLASelfAttention and not has_transformer_engine():
+    if spec.module is MLASelfAttention and latent:
         spec.module = LatentAttention
     if not has_transformer_engine():
         for name in NORMS:
@@ -93,4 +93,4 @@ def _replace(spec: Any, *, grouped: bool) -> None:
         submodules.core_attention = CoreAttention
     for child in vars(submodules).values():
         if isinstance(child, ModuleSpec) and child.submodules is not None:
-            _replace(child, grouped=grouped)
+            _replace(child, grouped=grouped, latent=latent)

@@ -141,7 +141,6 @@ DEEPSEEK_V3 = Bridge(
     only={
         **ONLY,
         "attention_bias": (False,),
-        "rms_norm_eps": (1e-6,),  # transformers norms the latents with 1e-6 whatever the config says
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
         "moe_layer_freq": (1,),

@@ -321,6 +321,8 @@ def _defaults(line: SlimeLine, argv: Sequence[str], ahead: int) -> Iterator[list
         yield ["--apply-chat-template"]
     if not line.has("--colocate", "--no-colocate"):
         yield ["--no-colocate"]
+    if line.has("--kl-coef") and not line.has("--kl-reward-type"):  # one estimator for both in slime
+        yield ["--kl-reward-type", line.first("--kl-loss-type", "k1")]
     if line.has("--use-opd") and not line.has("--opd-kl-coef"):
         yield ["--opd-kl-coef", "1.0"]
     if not line.has("--calculate-per-token-loss", "--loss-aggregation"):
