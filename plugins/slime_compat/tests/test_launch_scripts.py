@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_compat.launch.check import FAMILIES, check_launch
+from slime_compat.launch.check import FAMILIES, QUANTISED, check_launch
 from slime_compat.launch.script import LaunchScript
 from slime_core.testing import tiny_model
 from slime_models.presets import presets
@@ -58,6 +58,8 @@ REFUSED = {
 }
 """What is in the way of the scripts that do not run, in the message."""
 
+RANDOM = ("--init-weights", "random")
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
@@ -75,6 +77,8 @@ def model_folder(place, model, name):
     family = next((family for start, family in FAMILIES.items() if name.lower().startswith(start)), "deepseek_v3")
     preset = presets().get(PRESETS.get(model.lower(), model.lower()))
     config = dict(vars(preset.config)) if preset else {"model_type": family, **LATENT.get(model, {})}
+    if QUANTISED.search(name.lower()):
+        config["quantization_config"] = {"quant_method": "fp8"}
     if name in LONG_CONTEXT:
         config |= {"rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0}}
     folder = place / model / name
@@ -106,14 +110,18 @@ def launch_of(name, place):
 
 @pytest.mark.parametrize("name", FACTS["scripts"])
 def test_a_launch_script_runs_here_or_what_is_in_the_way_is_named(name, place):
-    check = check_launch(launch_of(name, place), ["--init-weights", "random"])
+    launch, script = launch_of(name, place), FACTS["scripts"][name]
+    check = check_launch(launch, RANDOM)
     text = "\n".join(map(str, check.errors))
     assert check.missing == []
     if name in REFUSED:
         assert REFUSED[name] in text
-    else:
-        assert text == ""
-        assert " ranks = " in check.model  # the layout fits, and the flags agree with config.json
+        return
+    if QUANTISED.search(script["folder"].lower()):
+        assert f"TOK48 {script['folder']} is quantised" in text
+        check = check_launch(launch, [*RANDOM, "--hf-checkpoint", str(model_folder(place, script["model"], "float"))])
+    assert check.errors == []
+    assert " ranks = " in check.model  # the layout fits, and the flags agree with config.json
 
 
 def test_most_scripts_run():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from slime_core.config import rules
 from slime_core.config.load import LoadedConfig, read, split, stages
 from slime_core.config.paths import missing_files
 from slime_core.config.problems import Problem, dotted, error_of
-from slime_core.errors import ConfigError, PluginError, SlimeError
+from slime_core.errors import ConfigError, DataError, PluginError, SlimeError
 from slime_core.plugins import load_plugins, option_models
 from slime_core.plugins.backends import trainer_of
 
@@ -41,6 +42,8 @@ FAMILIES = {
     "qwen3.6": "qwen3_5",
 }
 """How folders of slime's scripts begin -> the model_type of their config.json, first match first."""
+QUANTISED = re.compile(r"fp8|int4|int8|awq|gptq|^deepseek-(?:r1|v3)")
+"""In names of folders whose weights are quantised."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -171,7 +174,7 @@ def _check_model(check: ScriptCheck, loaded: LoadedConfig) -> None:
     trainer = trainer_of(loaded.config)
     try:
         plugins = load_plugins(_without_functions(loaded.config))
-        _require_bridge(folder, plugins)
+        _require_model(folder, plugins)
         if not (folder / "config.json").is_file():
             check.model = f"not compared: {folder} has no config.json on this machine"
             return
@@ -185,15 +188,17 @@ def _check_model(check: ScriptCheck, loaded: LoadedConfig) -> None:
         check.model = f"{folder.name}: {error.what}"
 
 
-def _require_bridge(folder: Path, plugins: Any) -> None:
-    """Refuse a model of a family without a bridge, by its config.json, else by the name of its folder.
+def _require_model(folder: Path, plugins: Any) -> None:
+    """Refuse a family without a bridge and quantised weights, by config.json, else by the name of the folder.
 
     Raises:
-        ConfigError: CFG200.
+        ConfigError: CFG200; DataError: TOK48.
     """
     try:
-        family = str(json.loads((folder / "config.json").read_bytes()).get("model_type", ""))
+        table = json.loads((folder / "config.json").read_bytes())
+        family, quantised = str(table.get("model_type", "")), "quantization_config" in table
     except (OSError, ValueError):
+        quantised = bool(QUANTISED.search(folder.name.lower()))
         family = next((family for start, family in FAMILIES.items() if folder.name.lower().startswith(start)), "")
     families = {name for plugin in plugins.loaded for name in getattr(plugin.target, "slime_families", ())}
     if family and family not in families:
@@ -203,6 +208,14 @@ def _require_bridge(folder: Path, plugins: Any) -> None:
             where="--hf-checkpoint",
             why=f"families: {', '.join(sorted(families))}",
             fix="a plugin with slime_model_bridge, or --train-backend fsdp without Megatron's flags",
+        )
+    if quantised:
+        raise DataError(
+            f"{folder.name} is quantised",
+            code="TOK48",
+            where="--hf-checkpoint",
+            why="training starts from --hf-checkpoint, in slime from --load or --ref-load, which has float weights",
+            fix="--hf-checkpoint FLOAT_FOLDER: what --ref-load was made of   (slime convert dist-to-hf makes it)",
         )
 
 
