@@ -32,7 +32,7 @@ CKPT=(
    --save "out dir/x"
 )
 MORE=(--update-weight-buffer-size $(( 4 * 512 * 1024 )) --moe-layer-freq "[0]*$DENSE+[1]*$((DENSE + 2))")
-MORE+=(--wandb-group 'a b' --eval-top-p 0.7 --sglang-cuda-graph-bs 1 $(seq 8 8 24))
+MORE+=(--wandb-key k --wandb-group 'a b' --eval-top-p 0.7 --sglang-cuda-graph-bs 1 $(seq 8 8 24))
 ENVIRONMENT="{
   \"env_vars\": {\"PYTHONPATH\": \"/nowhere:${HERE}\", \"LINKS\": \"${LINKS}\"}
 }"
@@ -88,9 +88,11 @@ def test_a_script_is_read_as_bash_reads_it(script, tmp_path):
 
 def test_what_only_running_could_tell_stays_as_it_is_written(tmp_path):
     script = tmp_path / "run.sh"
-    script.write_text("python train_async.py --lr $LR --save $(date)/x --prompt-data ${DATA}/rows ${MORE[@]}\n")
+    script.write_text(
+        'python train_async.py --lr ${1:-$LR} --seed $2 --save $(date)/x --prompt-data ${DATA}/rows ${MORE[@]} "$@"\n'
+    )
     launch = read_script(script, {})
-    assert launch.words == ["--lr", "${LR}", "--save", "$(date)/x", "--prompt-data", "${DATA}/rows"]
+    assert launch.words == ["--lr", "${LR}", "--seed", "${2}", "--save", "$(date)/x", "--prompt-data", "${DATA}/rows"]
     assert launch.door == "train_async.py"
 
 
@@ -176,6 +178,12 @@ def test_a_check_names_everything_that_is_in_the_way_at_once(tmp_path):
 
 def test_the_tables_of_a_check_have_every_part(script):
     result = CliRunner().invoke(compat, ["check", str(script)], standalone_mode=False)
-    for text in ("starts train.py", "flags: not needed", "flags: the same", "files that are not on this", "slime run"):
+    for text in (
+        "starts train.py",
+        "flags: not needed",
+        "flags: the same",
+        "files that are not on this",
+        "export WANDB_API_KEY=...\nslime run",
+    ):
         assert text in result.output
     assert Path(script).name in result.output

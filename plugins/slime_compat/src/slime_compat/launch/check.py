@@ -94,8 +94,8 @@ class ScriptCheck:
         return "runs here"
 
     @property
-    def command(self) -> str:
-        """The `slime run` that it is."""
+    def words(self) -> list[str]:
+        """What follows `slime run`, as a shell wants it."""
         paths = {use.flag: use.path for use in self.functions}
         words = [
             word if at == 0 or word.startswith("--") else paths.get(use.words[0], word)
@@ -103,7 +103,7 @@ class ScriptCheck:
             for at, word in enumerate(use.words)
             if not (use.name in OF_CONFIG and any(UNKNOWN.search(value) for value in use.values))
         ]
-        return " ".join(["slime run", *(word if UNKNOWN.search(word) else shlex.quote(word) for word in words)])
+        return [word if UNKNOWN.search(word) else shlex.quote(word) for word in words]
 
 
 def check_launch(launch: LaunchScript, more: Sequence[str] = ()) -> ScriptCheck:

@@ -82,7 +82,7 @@ def _facts(result: ScriptCheck) -> dict[str, Any]:
         "missing": result.missing,
         "model": result.model,
         "verdict": result.verdict,
-        "command": result.command,
+        "command": " ".join(["slime run", *result.words]),
         "exit_code": result.exit_code,
     }
 
@@ -110,7 +110,21 @@ def _print(result: ScriptCheck) -> None:
     click.echo(f"model: {result.model}\n")
     for error in [*result.errors, *(use.error for use in result.functions if use.error)]:
         click.echo(f"{error}\n")
-    click.echo(f"{launch.script.name} {result.verdict}\n\n{result.command}")
+    click.echo(f"{launch.script.name} {result.verdict}\n")
+    for name in result.translation.environment:
+        click.echo(f"export {name}=...")
+    click.echo(_command(result.words))
+
+
+def _command(words: Sequence[str]) -> str:
+    """The command in lines of at most 100 columns, where its words allow that."""
+    lines = ["slime run"]
+    for word in words:
+        if len(lines[-1]) + len(word) < 100:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(f"    {word}")
+    return " \\\n".join(lines)
 
 
 def _section(title: str, rows: Sequence[Sequence[str]]) -> None:

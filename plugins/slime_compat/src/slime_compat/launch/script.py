@@ -19,7 +19,7 @@ DOORS = {"train.py": 0, "train_async.py": 1}
 """slime's entry points, and how many steps their rollouts run ahead."""
 UNKNOWN = re.compile(r"\$[{(]")
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<plus>\+?)=")
-_VARIABLE = re.compile(r"\$(?:(?P<bare>[A-Za-z_]\w*)|\{(?P<name>[A-Za-z_]\w*)(?P<rest>[^}]*)\})")
+_VARIABLE = re.compile(r"\$(?:(?P<bare>[A-Za-z_]\w*|\d)|\{(?P<name>[A-Za-z_]\w*|\d)(?P<rest>[^}]*)\})")
 _ARRAY = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
 _OWN_FOLDER = re.compile(r"\$\(dirname\s+(?:--\s+)?\"?(?:\$\{BASH_SOURCE(?:\[0\])?\}|\$0|\$BASH_SOURCE)\"?\)")
 _CHANGED_FOLDER = re.compile(
@@ -145,6 +145,8 @@ class _Shell:
 
     def expand(self, raw: str) -> list[str]:
         """The words that a word becomes: quotes are removed, variables replaced."""
+        if raw.strip('"') in ("$@", "$*"):  # of the script itself
+            return []
         array = _ARRAY.fullmatch(raw)
         if array:
             values = self._values.get(array[1], [])
