@@ -15,7 +15,7 @@ from slime_models.presets import presets
 pytestmark = pytest.mark.integration
 
 FACTS = tomllib.loads((Path(__file__).parent / "launches.toml").read_text())
-PRESETS = {"glm4-9b": "glm-4-9b-0414", "qwen3-4b-instruct-2507": "qwen3-4b"}
+PRESETS = {"glm4-9b": "glm-4-9b-0414", "glm4.5-355b-a32b": "glm-4.5", "qwen3-4b-instruct-2507": "qwen3-4b"}
 """Where a file of model flags is not called as the preset."""
 LATENT = {
     "deepseek-v3": {
@@ -38,7 +38,6 @@ LONG_CONTEXT = ("qwen3-4b-sft", "Qwen3-4B-Instruct-2507")
 """Folders of Qwen3-4B's shape with another rotary base."""
 REFUSED = {
     "run-glm4.7-30B-A3B": "--enable-mtp-training cannot be had",
-    "run-glm4.7-355B-A32B": "model_type 'glm4_moe'",
     "run-glm5-744B-A40B": "model_type 'glm_moe_dsa'",
     "run-glm5.2-744B-A40B": "model_type 'glm_moe_dsa'",
     "run-kimi-k2-Instruct": "model_type 'kimi_k2'",
@@ -115,7 +114,7 @@ def test_a_launch_script_runs_here_or_what_is_in_the_way_is_named(name, place):
     text = "\n".join(map(str, check.errors))
     assert check.missing == []
     if name in REFUSED:
-        assert REFUSED[name] in text
+        assert REFUSED[name] in text, "a family that has a bridge now needs its preset in PRESETS"
         return
     if QUANTISED.search(script["folder"].lower()):
         assert f"TOK48 {script['folder']} is quantised" in text
@@ -127,4 +126,4 @@ def test_a_launch_script_runs_here_or_what_is_in_the_way_is_named(name, place):
 def test_most_scripts_run():
     scripts = [name for name in FACTS["scripts"] if "/" not in name or name.startswith("low_precision/")]
     assert len(scripts) == 29
-    assert len([name for name in scripts if name not in REFUSED]) == 16
+    assert len([name for name in scripts if name not in REFUSED]) == 17
