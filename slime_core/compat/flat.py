@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from argparse import Namespace
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -19,6 +20,7 @@ from slime_core.plugins.backends import engine_of
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
+    from slime_core.config.sections.evaluation import EvalTask
 
 _NONE_FOR_ZERO = ("rollout_max_context_len", "rollout_max_prompt_len", "global_batch_size", "lr_decay_iters")
 _FOLLOWS = {  # keys that fall back on another where they are empty
@@ -89,6 +91,8 @@ def flat(config: Config) -> dict[str, Any]:
     Raises:
         ConfigError: ``custom_config_path`` cannot be read, as :func:`read_table`.
     """
+    from slime_core.data.opening import eval_tasks
+
     config = config.model_copy(update={"train": settle(config.train)})
     values: dict[str, Any] = {"seed": config.seed}
     for section in SECTIONS:
@@ -103,8 +107,31 @@ def flat(config: Config) -> dict[str, Any]:
     values = {**_FIXED, **options, **values, **_derived(config)}
     values = {name: _empty(name, value) for name, value in values.items()}
     values |= {name: values[source] for name, source in _NAMES.items()}
+    values["eval_datasets"] = [_eval_dataset(name, task, values) for name, task, _ in eval_tasks(config)]
     values = copy.deepcopy(values)  # what functions change in a list or table is theirs
     return {**values, **_more(config.rollout.custom_config_path, values)}
+
+
+def _eval_dataset(name: str, task: EvalTask, values: Mapping[str, Any]) -> Namespace:
+    """An evaluation set as slime's functions read it, each key filled from those of all sets."""
+    by_path = ":" in task.reward or "." in task.reward
+    names = ("input_key", "label_key", "tool_key", "metadata_key")
+    templates = {"auto": values["apply_chat_template"], "on": True, "off": False}
+    return Namespace(
+        name=name,
+        path=task.prompt_data,
+        **{key: getattr(task, key, None) or values[key] for key in names},
+        rm_type=(None if by_path else task.reward) or values["rm_type"],
+        custom_rm_path=(task.reward if by_path else None) or values["custom_rm_path"],
+        custom_generate_function_path=task.generate or values["custom_generate_function_path"],
+        apply_chat_template=templates[task.apply_chat_template],
+        apply_chat_template_kwargs=values["apply_chat_template_kwargs"] | task.apply_chat_template_kwargs,
+        n_samples_per_eval_prompt=task.n_samples_per_prompt or values["n_samples_per_eval_prompt"],
+        temperature=task.temperature if task.temperature >= 0 else values["eval_temperature"],
+        top_p=task.top_p or values["eval_top_p"],
+        top_k=(task.top_k or -1) if task.top_k >= 0 else values["eval_top_k"],
+        max_response_len=task.max_response_len or values["eval_max_response_len"],
+    )
 
 
 def _empty(name: str, value: Any) -> Any:

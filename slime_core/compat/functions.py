@@ -94,6 +94,7 @@ class FunctionsByPath:
         self._impls: dict[tuple[str, str], HookImpl] = {}
         self._files: set[Path] = set()
         self._configs: list[Config] = []
+        self._by_train: dict[int, tuple[Any, Config]] = {}  # a section keeps its id while it is kept here
         self._alive: WeakValueDictionary[str, Sample] = WeakValueDictionary()
 
     def attach(self, plugins: Plugins) -> None:
@@ -210,13 +211,13 @@ class FunctionsByPath:
             self._session.args(config)  # an unreadable custom_config_path shows at the start
 
     def _config_of(self, train: Any) -> Config:
-        for config in reversed(self._configs):
-            if config.train is train:
-                return config
-        for config in reversed(self._configs):
-            if config.train == train:
-                return config
-        return self._configs[-1].model_copy(update={"train": train})
+        """The config of a stage's [train] section, which a trainer may have changed; one config a section."""
+        if id(train) not in self._by_train:
+            same = [config for config in self._configs if config.train is train]
+            same = same or [config for config in self._configs if config.train == train]
+            config = same[-1] if same else self._configs[-1].model_copy(update={"train": train})
+            self._by_train[id(train)] = (train, config)
+        return self._by_train[id(train)][1]
 
     def _losses(self, train: Any) -> Mapping[str, Function | None]:
         return {

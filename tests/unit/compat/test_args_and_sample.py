@@ -129,6 +129,23 @@ def test_args_read_like_slimes_namespace():
     assert getattr(args, "mine", None) is None
 
 
+def test_args_describe_the_evaluation_sets():
+    tasks = [{"name": "own", "prompt_data": "own.jsonl", "reward": "judge.py:fn", "temperature": 0.2, "top_k": 0}]
+    section = {"eval_prompt_data": ("aime", "aime.jsonl"), "eval_tasks": tasks, "eval_temperature": 1.0}
+    args = args_of(eval=section, reward={"rm_type": "math"}, data={"input_key": "question"})
+    aime, own = args.eval_datasets
+    assert (aime.name, aime.path, aime.temperature, aime.top_k, aime.rm_type) == (
+        "aime",
+        "aime.jsonl",
+        1.0,
+        -1,
+        "math",
+    )
+    assert (own.name, own.temperature, own.top_k, own.custom_rm_path) == ("own", 0.2, -1, "judge.py:fn")
+    assert (own.input_key, own.n_samples_per_eval_prompt, own.max_response_len) == ("question", 1, 256)
+    assert args_of().eval_datasets == []
+
+
 def test_args_know_where_a_run_writes_and_the_rank_they_are_read_in(tmp_path):
     session, config = CompatSession(), Config(cluster={"actor_num_nodes": 2, "actor_num_gpus_per_node": 4})
     assert session.args(config).save is None

@@ -9,6 +9,7 @@ import torch
 
 from slime_core.config.presets import settle
 from slime_core.errors import PluginError
+from slime_core.plugins.locate import locate
 from slime_core.trainers.data_parallel import BatchSplit, pack
 from slime_core.types import Batch
 from slime_core.weights.flops import Flops
@@ -171,6 +172,21 @@ def trained(plugins, config, ctx, max_tokens, log_probs=None):
         total = total + (values * torch.from_numpy(micro.weight)).sum()
     total.backward()
     return total.item(), given.grad, batch, given.detach()
+
+
+def test_a_section_that_a_trainer_changed_has_the_same_args_in_all_micro_batches(by, connect):
+    source = "NAMESPACES = []\ndef fn(args, batch, logits, mean):\n    NAMESPACES.append(vars(args))\n    return batch['log_probs'][0].sum(), {}\n"
+    config = sections(by, source, custom_loss_function_path=True)
+    plugins, ctx = connect(config)
+    batch = plugins.advantage(step(), {}, config.train)
+    plugins.batch(batch, ctx)
+    loss, changed = plugins.loss("policy_loss"), settle(config.train).model_copy(update={"lr": 9.0})
+    columns = {name: torch.from_numpy(value) for name, value in packed(batch, 100)[0][0].columns.items()}
+    for _ in range(3):
+        loss.fn(columns["slime_weight"], None, columns, changed)
+    namespaces = locate(config.train.custom_loss_function_path, "key").__globals__["NAMESPACES"]
+    assert all(namespace is namespaces[0] for namespace in namespaces)
+    assert namespaces[0]["lr"] == 9.0
 
 
 SPLITS = pytest.mark.parametrize("max_tokens", [100, 5, 1], ids=["one pack", "some", "one sample each"])
