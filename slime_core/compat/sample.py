@@ -144,13 +144,15 @@ class Sample(CoreSample):
         ``weight_version`` that is not a number is kept as slime does, once a turn, until the sample is trained.
 
         Raises:
-            ValueError: trainable tokens without log-probs, or lists that differ in length.
+            ValueError: trainable tokens without log-probs, others with them, or lists that differ in length.
         """
+        if len(tokens) and not trainable and log_probs is not None:
+            raise ValueError("tokens that do not train have no log-probs: pass log_probs=None")
         meta = meta_info or {}
         version = str(meta.get("weight_version", ""))
         self.append_response(
             tokens,
-            log_probs if trainable else None,
+            log_probs,
             mask=int(trainable),
             text=text or "",
             version=int(version) if trainable and version.isdigit() else -1,

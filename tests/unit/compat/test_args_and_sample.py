@@ -239,6 +239,8 @@ def test_a_sample_counts_the_caches_and_the_speculation_of_its_turns():
     assert (sample.spec_info.spec_accept_rate, sample.spec_info.completion_token_num) == (0.75, 6)
     assert (sample.spec_info.spec_accept_length, Sample().prefix_cache_info.prefix_cache_hit_rate) == (0.0, 0.0)
     assert (sample.weight_versions, sample.status) == (["v1", "v2"], Status.COMPLETED)
+    with pytest.raises(ValueError, match="that do not train have no log-probs"):
+        sample.append_response_tokens(tokens=[7], log_probs=[-0.5], trainable=False)
     restored = Sample.from_dict(sample.to_dict())
     assert restored.to_dict() == sample.to_dict()
     assert isinstance(restored.spec_info, Sample.SpecInfo)
