@@ -5,12 +5,14 @@ import json
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 from dialogue_actors import BROKEN, RIGHT, WRONG, Known, context, fenced, pending, room, timed
 from speakers import speaker
 
 import slime_kernelbench
 from slime_core import DataError, Prompt
+from slime_core.algorithms.grpo import grpo
 from slime_core.testing.fakes import ScriptedEngine
 from slime_kernelbench.dialogue.scoring import score_group
 from slime_kernelbench.dialogue.turns import generate_group, problem_of
@@ -95,6 +97,18 @@ def test_a_thousand_random_dialogues_are_worth_what_tritonforges_rule_says():
 def test_a_right_answer_without_a_time_ends_no_dialogue_of_tritonforges():
     _, scores = dialogue([RIGHT, RIGHT, RIGHT])
     assert [score.reward.value for score in scores] == pytest.approx([0.468] * 3, abs=1e-12)  # 0.3 * 1.56
+
+
+def test_a_dialogue_counts_once_among_its_group_however_many_turns_it_has():
+    """Z-scores of the returns 1.3, 0.156 and 0.468 of 1, 3 and 3 turns, with n - 1 where its buffer divides by n."""
+    outcomes = ([2.0], ["wrong"] * 3, [1.0] * 3)
+    rewards = [[score.reward.value for score in dialogue(list(map(verdict_of, each)))[1]] for each in outcomes]
+    rollout = np.repeat([0, 1, 2], [len(turns) for turns in rewards])
+    reward = np.concatenate(rewards)
+    advantages = grpo(reward, np.zeros(len(reward), int), rollout, np.arange(len(reward)), std=True)
+    returns = np.array([1.3, 0.156, 0.468])
+    expected = (returns - returns.mean()) / (returns.std(ddof=1) + 1e-6)
+    assert advantages == pytest.approx(expected[rollout], abs=1e-6)
 
 
 def test_the_preset_gives_way_to_every_key_that_is_set():
