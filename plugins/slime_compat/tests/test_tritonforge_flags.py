@@ -51,5 +51,5 @@ def test_a_kernel_task_is_the_preset_of_the_plugin(rm_type, words, turns, tmp_pa
 def test_other_lines_keep_slimes_meanings():
     words = translate(["--rm-type", "math", "--gamma", "0.9"], ahead=0).words
     assert list(pairwise(words))[1:3] == [("--rm-type", "math"), ("math", "--gae-gamma")]
-    refused = translate(["--rm-type", "math", "--disable-rewards-normalization"], ahead=0).refusals
+    refused = translate(["--rm-type", "math", "--disable-rewards-normalization"], ahead=0).refusals("refused")
     assert [problem.where for problem in refused] == ["command line: --disable-rewards-normalization"]
