@@ -89,9 +89,10 @@ FAMILIES = {
     "qwen3_moe": {"model_type": "qwen3_moe", **EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [0]},
     "glm4": {"model_type": "glm4"},
     "glm4_moe": {"model_type": "glm4_moe", **ROUTED, "use_qk_norm": True, "attention_bias": True},
+    "glm4_moe_lite": {"model_type": "glm4_moe_lite", **LATENT, "rms_norm_eps": 1e-3},
     "deepseek_v3": {"model_type": "deepseek_v3", **LATENT, "rope_parameters": YARN, "rms_norm_eps": 1e-3},
 }
-SPARSE = ("qwen3_moe", "glm4_moe", "deepseek_v3")
+SPARSE = ("qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3")
 GROUPED = {"moe_grouped_gemm": True}
 WITHIN = {"gradient_accumulation_fusion": True}  # the default on GPUs, no flag: the ranks set it
 HALVES = {"make_vocab_size_divisible_by": 2}  # ids on both ranks; else the second has filling alone

@@ -8,6 +8,7 @@ megatron-core's latent attention: those rows travel as they are. Where a folder 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from slime_convert.bridge import Bridge, BridgeRow, Given, Kind, refused
@@ -146,3 +147,17 @@ DEEPSEEK_V3 = Bridge(
         "moe_layer_freq": (1,),
     },
 )
+
+
+def typed_layers(config: Any) -> list[int]:
+    """1 a layer of experts, by ``mlp_layer_types``; all but the first where the config is silent."""
+    kinds = getattr(config, "mlp_layer_types", None) or ["dense"] + ["sparse"] * (config.num_hidden_layers - 1)
+    return [int(kind == "sparse") for kind in kinds]
+
+
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3,
+    family="glm4_moe_lite",
+    fields={**DEEPSEEK_V3.fields, "moe_layer_freq": typed_layers},
+)
+"""GLM-4.7-Flash: DeepSeek V3's kind, with its layers of experts listed."""
