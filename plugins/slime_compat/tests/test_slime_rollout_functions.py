@@ -62,6 +62,73 @@ def test_a_wrapped_rollout_draws_judges_and_returns_every_group_as_the_core_woul
         assert group.rollouts == direct.rollouts
 
 
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("sglang_rollout", "generate_rollout"), ("fully_async_rollout", "generate_rollout_fully_async")],
+)
+def test_requests_from_other_event_loops_are_served_in_the_engines(wrapped, connect, make_group, module, name):
+    plugins, ctx = connect(wrapped(module, name))
+    generate, loops = ctx.engine.generate, set()
+
+    async def noted(request):
+        loops.add(asyncio.get_running_loop())
+        return await generate(request)
+
+    ctx.engine.generate = noted
+
+    async def rollout():
+        await plugins.rollout([make_group()], ctx)
+        return asyncio.get_running_loop()
+
+    assert loops == {asyncio.run(rollout())}
+
+
+ABORTED = """
+import asyncio
+from slime.rollout.sglang_rollout import GenerateState, abort, generate_and_rm, generate_and_rm_group
+
+async def fn(args, rollout_id, data_buffer, evaluation=False):
+    state, (first, second) = GenerateState(args), data_buffer.get_samples(2)
+    assert GenerateState(args) is state
+    state.submit_generate_tasks([first])
+    await asyncio.wait(state.pendings)
+    state.submit_generate_tasks([second])
+    assert state.remaining_batch_size == 2
+    groups = await abort(args, rollout_id)
+    assert sorted(group[0].index for group in groups) == [first[0].index, second[0].index]
+    assert [sample.metadata.get("start_rollout_id") for sample in first] == [2, 2]
+    assert [(sample.response, sample.metadata) for sample in second] == [("", {})] * 2
+    late = await generate_and_rm(args, second[0], dict(state.sampling_params))
+    assert late.status == late.Status.ABORTED and late.reward is None
+    state.reset()
+    assert (state.remaining_batch_size, state.pendings) == (0, set())
+    with state.dp_rank_context() as rank:
+        assert (rank, state.dp_counts) == (0, [1])
+    await generate_and_rm_group(args, second, dict(state.sampling_params))
+    assert all(sample.reward is not None for sample in second)
+    sample = second[0]
+    sample.status, before = sample.Status.ABORTED, list(sample.tokens)
+    await generate_and_rm(args, sample, {**state.sampling_params, "max_new_tokens": sample.response_length})
+    assert (sample.status, sample.tokens) == (sample.Status.TRUNCATED, before)
+    return [first, second]
+"""
+
+
+def test_an_abort_returns_groups_for_the_next_step_and_keeps_others_from_beginning(write, connect, make_group):
+    path = write(ABORTED + REWARD)
+    config = Config(
+        rollout={
+            "rollout_function_path": f"{path}:fn",
+            "partial_rollout": True,
+            "rollout_batch_size": 2,
+            "n_samples_per_prompt": 2,
+        },
+        reward={"custom_rm_path": f"{path}:reward"},
+    )
+    done = run(config, connect, make_group(position=5), make_group(position=6))
+    assert [len(group.samples) for group in done] == [2, 2]
+
+
 def test_a_wrapped_rollout_takes_over_sampled_groups_too(wrapped, connect, make_group):
     config = wrapped("sglang_rollout", "generate_rollout", over_sampling_batch_size=3)
     done = run(config, connect, *(make_group(position=position) for position in (5, 6, 7)))
