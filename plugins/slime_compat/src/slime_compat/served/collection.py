@@ -1,7 +1,7 @@
 """`slime.rollout.sglang_rollout`: generation, and whole rollouts and evaluations over a data source.
 
-As the value of ``--rollout-function-path`` slime's default means the core's own collector. Called by a function of
-yours, :func:`generate_rollout` is this equivalent over the groups of the step.
+As the value of ``--rollout-function-path`` slime's default is left empty by the config: the core's own collector.
+Called by a function of yours, :func:`generate_rollout` is this equivalent over the groups of the step.
 """
 
 from __future__ import annotations
@@ -220,7 +220,6 @@ def generate_rollout(
     return output
 
 
-generate_rollout.core_makes = lambda config: True  # type: ignore[attr-defined]
 __all__ = [
     "GenerateState",
     "abort",

@@ -154,9 +154,6 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         return len(self.buffer)
 
 
-RolloutDataSourceWithBuffer.core_makes = lambda config: True  # type: ignore[attr-defined]
-
-
 def pop_first(args: Any, rollout_id: int | None, buffer: Groups, num_samples: int) -> Groups:
     """Take the first ``num_samples`` groups out of the buffer, fewer where it has fewer: the default filter."""
     groups = buffer[:num_samples]
