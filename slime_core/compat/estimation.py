@@ -65,7 +65,7 @@ def _post_processed(fn: Function, args: Any, batch: Batch, samples: Sequence[Sam
     """
     numbers_of_samples = [sample.reward for sample in samples]
     for sample in samples:
-        sample.reward = getattr(sample, ANSWER, sample.reward)
+        sample.reward = sample.metadata.get(ANSWER, sample.reward)
     raw, processed = fn(args, samples)
     for sample, number in zip(samples, numbers_of_samples, strict=True):
         sample.reward = number

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Function = Callable[..., Any]
 FANNED = "_fanned_out"  # on samples that one generate call returned in a list
-ANSWER = "_reward_answer"  # on samples whose reward is a dict, while a function will post-process it
+ANSWER = "reward_answer"  # in the metadata of samples: a reward that a function has yet to make a number of
 
 
 def views(group: Group, ctx: Context) -> list[Sample]:
@@ -87,21 +87,18 @@ async def _later(group: Group, parts: list[list[int]], answers: list[Any], ctx: 
 
 
 def _numbers(group: Group, values: Any, ctx: Context) -> Any:
-    """``values``; with a function that post-processes them, dicts are kept for it, and count 0 until then.
-
-    A dict with a number as ``reward_key`` counts as that.
-    """
+    """``values``; a dict without ``reward_key`` is kept for a function that post-processes it, and counts 0."""
     if (
         not ctx.config.reward.custom_reward_post_process_path
         or ctx.evaluation
         or not isinstance(values, (list, tuple))
     ):
         return values
-    for sample, value in zip(group.samples, values, strict=False):
-        if isinstance(value, Mapping):
-            setattr(sample, ANSWER, value)
-    key = ctx.config.reward.reward_key
-    return [0.0 if isinstance(value, Mapping) and key not in value else value for value in values]
+    key, numbers = ctx.config.reward.reward_key, list(values)
+    for index, (sample, value) in enumerate(zip(group.samples, values, strict=False)):
+        if isinstance(value, Mapping) and key not in value:
+            sample.metadata[ANSWER], numbers[index] = dict(value), 0.0
+    return numbers
 
 
 def _parts(group: Group, samples: Sequence[Sample]) -> list[list[int]]:

@@ -117,10 +117,15 @@ def test_a_source_of_ones_own_gives_its_prompts_in_its_order(train, name, length
     assert [step["prompt_len/mean"] for step in steps(rows)] == lengths
 
 
-def test_a_rollout_around_slimes_own_trains_and_evaluates(train):
+@pytest.mark.parametrize(
+    ("evaluate", "mean"),
+    [("generate_rollout", 1.0), ("evaluate", 1.5)],
+    ids=["the samples of the core, of indices 0, 2, 4, ...", "samples of its own, of indices 0 to 7"],
+)
+def test_a_rollout_around_slimes_own_trains_and_evaluates(train, evaluate, mean):
+    """A reward is a sample's index modulo 4."""
     function = {"rollout_function": "rollout_shape.py:generate_rollout", "custom_rm": "rollout_shape.py:reward_func"}
     evaluation = ("--eval-interval", "1", "--eval-prompt-data", "sums", "rows.jsonl")
-    rows = train(*evaluation, eval_function="rollout_shape.py:generate_rollout", **function)
+    rows = train(*evaluation, eval_function=f"rollout_shape.py:{evaluate}", **function)
     assert [step["reward/mean"] for step in steps(rows)] == [1.5, 1.5]
-    evaluations = [row["metrics"]["reward/mean"] for row in rows if row["kind"] == "eval"]
-    assert evaluations == [1.0, 1.0, 1.0]  # of indices 0, 2, 4, ...: one sample a prompt
+    assert [row["metrics"]["reward/mean"] for row in rows if row["kind"] == "eval"] == [mean] * 3
