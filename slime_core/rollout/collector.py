@@ -258,6 +258,7 @@ class Collector(GroupSource):
             await self._ledger.finish(scored, drops)
         elif record.samples:
             scored = stored_group(group.data.prompt, record)  # generated again: what is stored is not replaced
+            self._plugins.note_group(scored, self._ctx.config)
         self.counts.add(drops, record)
         self.counts.tokens += sum(sample.response_length for sample in scored.samples)
         self._drop_limit.ended(position, dropped=False)

@@ -1,6 +1,7 @@
 """Whole runs of functions in the shapes of slime's examples, one a flag, on a tiny model."""
 
 import json
+import signal
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -32,14 +33,14 @@ def train(forked_slime, functions, tmp_path):
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def train(*more, **keys):
+    def train(*more, code=0, **keys):
         words = ["run", "--hf-checkpoint", "model", "--prompt-data", "rows.jsonl", "--input-key", "q"]
         words += ["--label-key", "a", "--num-rollout", "2", "--rollout-batch-size", "2", "--n-samples-per-prompt", "2"]
         words += ["--rollout-max-response-len", "4", "--run-dir", "run", "--rollout-shuffle=false", *more]
         for key, function in keys.items():
             words += [f"--{key.replace('_', '-')}-path", f"{functions}/{function}"]
-        done = forked_slime(*words)
-        assert done.returncode == 0, done.stderr
+        done = forked_slime(*words, path=[functions])
+        assert done.returncode == code, done.stderr
         return [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
 
     return train
@@ -98,6 +99,32 @@ def test_a_teachers_answer_is_a_reward_until_its_log_probs_are_taken_out(train, 
     log_prob = -step["entropy"]  # of a fresh model, whose distribution is almost uniform
     assert step["reward/mean"] == 0.0
     assert step["opd_reverse_kl"] == pytest.approx(log_prob - TEACHER, abs=0.1)
+
+
+KILLED_ONCE = """
+import os, signal
+from teacher_shape import post_process_rewards, reward_func
+
+def post(args, samples):
+    if os.path.exists("kill"):
+        os.remove("kill")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return post_process_rewards(args, samples)
+"""
+
+
+def test_a_teachers_answers_survive_a_run_that_is_killed_before_they_are_taken_out(
+    train, teacher, forked_slime, functions, write, tmp_path
+):
+    (tmp_path / "custom.json").write_text(json.dumps({"rm_url": teacher}))
+    (tmp_path / "kill").touch()
+    path = write(KILLED_ONCE)
+    words = ("--custom-rm-path", f"{path}:reward_func", "--custom-reward-post-process-path", f"{path}:post")
+    train("--opd-kl-coef", "1", "--custom-config-path", "custom.json", *words, code=-signal.SIGKILL)
+    done = forked_slime("run", "--resume", "run", path=[functions])
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [step["rollout/samples"] for step in steps(rows)] == [4, 4]
 
 
 SFT = ("--loss-type", "sft_loss", "--input-key", "m", "--label-key=", "--n-samples-per-prompt", "1")
