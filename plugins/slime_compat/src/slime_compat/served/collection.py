@@ -116,16 +116,9 @@ def _next(get_samples: GetSamples, count: int, target: int) -> list[list[Sample]
 
 async def eval_rollout(args: Any, rollout_id: int) -> tuple[RolloutFnEvalOutput, list[list[Sample]]]:
     """``rewards``, ``truncated`` and ``samples`` of each evaluation set of ``args``, and no aborted groups."""
-    sets = getattr(args, "eval_datasets", None) or _named_sets(args)
+    sets = build_eval_dataset_configs(args, [vars(item) for item in args.eval_datasets], {})
     results = await together(eval_rollout_single_dataset(args, rollout_id, dataset_cfg) for dataset_cfg in sets)
     return RolloutFnEvalOutput(data={name: part for result in results for name, part in result.items()}), []
-
-
-def _named_sets(args: Any) -> list[EvalDatasetConfig]:
-    """The NAME PATH pairs of ``eval_prompt_data``."""
-    words = args.eval_prompt_data or []
-    entries = [{"name": name, "path": path} for name, path in zip(words[::2], words[1::2], strict=True)]
-    return build_eval_dataset_configs(args, entries, {})
 
 
 async def eval_rollout_single_dataset(
