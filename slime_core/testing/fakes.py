@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 MEMORY = {"kv", "weights"}
 
 
+def _array(tensor: Any) -> NDArray[Any]:
+    """A copy of a tensor of either library; numpy has no bfloat16, which float32 holds."""
+    return np.array(tensor.detach().float().cpu() if hasattr(tensor, "detach") else tensor)
+
+
 def checksum(array: NDArray[Any]) -> str:
     """crc32 of an array's bytes, in hex."""
     return f"{zlib.crc32(np.ascontiguousarray(array).tobytes()):08x}"
@@ -110,7 +115,7 @@ class FakeEngine:
         if update.handle is not None:  # a transfer that needs both sides
             self.tensors = await update.handle.receive()
         else:
-            self.tensors = {name: np.array(tensor) for name, tensor in update.tensors.items()}
+            self.tensors = {name: _array(tensor) for name, tensor in update.tensors.items()}
         self.version = update.version
 
     async def route(self, check: WeightCheck) -> WeightRoute | None:
