@@ -53,7 +53,6 @@ REFUSED = {
     "delta_weight_sync/run-glm4.7-30B-A3B-delta": "--update-weight-mode cannot be had",
     "fully_async/run-qwen3.5-9B-fully_async": "model_type 'qwen3_5'",
     "geo3k_vlm/run_geo3k_qwen35": "model_type 'qwen3_5'",
-    "multi_agent/run-qwen3-30B-A3B-multi-agent": "eval_max_response_len = 16384 leaves no room",
 }
 """What is in the way of the scripts that do not run, in the message."""
 

@@ -137,7 +137,7 @@ def test_a_check_says_what_of_a_script_runs_and_as_which_command(tmp_path):
     )
     script.write_text(
         "python3 train.py --hf-checkpoint /none/Qwen3-4B --prompt-data ${DATA}/rows.jsonl --rm-type math --save x "
-        "--n-samples-per-prompt 8 --rollout-batch-size 4 --gamma 1.0 --custom-rm-path own.reward --colocate\n"
+        "--num-rollout 1 --rollout-max-response-len 8 --n-samples-per-prompt 8 --rollout-batch-size 4 --gamma 1.0 --custom-rm-path own.reward --colocate\n"
     )
     facts = checked(script)
     kinds = {use["flag"]: use["here"] for use in facts["flags"]}

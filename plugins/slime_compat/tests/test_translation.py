@@ -15,10 +15,19 @@ from slime_megatron.flags import flags
 pytestmark = pytest.mark.integration
 
 
+LENGTH = ("--rollout-max-response-len", "8")
+REQUIRED = (*LENGTH, "--num-rollout", "1")
+"""What every line of slime's has; behind the flags of a test."""
+
+
 def words_of(*argv, ahead=0):
-    translation = translate(argv, ahead=ahead)
+    """Words of `slime run`, without those of REQUIRED."""
+    required = LENGTH if "--num-epoch" in argv else REQUIRED
+    translation = translate([*argv, *required], ahead=ahead)
     translation.require_complete()
-    return translation.words
+    words = translation.words
+    at = words.index(LENGTH[0])
+    return words[:at] + words[at + len(required) :]
 
 
 def values_of(*argv, ahead=0):
@@ -36,8 +45,8 @@ def test_what_slime_has_without_a_flag_is_given_unless_a_recipe_speaks():
     assert words_of("--lr", "1e-6", "--n-samples-per-prompt=4") == [
         *("run", "--lr", "1e-6", "--n-samples-per-prompt=4", "--train-backend", "megatron"),
         *("--rollout-engine", "sglang", "--actor-num-gpus-per-node", "8", "--kl-loss-type", "k1"),
-        *("--lr-decay-style", "linear", "--weight-decay", "0.01", "--adam-beta2", "0.999", "--no-colocate"),
-        *("--loss-aggregation", "rollout_mean", "--eval-temperature", "1.0", "--eval-top-p", "1.0"),
+        *("--lr-decay-style", "linear", "--weight-decay", "0.01", "--adam-beta2", "0.999", "--tool-key", "tools"),
+        *("--no-colocate", "--loss-aggregation", "rollout_mean", "--eval-temperature", "1.0", "--eval-top-p", "1.0"),
         *("--eval-top-k", "0", "--plugin", "models"),
     ]
     assert words_of("mine.toml", "--lr", "1") == ["run", "mine.toml", "--lr", "1", "--plugin", "models"]
@@ -70,6 +79,29 @@ def test_reward_types_of_slimes_names_come_with_their_plugin():
         ),
         pytest.param(["--kl-loss-coef", "0.1"], [], id="read-only-with-another"),
         pytest.param(["--use-kl-loss", "--kl-loss-coef", "0.1"], ["--kl-loss-coef", "0.1"], id="read-with-another"),
+        pytest.param(["--dump-details", "d"], ["--save-debug-rollout-data", "d/rollout_data"], id="a-folder-of-dumps"),
+        pytest.param(["--sglang-context-length", "9"], ["--rollout-max-context-len", "9"], id="a-context"),
+        pytest.param(
+            ["--sglang-context-length", "9", "--rollout-max-context-len", "32"],
+            ["--rollout-max-context-len", "32"],
+            id="a-context-of-its-own",
+        ),
+        pytest.param(
+            ["--rollout-max-context-len", "32", "--eval-max-response-len", "32"],
+            ["--rollout-max-context-len", "32", "--eval-max-response-len", "8"],
+            id="evaluation-without-room",
+        ),
+        pytest.param(
+            ["--disable-rewards-normalization", "--advantage-estimator", "ppo"],
+            ["--advantage-estimator", "ppo"],
+            id="of-rewards-that-are-not-normalised",
+        ),
+        pytest.param(["--custom-tis-function-path", "f.py:f"], [], id="called-only-with-another"),
+        pytest.param(
+            ["--get-mismatch-metrics", "--custom-tis-function-path", "f.py:f"],
+            ["--custom-tis-function-path", "f.py:f"],
+            id="called-with-another",
+        ),
         pytest.param(["--debug-train-only"], ["--debug-train-only"], id="of-a-dump"),
         pytest.param(
             ["--advantage-estimator", "gspo", "--eps-clip", "0.1"],
@@ -105,8 +137,11 @@ def test_a_supervised_script_counts_its_steps_from_the_rows(tmp_path):
     )
     values = values_of(*given)
     assert "--apply-chat-template" in values  # of a list of messages, as slime's masks do without the flag
-    assert values["--num-rollout"] == "7"  # 3 * 10 rows // 4
-    assert values["--lr-warmup-iters"] == "3"  # a quarter of 7 * 4 // 2 = 14 optimizer steps
+    assert values["--num-rollout"] == "6"  # 3 * (10 rows // 4)
+    assert values["--lr-warmup-iters"] == "3"  # a quarter of 6 * 4 // 2 = 12 optimizer steps
+    assert "counted too" in "".join(translate([*given, "--rollout-max-prompt-len", "9"], ahead=0).notices)
+    critic = (*given[2:], "--advantage-estimator", "ppo", "--lr-decay-iters", "8")
+    assert values_of(*critic, "--debug-train-only")["--critic-lr-warmup-iters"] == "2"
     assert not {"--debug-train-only", "--rollout-function-path", "--num-epoch"} & set(values)
     data.write_text(data.read_text()[: len(data.read_text()) // 10] * 4)
     assert values_of(*given)["--num-rollout"] == "3"
@@ -117,6 +152,36 @@ def test_epochs_of_rows_that_cannot_be_counted_ask_for_steps():
         words_of("--prompt-data", "nowhere.jsonl", "--num-epoch", "1", "--rollout-batch-size", "4")
     assert "--num-rollout N" in caught.value.fix
     assert "nowhere.jsonl" in caught.value.fix
+
+
+def test_a_checkpoint_that_slime_starts_from_is_refused_unless_it_trains_here(tmp_path):
+    for name, file in (("Qwen_slime", "latest_checkpointed_iteration.txt"), ("Qwen", "config.json")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text("{}")
+    trained, hf = str(tmp_path / "Qwen_slime"), str(tmp_path / "Qwen")
+    with pytest.raises(ConfigError, match="--load cannot be had") as caught:
+        words_of("--hf-checkpoint", hf, "--load", trained)
+    assert f"slime convert dist-to-hf {trained} FOLDER --origin-hf-dir {hf}" in caught.value.fix
+    with pytest.raises(ConfigError) as caught:
+        words_of("--hf-checkpoint", "Other", "--load", hf)
+    assert f"--hf-checkpoint {hf}" in caught.value.fix
+    assert "--load" not in words_of("--hf-checkpoint", hf, "--load", f"{hf}/")
+    lines = {
+        reference: translate(["--hf-checkpoint", hf, "--ref-load", reference, "--load", "none"], ahead=0).notices
+        for reference in ("/x/Qwen_torch_dist", "/x/Base_torch_dist")
+    }
+    assert [len(notices) for notices in lines.values()] == [1, 2]
+    assert f"--ref-load: the weights of --hf-checkpoint {hf} are trained" in lines["/x/Base_torch_dist"][0]
+
+
+def test_a_line_without_a_flag_that_slime_has_no_default_for_is_refused():
+    refusals = translate(["--lr", "1"], ahead=0).refusals("required")
+    assert [problem.what for problem in refusals] == [
+        "--num-rollout is missing",
+        "--rollout-max-response-len is missing",
+    ]
+    for line in (["mine.toml"], ["--help"], ["rollout.num_rollout=1", "rollout.rollout_max_response_len=8"]):
+        translate(line, ahead=0).require_complete()
 
 
 def test_a_flag_that_cannot_be_had_names_what_can_and_all_are_named_at_once():

@@ -111,7 +111,7 @@ def check_launch(launch: LaunchScript, more: Sequence[str] = ()) -> ScriptCheck:
     translation = translate([*launch.words, *more], ahead=DOORS[launch.door])
     check = ScriptCheck(launch, translation)
     check.missing += launch.missing
-    refusals = translation.refusals("refused")
+    refusals = translation.refusals("refused", "required")
     if launch.cut:
         refusals.append(_cut(launch))
     if refusals:

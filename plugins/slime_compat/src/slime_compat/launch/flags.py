@@ -43,7 +43,6 @@ _MTP = "leave it out: layers that predict several tokens ahead are not trained"
 
 _RUN = {
     **_needless("checkpoints are in the run directory: --run-dir DIR", "save", values=1),
-    **_needless("slime run --resume RUN_DIR continues a run", "load", values=1),
     **_needless("the run directory has final/, a Hugging Face folder", "save-hf", values=1),
     **_needless("checkpoints always hold the optimizer", "no-save-optim"),
     **_needless("a new run begins with a fresh optimizer and its seed", "no-load-optim", "no-load-rng"),
@@ -168,8 +167,6 @@ _EVALUATION = {
 }
 
 _REPORT = {
-    "--dump-details": SlimeFlag(to="--save-debug-rollout-data"),
-    **_refused("export WANDB_API_KEY; a command line is seen by every user of the machine", "wandb-key"),
     **_needless("each sample's figures are kept: slime show", "log-multi-turn", "log-passrate", "log-correct-samples"),
     **_needless("each term of a reward has its metric", "log-reward-category", values=1),
     **_needless("train_rollout_logprob_abs_diff is always measured", "get-mismatch-metrics"),
@@ -210,16 +207,41 @@ def _row(name: str) -> tuple[str, str]:
         return "the same", ""
     if row.to:
         renamed = ", ".join(f"{value} is {name}" for value, name in row.renamed.items())
-        return f"`{' '.join(filter(None, [row.to, row.value]))}`", renamed or row.why
+        words = "the same" if row.to == name else f"`{' '.join(filter(None, [row.to, row.value]))}`"
+        return words, renamed or row.why
     if row.refused:
         idle = f"; {', '.join(row.idle)} is accepted" if row.idle else ""
         return "refused", row.refused + idle
     return "not needed", row.why
 
 
+def _ruled(why: str, *names: str) -> dict[str, SlimeFlag]:
+    return {f"--{name}": SlimeFlag(to=f"--{name}", why=why) for name in names}
+
+
 RULES: Mapping[str, SlimeFlag] = {
-    "--num-epoch": SlimeFlag(to="--num-rollout", why="num_epoch * rows // rollout_batch_size"),
+    "--num-epoch": SlimeFlag(
+        to="--num-rollout", why="num_epoch * (rows // rollout_batch_size), with rows of prompts that are too long"
+    ),
     "--lr-warmup-fraction": SlimeFlag(to="--lr-warmup-iters", why="the fraction of lr_decay_iters, or of all steps"),
-    "--wandb-key": SlimeFlag(why="it is set as WANDB_API_KEY, which other users do not see"),
+    "--wandb-key": SlimeFlag(to="WANDB_API_KEY", why="in the environment, which other users do not see"),
+    "--load": SlimeFlag(why="training starts from --hf-checkpoint; another folder that is a checkpoint is refused"),
+    "--dump-details": SlimeFlag(to="--save-debug-rollout-data", why="DIR/rollout_data"),
+    "--disable-rewards-normalization": SlimeFlag(
+        refused=OTHERS["--disable-rewards-normalization"].refused + "; not needed with ppo and reinforce_plus_plus"
+    ),
+    **_ruled("training starts from --hf-checkpoint, in slime from it", "ref-load"),
+    **_ruled("required, as in slime, without --num-epoch", "num-rollout"),
+    **_ruled("required: without it slime has no bound", "rollout-max-response-len"),
+    **_ruled("lowered where it leaves no room for a prompt in --rollout-max-context-len", "eval-max-response-len"),
+    **_ruled("not needed without --use-tis or --get-mismatch-metrics", "custom-tis-function-path"),
+    **_ruled("not needed without --use-kl-loss", "kl-loss-coef"),
+    **_ruled("not needed without --use-opd", "opd-kl-coef"),
+    **_ruled("-1 is 0", "rollout-top-k", "eval-top-k"),
+    **_ruled("a path alone is the set aime", "eval-prompt-data"),
+    **_ruled("DIR/{rollout_id}.pt is DIR", "save-debug-rollout-data", "load-debug-rollout-data"),
+    **_ruled("not needed with --loss-type sft_loss", "debug-train-only"),
+    **_ruled("slime.rollout.sft_rollout.generate_rollout is not needed with sft_loss", "rollout-function-path"),
+    **_ruled("keys that another flag stands for here are refused", "custom-config-path"),
 }
 """For the table: what the rules of `translation` make of flags that depend on others."""

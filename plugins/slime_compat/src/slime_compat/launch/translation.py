@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +14,7 @@ from slime_core.config.problems import Problem, raise_all
 from slime_core.data.opening import open_rows
 from slime_core.errors import SlimeError
 
-Kind = Literal["same", "translated", "not needed", "refused", "needs its data", "slime's default"]
+Kind = Literal["same", "translated", "not needed", "refused", "required", "needs its data", "slime's default"]
 SUPERVISED = ("slime.rollout.sft_rollout.generate_rollout", "slime.rollout.sft_rollout:generate_rollout")
 WANDB_KEY = "WANDB_API_KEY"
 
@@ -44,26 +44,32 @@ class Translation:
 
     @property
     def notices(self) -> list[str]:
-        """A line for each flag that is not needed."""
-        return [f"notice: {use.name} is not needed: {use.note}" for use in self.uses if use.kind == "not needed"]
+        """A line for each flag that is not needed or means something else here."""
+        verbs = {"not needed": " is not needed", "translated": ""}
+        return [
+            f"notice: {use.name}{verbs[use.kind]}: {use.note}" for use in self.uses if use.kind in verbs and use.note
+        ]
 
     def refusals(self, *kinds: Kind) -> list[Problem]:
         """Flags that became one of ``kinds``, as problems."""
         return [
             Problem(
-                code="CFG04", what=f"{use.name} cannot be had here", where=f"command line: {use.name}", fix=use.note
+                code="CFG04",
+                what=f"{use.name} {'is missing' if use.kind == 'required' else 'cannot be had here'}",
+                where=f"command line: {use.name}",
+                fix=use.note,
             )
             for use in self.uses
             if use.kind in kinds
         ]
 
     def require_complete(self) -> None:
-        """Refuse a command line with flags that cannot be had.
+        """Refuse a command line with flags that cannot be had, or without one that it needs.
 
         Raises:
             ConfigError: CFG04 all of them, with what replaces each.
         """
-        raise_all(self.refusals("refused", "needs its data"))
+        raise_all(self.refusals("refused", "required", "needs its data"))
 
 
 def translate(argv: Sequence[str], *, ahead: int) -> Translation:
@@ -78,7 +84,10 @@ def translate(argv: Sequence[str], *, ahead: int) -> Translation:
     translation = Translation(environment={WANDB_KEY: values[0]} if (values := line.values("--wandb-key")) else {})
     steps = StepNumbers(line)
     translation.uses = [_use(use, line, steps) for use in uses]
-    defaults = [] if split(argv).recipe else [*_defaults(line, argv, ahead)]
+    bare = split(argv).recipe is None
+    if bare and not line.has("--preset", "--resume", "--help"):
+        translation.uses += [FlagUse(name, (), "required", (), note) for name, note in _required(line, argv)]
+    defaults = [*_defaults(line, translation.words, ahead)] if bare else []
     types = line.has("--rm-type", "--rm-url") and not line.kernels
     plugins = ["--plugin", "models", *(["--plugin", "rm_math"] if types else [])]
     for words in (*defaults, *([plugins[at : at + 2] for at in range(0, len(plugins), 2)])):
@@ -153,7 +162,7 @@ def rows_of(data: str) -> int:
 class StepNumbers:
     """Numbers of steps that slime works out of the data's size.
 
-    Steps are num_epoch * rows // rollout_batch_size; a warm-up is its fraction of the optimizer steps, that is of
+    Steps are num_epoch * (rows // rollout_batch_size); a warm-up is its fraction of the optimizer steps, that is of
     lr_decay_iters or of steps * rollout_batch_size * n_samples_per_prompt // global_batch_size.
     """
 
@@ -165,7 +174,7 @@ class StepNumbers:
         if self._line.has("--num-rollout"):
             return int(self._line.first("--num-rollout", ""))
         rows = rows_of(self._line.first("--prompt-data", ""))
-        return int(self._line.first("--num-epoch", "")) * rows // self._prompts
+        return int(self._line.first("--num-epoch", "")) * (rows // self._prompts)
 
     def warmup(self) -> int:
         """Optimizer steps of the warm-up; raises as :meth:`rollouts`."""
@@ -186,15 +195,15 @@ class StepNumbers:
 
 
 def _use(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse:
-    """What becomes of one flag."""
+    """What becomes of one flag: as a rule of its own has it, else as its row."""
     name, values = use.name, use.values
     if line.kernels and (reason := unneeded(name, values, line.kernels)):
         return _unneeded(use, reason)
     if line.kernels and name in ("--gamma", "--max-turns"):
         return use
     special = _SPECIAL.get(name)
-    if special is not None:
-        return special(use, line, steps) or use
+    if special is not None and (other := special(use, line, steps)) is not None:
+        return other
     row = OTHERS.get(name)
     if row is None:
         return use
@@ -248,6 +257,73 @@ def _opd_kl_coef(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse |
     return None if line.has("--use-opd") else _unneeded(use, "slime reads it only with --use-opd")
 
 
+def _load(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse:
+    """Refuse a checkpoint from which slime would go on, unless it is --hf-checkpoint."""
+    folder, hf = Path(line.first("--load", "")), line.first("--hf-checkpoint", "")
+    if not is_checkpoint(folder) or (hf and folder.resolve() == Path(hf).resolve()):
+        return _unneeded(use, "training starts from --hf-checkpoint; slime run --resume RUN_DIR continues a run")
+    if (folder / "config.json").is_file():
+        note = f"--hf-checkpoint {folder} without --load"
+    else:
+        origin = hf or "HF_FOLDER"
+        note = (
+            f"slime convert dist-to-hf {folder} FOLDER --origin-hf-dir {origin}, then --hf-checkpoint FOLDER "
+            "without --load"
+        )
+    return FlagUse(use.name, use.values, "refused", (), f"{note} (slime starts from these weights)")
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether slime starts from a folder: a checkpoint of Megatron's, or a Hugging Face folder."""
+    return any((folder / file).is_file() for file in ("latest_checkpointed_iteration.txt", "config.json"))
+
+
+def _ref_load(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse | None:
+    """A reference of another name holds, in slime, the weights that train too."""
+    hf, loads = line.first("--hf-checkpoint", ""), line.values("--load")
+    model = Path(line.first(use.name, "")).name.removesuffix("_torch_dist")
+    if not hf or Path(hf).name == model or (loads and is_checkpoint(Path(loads[0]))):
+        return None
+    note = f"the weights of --hf-checkpoint {hf} are trained; slime starts from --ref-load"
+    return replace(use, kind="translated", note=note)
+
+
+def _context(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse | None:
+    bounded = line.has("--rollout-max-context-len")
+    return _unneeded(use, "--rollout-max-context-len bounds prompt and response") if bounded else None
+
+
+def _eval_length(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse | None:
+    """Responses as long as the context, which slime's server cuts, leave room for a prompt as in training."""
+    names = ("--rollout-max-context-len", "--rollout-max-response-len", "--rollout-max-prompt-len")
+    try:
+        context, response, prompt = (int(line.first(name, "0")) for name in names)
+        if not context or int(line.first(use.name, "")) < context:
+            return None
+    except ValueError:
+        return None
+    length = str(context - prompt if prompt else response)
+    note = f"lowered to {length}: prompt and response share --rollout-max-context-len"
+    return FlagUse(use.name, use.values, "translated", (use.name, length), note)
+
+
+def _rewards(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse | None:
+    estimator = line.first("--advantage-estimator", "")
+    plain = estimator in ("ppo", "reinforce_plus_plus")
+    return _unneeded(use, f"{estimator} normalises no rewards") if plain else None
+
+
+def _tis_function(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse | None:
+    if line.has("--use-tis", "--get-mismatch-metrics"):
+        return None
+    return _unneeded(use, "slime calls it only with --use-tis or --get-mismatch-metrics")
+
+
+def _details(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse:
+    folder = str(Path(line.first(use.name, ""), "rollout_data"))
+    return FlagUse(use.name, use.values, "translated", ("--save-debug-rollout-data", folder))
+
+
 def _dump(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse | None:
     """A template of files, ``dir/{rollout_id}.pt``, is its folder here."""
     path = next(iter(use.values), "")
@@ -259,7 +335,12 @@ def _dump(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse | None:
 def _epochs(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse:
     if line.has("--num-rollout"):
         return _unneeded(use, "--num-rollout counts")
-    return _counted(use, "--num-rollout", steps.rollouts, "--num-rollout N: steps, each of rollout_batch_size prompts")
+    counted = _counted(
+        use, "--num-rollout", steps.rollouts, "--num-rollout N: steps, each of rollout_batch_size prompts"
+    )
+    if counted.words and line.has("--rollout-max-prompt-len", "--rollout-max-context-len"):
+        return replace(counted, note="rows of long prompts are counted too; slime leaves them out first")
+    return counted
 
 
 def _warmup(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse:
@@ -287,6 +368,13 @@ def _pairs(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse | None:
 _SPECIAL: Mapping[str, Callable[[FlagUse, SlimeLine, StepNumbers], FlagUse | None]] = {
     "--rollout-top-k": _top_k,
     "--eval-top-k": _top_k,
+    "--load": _load,
+    "--ref-load": _ref_load,
+    "--sglang-context-length": _context,
+    "--eval-max-response-len": _eval_length,
+    "--disable-rewards-normalization": _rewards,
+    "--custom-tis-function-path": _tis_function,
+    "--dump-details": _details,
     "--wandb-key": _wandb_key,
     "--rm-type": _rm_type,
     "--rollout-function-path": _rollout_function,
@@ -299,7 +387,7 @@ _SPECIAL: Mapping[str, Callable[[FlagUse, SlimeLine, StepNumbers], FlagUse | Non
     "--lr-warmup-fraction": _warmup,
     "--eval-prompt-data": _pairs,
 }
-"""Flags whose value, or another flag, decides; None passes the flag on."""
+"""Flags whose value, or another flag, decides; None leaves it to the flag's row, and without one passes it on."""
 
 DEFAULTS = {
     "--train-backend": "megatron",
@@ -310,12 +398,22 @@ DEFAULTS = {
     "--lr-decay-style": "linear",
     "--weight-decay": "0.01",
     "--adam-beta2": "0.999",
+    "--tool-key": "tools",
 }
 """What slime and Megatron-LM have without a flag, and we have otherwise; a recipe stands before them."""
 
 
+def _required(line: SlimeLine, argv: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Flags that a line lacks and whose default here would be another run: each with what to give."""
+    if not (line.has("--num-epoch") or _last(argv, "--num-rollout")):
+        yield "--num-rollout", "--num-rollout N: steps, each of rollout_batch_size prompts"
+    if not (line.supervised or line.kernels or _last(argv, "--rollout-max-response-len")):
+        note = "--rollout-max-response-len N, in tokens: slime has no bound without it, `slime run` has 256"
+        yield "--rollout-max-response-len", note
+
+
 def _defaults(line: SlimeLine, argv: Sequence[str], ahead: int) -> Iterator[list[str]]:
-    """Flags for what slime has without a flag."""
+    """Flags for what slime has without a flag; ``argv`` are words of `slime run`."""
     yield from ([flag, value] for flag, value in DEFAULTS.items() if not line.has(flag))
     if line.supervised and not line.has("--apply-chat-template"):  # slime's masks render conversations themselves
         yield ["--apply-chat-template"]
