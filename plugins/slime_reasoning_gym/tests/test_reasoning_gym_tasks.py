@@ -89,19 +89,26 @@ def test_rows_are_made_while_the_event_loop_continues_and_keep_the_level_of_the_
     pool.close()
 
 
-def test_closing_ends_a_worker_that_is_busy():
+def test_closing_ends_busy_and_starting_workers_and_fails_the_requests_that_wait():
     pool = Workers(1)
     address = task_of("jugs", Options(), pool).address(seed=1, index=0, level=pool.describe()["levels"]["jugs"])
 
-    async def ask():
-        asking = asyncio.create_task(asyncio.to_thread(pool.ask, "entry", **address))
-        while not pool._busy:
+    async def close_under(do, requests, **address):
+        asking = [asyncio.create_task(asyncio.to_thread(pool.ask, do, **address)) for _ in range(requests)]
+        while not (pool._busy and len(pool._free._cond._waiters) == requests - 1):
             await asyncio.sleep(0)
+        worker = pool._busy[0]
         pool.close()
-        with pytest.raises(WorkerError, match="its process ended"):
-            await asking
+        errors = await asyncio.gather(*asking, return_exceptions=True)
+        assert all(isinstance(error, WorkerError) for error in errors), errors
+        assert sorted(map(str, errors)) == ["its process ended", *["the workers were closed"] * (requests - 1)]
+        assert worker.process.poll() is not None
+        assert pool._busy == pool._idle == []
 
-    asyncio.run(ask())
+    asyncio.run(close_under("entry", 1, **address))
+    asyncio.run(close_under("describe", 3))  # its worker still imports reasoning_gym
+    assert pool.ask("describe")["levels"]
+    pool.close()
 
 
 def test_no_question_of_a_small_task_is_on_both_sides(ctx):

@@ -40,6 +40,20 @@ class EntryWorker:
             )
         self._socket, self._file = parent_end, parent_end.makefile("rwb")
         self.kill = weakref.finalize(self, _end, self.process, self._socket, self._file)
+        self.loaded = False
+
+    def load(self) -> None:
+        """Wait until it has imported reasoning_gym.
+
+        Raises:
+            WorkerError: the import raised.
+            OSError, EOFError: as :meth:`ask`.
+        """
+        try:
+            self.ask({"do": "describe"}, START_SECONDS)
+        except WorkerError as error:
+            raise WorkerError(f"reasoning_gym does not load: {error}") from error
+        self.loaded = True
 
     def ask(self, request: dict[str, Any], seconds: float) -> Any:
         """The value of a request.
@@ -79,6 +93,8 @@ class Workers:
         self._free = threading.Semaphore(most or max(1, min(8, os.cpu_count() or 1)))
         self._idle: list[EntryWorker] = []
         self._busy: list[EntryWorker] = []
+        self._closings = 0
+        self._lock = threading.Lock()  # of the three above
         self._description: dict[str, Any] = {}
 
     def describe(self) -> dict[str, Any]:
@@ -108,44 +124,52 @@ class Workers:
 
     def _ask(self, requests: list[tuple[dict[str, Any], float]]) -> Any:
         """The value of the last of the requests, which one worker gets."""
+        closings = self._closings
         with self._free:
-            worker = self._take()
-            self._busy.append(worker)
-            seconds = 0.0
+            worker = self._take(closings)
+            seconds, intact = START_SECONDS, False
             try:
+                if not worker.loaded:
+                    worker.load()
                 for request, seconds in requests:
                     value = worker.ask(request, seconds)
+                intact = True
+            except WorkerError:
+                intact = worker.loaded
+                raise
             except (OSError, EOFError) as error:
-                worker.kill()
                 late = isinstance(error, TimeoutError)
                 raise WorkerError(f"no result in {seconds:g} s" if late else "its process ended") from None
-            except WorkerError:
-                self._idle.append(worker)
-                raise
-            else:
-                self._idle.append(worker)
-                return value
             finally:
-                self._busy.remove(worker)
+                self._put_back(worker, closings, intact)
+            return value
 
     def close(self) -> None:
-        """End the workers; a request that one still works at fails."""
-        for worker in list(self._busy):
-            worker.process.kill()
-        while self._idle:
-            self._idle.pop().kill()
+        """End the workers; requests that wait or that one works at fail, later ones start new workers."""
+        with self._lock:
+            self._closings += 1
+            for worker in self._busy:
+                worker.process.kill()
+            while self._idle:
+                self._idle.pop().kill()
 
-    def _take(self) -> EntryWorker:
-        with suppress(IndexError):
-            while True:
-                worker = self._idle.pop()
-                if worker.process.poll() is None:
-                    return worker
+    def _take(self, closings: int) -> EntryWorker:
+        """An idle or new worker, now busy, for a request that came after ``closings`` calls of `close`."""
+        with self._lock:
+            if closings != self._closings:
+                raise WorkerError("the workers were closed")
+            worker = self._idle.pop() if self._idle else None
+            if worker is not None and worker.process.poll() is not None:
                 worker.kill()
-        worker = EntryWorker()
-        try:
-            worker.ask({"do": "describe"}, START_SECONDS)
-        except (OSError, EOFError, WorkerError) as error:
-            worker.kill()
-            raise WorkerError(f"reasoning_gym does not load: {error}") from error
-        return worker
+                worker = None
+            worker = worker or EntryWorker()
+            self._busy.append(worker)
+            return worker
+
+    def _put_back(self, worker: EntryWorker, closings: int, intact: bool) -> None:
+        with self._lock:
+            self._busy.remove(worker)
+            if intact and closings == self._closings:
+                self._idle.append(worker)
+                return
+        worker.kill()
