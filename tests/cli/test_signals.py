@@ -318,6 +318,7 @@ ALLOWED = {
     "cli/slime_cli/driver_process.py": "--stop-after of a driver whose restarts may be on other machines",
     "plugins/slime_chat/src/slime_chat/answers.py": "`created` of an answer, as OpenAI's API has it",
     "plugins/slime_chat/src/slime_chat/responses_api.py": "`created_at` of a response, likewise",
+    "plugins/slime_compat/src/slime_compat/served/traces.py": "`ts` of an event, as slime's traces have it",
     "plugins/slime_kernelbench/src/slime_kernelbench/records.py": "when a turn was written, for people",
     "plugins/slime_report/src/slime_report/recorder.py": "when a step ended, for people",
     "plugins/slime_trackers/src/slime_trackers/mlflow_run.py": "when a figure was logged, as MLflow's API has it",

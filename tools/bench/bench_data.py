@@ -57,6 +57,10 @@ class NoPlugins:
         """As they are."""
         return messages, tools
 
+    def takes_replies(self, task: str, config: Config) -> bool:
+        """No: every task generates."""
+        return False
+
 
 def block(first: int = 0) -> bytes:
     """20,000 rows of about 330 bytes."""

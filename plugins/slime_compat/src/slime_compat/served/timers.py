@@ -26,7 +26,7 @@ class Timer(metaclass=SingletonMeta):
         """
         if name in self.start_time:
             raise RuntimeError(f"timer {name!r} has been started")
-        self.start_time[name] = time.time()
+        self.start_time[name] = time.monotonic()
 
     def end(self, name: str) -> None:
         """Add the seconds since :meth:`start`.
@@ -36,7 +36,7 @@ class Timer(metaclass=SingletonMeta):
         """
         if name not in self.start_time:
             raise RuntimeError(f"timer {name!r} has not been started")
-        self.add(name, time.time() - self.start_time.pop(name))
+        self.add(name, time.monotonic() - self.start_time.pop(name))
 
     def add(self, name: str, elapsed_time: float) -> None:
         """Add seconds."""
