@@ -165,7 +165,6 @@ def _derived(config: Config) -> dict[str, Any]:
         "calculate_per_token_loss": train.loss_aggregation == "token_mean",
         "grpo_std_normalization": not train.disable_grpo_std_normalization,
         "use_kl_loss": train.kl_loss_coef > 0,
-        "use_tis": train.use_tis or bool(train.custom_tis_function_path),
         "use_opd": train.opd_kl_coef > 0,
         "opd_type": _PLACES[train.teacher_place] if train.opd_kl_coef > 0 else None,
         "use_critic": train.advantage_estimator == "ppo",

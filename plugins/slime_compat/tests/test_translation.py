@@ -174,6 +174,24 @@ def test_a_checkpoint_that_slime_starts_from_is_refused_unless_it_trains_here(tm
     assert f"--ref-load: the weights of --hf-checkpoint {hf} are trained" in lines["/x/Base_torch_dist"][0]
 
 
+def test_keys_of_a_custom_file_are_held_against_the_same_table(tmp_path):
+    """Switches count as given; a key with another flag here is refused, and so is one that slime would not read."""
+    file = tmp_path / "own.yaml"
+    line = ("--custom-config-path", str(file), "--kl-loss-coef", "0.1", "--custom-tis-function-path", "f.py:f")
+    file.write_text("use_kl_loss: true\nuse_tis: true\nmax_turns: 3\ngamma: null\nuse_routing_replay: false\n")
+    assert words_of(*line)[1 : 1 + len(line)] == list(line)
+    file.write_text("gamma: 0.9\ncalculate_per_token_loss: true\nuse_routing_replay: true\nkl_loss_coef: 0.1\n")
+    with pytest.raises(ConfigError, match="--custom-config-path cannot be had") as caught:
+        words_of(*line)
+    for text in (
+        "gamma (give the flag --gamma)",
+        "calculate_per_token_loss (give the flag --calculate-per-token-loss)",
+        "use_routing_replay (leave it out",
+        "kl_loss_coef (slime reads it only with --use-kl-loss)",
+    ):
+        assert text in caught.value.fix
+
+
 def test_a_line_without_a_flag_that_slime_has_no_default_for_is_refused():
     refusals = translate(["--lr", "1"], ahead=0).refusals("required")
     assert [problem.what for problem in refusals] == [

@@ -48,6 +48,8 @@ def test_every_core_key_is_there_under_its_own_name():
         ({"seed": 11}, "rollout_seed", 11),
         ({}, "partial_rollout", False),
         ({"train": TrainSection(kl_loss_coef=0.1)}, "use_kl_loss", True),
+        ({"train": TrainSection(custom_tis_function_path="f.py:f")}, "use_tis", False),
+        ({"train": TrainSection(custom_tis_function_path="f.py:f", use_tis=True)}, "use_tis", True),
         ({"train": TrainSection(loss_aggregation="token_mean")}, "calculate_per_token_loss", True),
         ({}, "sglang_server_concurrency", 256),
         ({"rollout": RolloutSection(rollout_engine="sglang")}, "sglang_server_concurrency", 512),

@@ -10,13 +10,15 @@ from typing import Literal
 from slime_compat.launch.flags import OTHERS, SlimeFlag
 from slime_compat.launch.tritonforge import RM_TYPES, row_flags, unneeded
 from slime_core.config.command_line import split
+from slime_core.config.fields import core_keys
 from slime_core.config.problems import Problem, raise_all
+from slime_core.config.table_file import read_table
 from slime_core.data.opening import open_rows
 from slime_core.errors import SlimeError
 
 Kind = Literal["same", "translated", "not needed", "refused", "required", "needs its data", "slime's default"]
 SUPERVISED = ("slime.rollout.sft_rollout.generate_rollout", "slime.rollout.sft_rollout:generate_rollout")
-WANDB_KEY = "WANDB_API_KEY"
+WANDB_KEY, CUSTOM = "WANDB_API_KEY", "--custom-config-path"
 
 
 @dataclass(slots=True, frozen=True)
@@ -80,7 +82,8 @@ def translate(argv: Sequence[str], *, ahead: int) -> Translation:
         ahead: steps that rollouts run ahead of training, unless --max-staleness says so.
     """
     uses = list(_split(argv))
-    line = SlimeLine({use.name: use.values for use in uses if use.name.startswith("--")})
+    flags = {use.name: use.values for use in uses if use.name.startswith("--")}
+    line = SlimeLine(flags, flags_of(Path(next(iter(flags.get(CUSTOM, ())), ""))))
     translation = Translation(environment={WANDB_KEY: values[0]} if (values := line.values("--wandb-key")) else {})
     steps = StepNumbers(line)
     translation.uses = [_use(use, line, steps) for use in uses]
@@ -112,10 +115,10 @@ def _split(argv: Sequence[str]) -> Iterator[FlagUse]:
 
 
 class SlimeLine:
-    """A command line's flags with their last values."""
+    """A command line's flags with their last values; ``keys``, of its file of custom keys, hold before them."""
 
-    def __init__(self, flags: Mapping[str, tuple[str, ...]]) -> None:
-        self._flags = flags
+    def __init__(self, flags: Mapping[str, tuple[str, ...]], keys: Mapping[str, tuple[str, ...]]) -> None:
+        self._flags, self.keys = {**flags, **keys}, keys
 
     def has(self, *names: str) -> bool:
         """Whether one of the flags is given."""
@@ -144,6 +147,20 @@ class SlimeLine:
     def names(self) -> Mapping[str, tuple[str, ...]]:
         """Flags and their last values."""
         return self._flags
+
+
+def flags_of(file: Path) -> dict[str, tuple[str, ...]]:
+    """Keys of a file of custom keys as flags with their values; those that are null or false switch nothing on.
+
+    Raises:
+        ConfigError: as `read_table`.
+    """
+    table = read_table(file, f"command line: {CUSTOM}") if file.is_file() else {}
+    return {
+        f"--{name.replace('_', '-')}": () if value is True else (str(value),)
+        for name, value in table.items()
+        if value is not None and value is not False
+    }
 
 
 def rows_of(data: str) -> int:
@@ -257,6 +274,20 @@ def _opd_kl_coef(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse |
     return None if line.has("--use-opd") else _unneeded(use, "slime reads it only with --use-opd")
 
 
+def _custom_config(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse | None:
+    """Refuse a file with keys that slime reads and that as flags would not pass as they are."""
+    texts = []
+    for name, values in line.keys.items():
+        key, flag = name[2:].replace("-", "_"), _use(FlagUse(name, values, "same", (name, *values)), line, steps)
+        if flag.kind == "refused" or (flag.kind == "not needed" and key in core_keys()):
+            texts.append(f"{key} ({flag.note})")
+        elif flag.kind == "translated" and flag.words[:1] != (name,):
+            texts.append(f"{key} (give the flag {name})")
+    if not texts:
+        return None
+    return FlagUse(use.name, use.values, "refused", (), f"take out of {' '.join(use.values)}: {', '.join(texts)}")
+
+
 def _load(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse:
     """Refuse a checkpoint from which slime would go on, unless it is --hf-checkpoint."""
     folder, hf = Path(line.first("--load", "")), line.first("--hf-checkpoint", "")
@@ -368,6 +399,7 @@ def _pairs(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse | None:
 _SPECIAL: Mapping[str, Callable[[FlagUse, SlimeLine, StepNumbers], FlagUse | None]] = {
     "--rollout-top-k": _top_k,
     "--eval-top-k": _top_k,
+    CUSTOM: _custom_config,
     "--load": _load,
     "--ref-load": _ref_load,
     "--sglang-context-length": _context,
