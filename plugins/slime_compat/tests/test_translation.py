@@ -145,6 +145,8 @@ def test_a_supervised_script_counts_its_steps_from_the_rows(tmp_path):
     assert not {"--debug-train-only", "--rollout-function-path", "--num-epoch"} & set(values)
     data.write_text(data.read_text()[: len(data.read_text()) // 10] * 4)
     assert values_of(*given)["--num-rollout"] == "3"
+    with pytest.raises(ConfigError, match="--num-epoch cannot be had"):
+        words_of(*given, "--rollout-batch-size", "5")
 
 
 def test_epochs_of_rows_that_cannot_be_counted_ask_for_steps():

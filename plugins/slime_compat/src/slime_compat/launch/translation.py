@@ -369,6 +369,9 @@ def _epochs(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse:
     counted = _counted(
         use, "--num-rollout", steps.rollouts, "--num-rollout N: steps, each of rollout_batch_size prompts"
     )
+    if counted.words[1:] == ("0",):
+        note = "--rollout-batch-size of at most the rows of --prompt-data: an epoch has no whole step"
+        return FlagUse(use.name, use.values, "refused", (), note)
     if counted.words and line.has("--rollout-max-prompt-len", "--rollout-max-context-len"):
         return replace(counted, note="rows of long prompts are counted too; slime leaves them out first")
     return counted
