@@ -66,7 +66,7 @@ _FIXED = {
         False,
         "balance_by_flops ci_test enable_mtp_training finetune keep_old_actor log_correct_samples log_multi_turn "
         "log_passrate no_load_optim no_load_rng no_save_optim release_train reset_optimizer_states "
-        "rollout_skip_special_tokens use_distributed_post use_rollout_entropy use_rollout_routing_replay "
+        "use_distributed_post use_rollout_entropy use_rollout_routing_replay "
         "use_routing_replay use_stateless_adam use_tensorboard use_wandb",
     ),
     **_repeat(

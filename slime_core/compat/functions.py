@@ -21,6 +21,7 @@ from slime_core.protocols import Estimator, Loss
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
+    from slime_core.context import Context
     from slime_core.plugins import Plugins
     from slime_core.types import Batch, Group
 
@@ -175,14 +176,15 @@ class FunctionsByPath:
         if _named(config, ALL_SAMPLES):
             self._session.judged.append(list(group.samples))
 
-    def finish_batch(self, batch: Batch, train: Any) -> None:
-        """Add the columns that functions around the loss need."""
+    def finish_batch(self, batch: Batch, ctx: Context) -> None:
+        """Note the step's samples, and add the columns that functions around the loss need."""
+        alive = [self._alive[name] for name in batch.sample_ids if name in self._alive]
         self._session.step.clear()
-        self._session.step.update({name: self._alive[name] for name in batch.sample_ids if name in self._alive})
-        if any(_named(self._config_of(train), key) for key in LOSSES.values()):
+        self._session.step.update({sample.id: owners.whole(sample, ctx) for sample in alive})
+        if any(_named(self._config_of(ctx.config.train), key) for key in LOSSES.values()):
             from slime_core.compat.losses import extra_columns
 
-            extra_columns(batch, self._config_of(train))
+            extra_columns(batch, self._config_of(ctx.config.train))
 
     def check(self, key: str, path: str) -> Path | None:
         """Load the function at ``path`` as a run with that ``section.key`` would; return its file, if it has one.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from slime_core.compat import shapes
-from slime_core.compat.owners import views
+from slime_core.compat.owners import views, whole
 from slime_core.compat.rollouts import DataBuffer
 from slime_core.compat.sample import Sample, copy_fields
 from slime_core.compat.session import CompatSession
@@ -65,21 +66,25 @@ def sample_hook(fn: Function, session: CompatSession) -> Function:
     """`slime_sample_done` by ``hook(args, sample, *, rollout_id=None, evaluation=False) -> Sample | None``."""
 
     def slime_sample_done(sample: CoreSample, ctx: Context) -> Any:
-        view = Sample.of(sample)
+        text, view = sample.response, whole(sample, ctx)
+        shown = view.response
         offered = shapes.accepted(fn, {"rollout_id": ctx.version, "evaluation": ctx.evaluation})
         result = fn(session.args(ctx.config, ctx), view, **offered)
-        return _later(sample, view, result) if inspect.isawaitable(result) else _take(sample, view, result)
+        take = partial(_take, sample, view, {shown: text})
+        return _later(take, result) if inspect.isawaitable(result) else take(result)
 
-    async def _later(sample: CoreSample, view: Sample, result: Any) -> None:
-        _take(sample, view, await result)
+    async def _later(take: Function, result: Any) -> None:
+        take(await result)
 
     return slime_sample_done
 
 
-def _take(sample: CoreSample, view: Sample, result: Any) -> None:
+def _take(sample: CoreSample, view: Sample, texts: Mapping[str, str], result: Any) -> None:
+    """Give ``sample`` what a hook made of it; a response that it left alone stays the core's."""
     if result is not None and not isinstance(result, CoreSample):
         raise TypeError(f"returned {type(result).__name__}; return the sample or None")
     copy_fields(view if result is None else result, sample)
+    sample.response = texts.get(sample.response, sample.response)
 
 
 def postprocess(fn: Function, session: CompatSession) -> Function:
@@ -139,7 +144,8 @@ def all_samples(fn: Function, session: CompatSession) -> Function:
     """
 
     def slime_step_done(report: StepReport, ctx: Context) -> None:
-        groups = sorted(session.judged, key=lambda group: group[0].index)
+        judged = sorted(session.judged, key=lambda group: group[0].index)
+        groups = [[whole(sample, ctx) for sample in group] for group in judged]
         session.judged.clear()
         fn(session.args(ctx.config, ctx), groups, DataBuffer().get_samples)
 
@@ -163,7 +169,7 @@ def evaluation_log(fn: Function, session: CompatSession) -> Function:
     """Told of an evaluation, by ``fn(rollout_id, args, data, extra_metrics)`` with slime's data of each set."""
 
     def tell(sets: Mapping[str, list[Group]], metrics: dict[str, float], ctx: Context) -> None:
-        data = {name: _evaluated([s for g in groups for s in g.samples]) for name, groups in sets.items()}
+        data = {name: _evaluated([whole(s, ctx) for g in groups for s in g.samples]) for name, groups in sets.items()}
         fn(ctx.version, session.args(ctx.config, ctx), data, metrics)
 
     return tell
@@ -173,5 +179,5 @@ def _evaluated(samples: Sequence[CoreSample]) -> dict[str, Any]:
     return {
         "rewards": [sample.reward for sample in samples],
         "truncated": [sample.status is Status.TRUNCATED for sample in samples],
-        "samples": [Sample.of(sample) for sample in samples],
+        "samples": list(samples),
     }

@@ -10,9 +10,11 @@ from slime_core.compat import shapes
 from slime_core.compat.sample import Sample, plain
 from slime_core.compat.session import CompatSession
 from slime_core.plugins.boundary import together
+from slime_core.plugins.router import task_named
 from slime_core.types import Group, Sample as CoreSample, SamplingParams, Status
 
 if TYPE_CHECKING:
+    from slime_core.config.schema import Config
     from slime_core.context import Context
 
 Function = Callable[..., Any]
@@ -22,11 +24,30 @@ ANSWER = "reward_answer"  # in the metadata of samples: a reward that a function
 
 def views(group: Group, ctx: Context) -> list[Sample]:
     """The group's samples as slime's, which take their places in the group."""
-    group.samples[:] = [_with_text(Sample.of(sample), ctx) for sample in group.samples]
+    return _in_place(group, [whole(sample, ctx) for sample in group.samples], ctx)
+
+
+def _in_place(group: Group, samples: Sequence[Sample], ctx: Context) -> list[Sample]:
+    group.samples[:] = [_with_prompt(sample, ctx) for sample in samples]
     return group.samples  # type: ignore[return-value]
 
 
-def _with_text(sample: Sample, ctx: Context) -> Sample:
+def whole(sample: CoreSample, ctx: Context) -> Sample:
+    """``sample`` as slime's: a response that the core wrote becomes the text of all its tokens.
+
+    What a function wrote stays, also where it is read from the ledger.
+    """
+    view, config = Sample.of(sample), ctx.config
+    if view.response != view.cut_response or ctx.tokenizer is None:
+        return view
+    task = task_named(config, sample.task, ctx.evaluation)
+    if not (config.rollout.custom_generate_function_path or (task and task.generate)):
+        skip = config.rollout.rollout_skip_special_tokens
+        view.response = str(ctx.tokenizer.decode(view.tokens[view.prompt_length :], skip_special_tokens=skip))
+    return view
+
+
+def _with_prompt(sample: Sample, ctx: Context) -> Sample:
     """slime's prompt is the text that the model sees, where the chat template renders it."""
     if isinstance(sample.prompt, list) and ctx.config.data.apply_chat_template and ctx.tokenizer is not None:
         kwargs = ctx.config.data.apply_chat_template_kwargs
@@ -36,7 +57,7 @@ def _with_text(sample: Sample, ctx: Context) -> Sample:
     return sample
 
 
-def sampling_params(params: SamplingParams, seed: int) -> dict[str, Any]:
+def sampling_params(params: SamplingParams, config: Config, seed: int) -> dict[str, Any]:
     """The ``sampling_params`` that slime hands to a generate function."""
     return {
         "temperature": params.temperature,
@@ -45,7 +66,7 @@ def sampling_params(params: SamplingParams, seed: int) -> dict[str, Any]:
         "max_new_tokens": params.max_new_tokens,
         "stop": list(params.stop) or None,
         "stop_token_ids": list(params.stop_token_ids) or None,
-        "skip_special_tokens": False,
+        "skip_special_tokens": config.rollout.rollout_skip_special_tokens,
         "no_stop_trim": True,
         "spaces_between_special_tokens": False,
         "sampling_seed": seed,
@@ -55,6 +76,7 @@ def sampling_params(params: SamplingParams, seed: int) -> dict[str, Any]:
 def reward(fn: Function, session: CompatSession) -> Function:
     """`slime_reward` by ``reward(sample)``, ``reward(args, sample, **kw)`` or, for a group, ``(args, samples, **kw)``.
 
+    The first, which is not slime's, reads the response as the core wrote it, without its stop string.
     A sample whose reward is set already keeps it. Siblings that one generate call returned are judged together.
     """
 
@@ -66,7 +88,8 @@ def reward(fn: Function, session: CompatSession) -> Function:
         return fn(session.args(ctx.config, ctx), subject)
 
     def slime_reward(group: Group, ctx: Context) -> Any:
-        samples, group_rm = views(group, ctx), ctx.config.reward.group_rm
+        samples = _in_place(group, [*map(Sample.of, group.samples)], ctx) if plain else views(group, ctx)
+        group_rm = ctx.config.reward.group_rm
         parts = [list(range(len(samples)))] if group_rm else _parts(group, samples)
         listed = [group_rm or len(part) > 1 for part in parts]
         subjects = [[samples[i] for i in part] if many else samples[part[0]] for part, many in zip(parts, listed)]
@@ -155,7 +178,7 @@ def generate(fn: Function, session: CompatSession) -> Function:
         served = ctx.engine.version
         with session.call(sample, ctx) as call:
             offered = shapes.accepted(fn, {"evaluation": ctx.evaluation}) if shapes.takes(fn, "evaluation") else {}
-            arguments = (session.args(ctx.config, ctx), sample, sampling_params(ctx.sampling, call.seed))
+            arguments = (session.args(ctx.config, ctx), sample, sampling_params(ctx.sampling, ctx.config, call.seed))
             if inspect.iscoroutinefunction(fn):
                 output = await fn(*arguments, **offered)
             else:

@@ -74,6 +74,10 @@ class Sample(CoreSample):
         sample.status = Sample.Status.COMPLETED
     """
 
+    __slots__ = ("__dict__", "__weakref__", "cut_response")
+
+    cut_response: str | None  # as the core wrote ``response``, without stop string and special tokens
+
     Status = Status
     SpecInfo = SpeculationCounts
     PrefixCacheInfo = PrefixCacheCounts
@@ -89,6 +93,7 @@ class Sample(CoreSample):
     def __init__(self, **values: Any) -> None:
         self.spec_info, self.prefix_cache_info = SpeculationCounts(), PrefixCacheCounts()
         self.apply_chat_template_kwargs: dict[str, Any] = {}
+        self.cut_response = None
         super().__init__(**{name: value for name, value in values.items() if name in _FIELDS})
         for name, value in values.items():
             if name not in _FIELDS:
@@ -99,7 +104,9 @@ class Sample(CoreSample):
         """``sample`` as slime's: itself where it is one already, else a new one that shares its fields."""
         if isinstance(sample, cls):
             return sample
-        return cls(**{name: getattr(sample, name) for name in _FIELDS})
+        view = cls(**{name: getattr(sample, name) for name in _FIELDS})
+        view.cut_response = sample.response if sample.response_length else None
+        return view
 
     def to_dict(self) -> dict[str, Any]:
         """The core's fields and, unlike there, all other attributes."""

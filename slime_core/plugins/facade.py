@@ -274,7 +274,7 @@ class Plugins:
     def batch(self, batch: Batch, ctx: Context) -> None:
         """Call every `slime_batch` with the step's columns."""
         self.notify("slime_batch", f"step {batch.version}", ctx, batch=batch)
-        self._functions.finish_batch(batch, ctx.config.train)
+        self._functions.finish_batch(batch, ctx)
 
     def notify(self, hook: str, about: str, ctx: Context, **arguments: Any) -> None:
         """Call every implementation of an event hook: `slime_batch`, `slime_step_done`, and those of a trainer."""

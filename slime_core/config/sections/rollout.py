@@ -57,6 +57,9 @@ class RolloutSection(Section):
     rollout_top_k: int = key(0, "0 is off.", SAMPLES, ge=0)
     rollout_stop: tuple[str, ...] = key((), "Strings that end a response.", SAMPLES)
     rollout_stop_token_ids: tuple[int, ...] = key((), "Token ids that end a response.", SAMPLES)
+    rollout_skip_special_tokens: bool = key(
+        False, "Functions with slime's signatures read responses without special tokens.", SAMPLES
+    )
     rollout_engine: str = key(
         "local", "local (the embedded engine), sglang, or one of a plugin.", SAMPLES, min_length=1, once=True
     )

@@ -9,7 +9,7 @@ import pytest
 from slime_core.config.schema import Config
 from slime_core.config.sections.data import DataTask
 from slime_core.errors import PluginError
-from slime_core.types import Drop, Status, StepReport
+from slime_core.types import Drop, Sample, Status, StepReport
 
 pytestmark = pytest.mark.unit
 
@@ -391,6 +391,78 @@ def test_a_function_sees_all_groups_of_a_step_also_those_that_a_filter_dropped(w
 
     calls = locate(f"{path}:fn", "key").__globals__["CALLS"]
     assert calls == [([[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]], 3, []), ([], 0, [])]
+
+
+READERS = """
+SEEN = []
+def hook(args, sample, **kw):
+    SEEN.append(("hook", sample.response))
+def slimes(args, sample, **kw):
+    SEEN.append(("reward", sample.response))
+    return 1.0
+def plain(sample):
+    SEEN.append(("reward", sample.response))
+    return 1.0
+def native(group, ctx):
+    SEEN.append(("reward", group.samples[0].response))
+    return [1.0]
+def cuts(args, sample, **kw):
+    sample.response = "cut"
+    return slimes(args, sample)
+def keep(args, samples, **kw):
+    SEEN.append(("filter", samples[0].response))
+    return True
+def log(rollout_id, args, samples, extra, seconds):
+    SEEN.append(("log", samples[0].response))
+async def generate(args, sample, params):
+    sample.append_response_tokens(args, tokens=[5, 17, 1], log_probs=[-1.0] * 3, text="own")
+    return sample
+"""
+
+
+@pytest.mark.parametrize(
+    ("reward", "rollout", "hook", "judged", "later"),
+    [
+        ("slimes", {}, "2=<eos>", "2=<eos>", "2=<eos>"),
+        ("slimes", {"rollout_skip_special_tokens": True}, "2=", "2=", "2="),
+        ("plain", {}, "2=<eos>", "2", "2=<eos>"),
+        ("native", {}, "2=<eos>", "2", "2=<eos>"),
+        ("cuts", {}, "2=<eos>", "cut", "cut"),
+        ("slimes", {"custom_generate_function_path": "generate"}, "own", "own", "own"),
+    ],
+    ids=["slime's", "without special tokens", "of the sample alone", "the hook's own", "changes it", "generates too"],
+)
+def test_functions_of_slime_read_the_text_of_all_response_tokens(
+    write, connect, make_group, reward, rollout, hook, judged, later
+):
+    from slime_core.plugins.locate import locate
+    from slime_core.rollout.score import score_group
+    from slime_core.trainers.batch import make_batch
+
+    path = write(READERS)
+    rollout = {name: value if value is True else f"{path}:{value}" for name, value in rollout.items()}
+    rollout |= {"rollout_sample_hook_path": (f"{path}:hook",), "dynamic_sampling_filter_path": f"{path}:keep"}
+    report = {"custom_rollout_log_function_path": f"{path}:log"}
+    config = Config(rollout=rollout, report=report, reward={"custom_rm_path": f"{path}:{reward}"})
+    plugins, ctx = connect(config)
+    group = make_group(n=1)
+    if config.rollout.custom_generate_function_path:
+        group = asyncio.run(plugins.generate(group, ctx))
+    else:
+        group.samples[0].append_response([5, 17, 1], log_probs=[-1.0] * 3, text="2")
+
+    def records(group):
+        seen = locate(f"{path}:log", "key").__globals__["SEEN"]
+        seen.clear()
+        group, _ = asyncio.run(score_group(group, plugins, ctx))
+        plugins.batch(make_batch(2, "main", [group]), ctx)
+        plugins.step_done(StepReport(version=3, stage="main", step=2, of=5, metrics={}, seconds={}), ctx)
+        return dict(seen)
+
+    recorded = replace(group, samples=[Sample.from_dict(Sample.to_dict(sample)) for sample in group.samples])
+    expected = {"hook": hook, "reward": judged, "filter": later, "log": later}
+    assert records(group) == expected
+    assert records(recorded) == expected, "from the ledger"
 
 
 def test_an_evaluation_log_function_is_told_of_every_set(write, connect, make_group):

@@ -102,7 +102,6 @@ _MACHINE = {
 _DATA = {
     **_needless("an own data_source_path replaces it", "disable-rollout-global-dataset"),
     **_needless("every draw comes from --seed", "rollout-seed", values=1),
-    **_needless("slime decodes texts without special tokens", "rollout-skip-special-tokens"),
     **_needless("a generator knows its tasks", "rollout-task-type", values=1),
     **_needless("a buffer is asked until it answers", "fetch-trajectory-retry-times", values=1),
     **_refused("--load-debug-rollout-data FOLDER", "load-forge-rollout-data"),

@@ -147,10 +147,11 @@ async def eval_rollout_single_dataset(
             sample.custom_rm_path = dataset_cfg.custom_rm_path
             sample.generate_function_path = dataset_cfg.custom_generate_function_path
             samples.append(sample)
-    return {dataset_cfg.name: await _evaluated(args, samples, _sampling(dataset_cfg))}
+    return {dataset_cfg.name: await _evaluated(args, samples, _sampling(args, dataset_cfg))}
 
 
-def _sampling(dataset_cfg: EvalDatasetConfig) -> dict[str, Any]:
+def _sampling(args: Any, dataset_cfg: EvalDatasetConfig) -> dict[str, Any]:
+    skip = dataset_cfg.skip_special_tokens
     return {
         "temperature": dataset_cfg.temperature,
         "top_p": dataset_cfg.top_p,
@@ -158,7 +159,7 @@ def _sampling(dataset_cfg: EvalDatasetConfig) -> dict[str, Any]:
         "max_new_tokens": dataset_cfg.max_response_len,
         "stop": dataset_cfg.stop,
         "stop_token_ids": dataset_cfg.stop_token_ids,
-        "skip_special_tokens": bool(dataset_cfg.skip_special_tokens),
+        "skip_special_tokens": args.rollout_skip_special_tokens if skip is None else skip,
         "no_stop_trim": True if dataset_cfg.no_stop_trim is None else dataset_cfg.no_stop_trim,
         "spaces_between_special_tokens": False,
     }
@@ -183,7 +184,7 @@ async def _evaluate_issued(args: Any, groups: list[list[Sample]]) -> RolloutFnEv
     by_set: defaultdict[str, list[Sample]] = defaultdict(list)
     for group in groups:
         by_set[group[0].task] += group
-    params = owners.sampling_params(args._ctx.sampling or evaluation_params(args._ctx.config), 0)
+    params = owners.sampling_params(args._ctx.sampling or evaluation_params(args._ctx.config), args._ctx.config, 0)
     del params["sampling_seed"]
     parts = await together(_evaluated(args, samples, params) for samples in by_set.values())
     return RolloutFnEvalOutput(data=dict(zip(by_set, parts, strict=True)))

@@ -46,7 +46,7 @@ class GenerateState:
         if ctx is None or ctx.tokenizer is None:
             raise RuntimeError("GenerateState needs the run's tokenizer; there is none in this hook")
         self.args, self.tokenizer = args, ctx.tokenizer
-        self.sampling_params = owners.sampling_params(training_params(ctx.config), 0)
+        self.sampling_params = owners.sampling_params(training_params(ctx.config), ctx.config, 0)
         del self.sampling_params["sampling_seed"]
         self.group_sampling_seeds = [args.rollout_seed + number for number in range(args.n_samples_per_prompt)]
         self.worker: Any = None  # of `slime.rollout.fully_async_rollout`
