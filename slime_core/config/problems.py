@@ -98,18 +98,22 @@ def raise_all(problems: Sequence[Problem]) -> None:
 
 
 def error_of(problems: Sequence[Problem]) -> ConfigError:
-    """One error for one or more problems: the first's code; several are numbered in ``why``, with all their fixes."""
+    """One error for one or more problems: the first's code; several are numbered, in ``why`` and ``fix``."""
     unique = list(dict.fromkeys(problems))
     first = unique[0]
     if len(unique) == 1:
         return ConfigError(first.what, code=first.code, where=first.where, why=first.why, fix=first.fix)
+    fixes: dict[str, list[str]] = {}
+    for number, problem in enumerate(unique, 1):
+        for line in problem.fix.splitlines():
+            fixes.setdefault(line, []).append(str(number))
     places = dict.fromkeys(place for problem in unique for place in problem.where.split(", ") if place)
     return ConfigError(
         f"{len(unique)} problems in the configuration",
         code=first.code,
         where=", ".join(places),
         why="".join(f"\n    {number}. {_line(problem)}" for number, problem in enumerate(unique, 1)),
-        fix="\n".join(dict.fromkeys(line for problem in unique for line in problem.fix.splitlines())),
+        fix="\n".join(f"{', '.join(numbers)}. {line}" for line, numbers in fixes.items()),
     )
 
 

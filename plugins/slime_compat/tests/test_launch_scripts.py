@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slime_compat.launch.check import FAMILIES, QUANTISED, check_launch
-from slime_compat.launch.script import LaunchScript
+from slime_compat.launch.script import LaunchScript, read_script
 from slime_core.testing import tiny_model
 from slime_models.presets import presets
 
@@ -122,7 +122,24 @@ def test_a_launch_script_runs_here_or_what_is_in_the_way_is_named(name, place):
     assert " ranks = " in check.model  # the layout fits, and the flags agree with config.json
 
 
-def test_most_scripts_run():
-    scripts = [name for name in FACTS["scripts"] if "/" not in name or name.startswith("low_precision/")]
-    assert len(scripts) == 29
-    assert len([name for name in scripts if name not in REFUSED]) == 17
+@pytest.mark.parametrize(
+    ("folder", "error"),
+    [
+        ("DeepSeek-R1/", "DeepSeek-R1 is quantised"),
+        ("Kimi-K2-Thinking-fp8/", "model_type 'kimi_k2'"),
+        ("Qwen3-Next-80B-A3B-Thinking", "model_type 'qwen3_next'"),
+        ("Qwen3.5-27B", "model_type 'qwen3_5'"),
+        ("DeepSeek-R1-Distill-Qwen-7B", ""),
+        ("DeepSeek-V3-bf16", ""),
+        ("GLM-4.7-Flash", ""),
+        ("$(cat FP8)", ""),
+    ],
+)
+def test_a_model_is_judged_by_its_name_where_the_folder_before_it_is_not_known(tmp_path, folder, error):
+    script = tmp_path / "run.sh"
+    script.write_text(
+        f"CKPT=(--hf-checkpoint ${{BASE_DIR}}/{folder})\npython3 train.py --n-samples-per-prompt 8 ${{CKPT[@]}}\n"
+    )
+    check = check_launch(read_script(script, {}))
+    assert [error in str(problem) for problem in check.errors] == ([True] if error else [])
+    assert error or check.model.startswith("not compared: ${BASE_DIR}/")

@@ -31,7 +31,9 @@ CKPT=(
    #--ref-load /nowhere
    --save "out dir/x"
 )
-MORE=(--update-weight-buffer-size $(( 4 * 512 * 1024 )) --moe-layer-freq "[0]*$DENSE+[1]*$((DENSE + 2))")
+if [ "$COUNT" -gt 0 ]; then DENSE=3; RATE=1e-6; [ "$COUNT" -gt 9 ] && RATE=2; fi
+case "$COUNT" in 1) DENSE=3 ;; 7|*) DENSE=3 ;; esac
+MORE=(--update-weight-buffer-size $(( 4 * 512 << 2**3 + 2 )) --moe-layer-freq "[0]*$DENSE+[1]*$((DENSE + 2))")
 MORE+=(--wandb-key k --wandb-group 'a b' --eval-top-p 0.7 --sglang-cuda-graph-bs 1 $(seq 8 8 24))
 ENVIRONMENT="{
   \"env_vars\": {\"PYTHONPATH\": \"/nowhere:${HERE}\", \"LINKS\": \"${LINKS}\"}
@@ -40,7 +42,7 @@ ray job submit --address="http://127.0.0.1:8265" \
    --runtime-env-json="${ENVIRONMENT}" \
    -- python3 train.py \
    --actor-num-nodes 2 --colocate \
-   ${MODEL_ARGS[@]} \
+   ${MODEL_ARGS[@]} ${UNSET:+--seed $UNSET} ${DENSE:+--seed "$DENSE"} "${@:1}" \
    "${CKPT[@]}" ${MORE[@]} ${ABSENT[@]} 2>&1 | tee log
 """
 MODEL = 'MODEL_ARGS=(\n   --swiglu\n   --rotary-base "${BASE:-10000}"\n)\n'
@@ -96,6 +98,72 @@ def test_what_only_running_could_tell_stays_as_it_is_written(tmp_path):
     assert launch.door == "train_async.py"
 
 
+CONDITIONS = """
+LR=1e-6
+ARGS=(--seed 1)
+[[ -n $TRACKED ]] && ARGS+=(--use-wandb)
+if [ "$MODE" = a ]; then
+   LR=1e-5; SIZE=4
+   MODEL=(--swiglu)
+elif true; then
+   LR=1e-4
+else
+   MODEL=(--qk-layernorm)
+fi
+case "$MODE" in
+   a) SAVE=x; SIZE=4 ;;
+   b|c) SAVE=y ;;
+esac
+SIZE=8
+for STEP in 1 2; do
+   OWN=(--rollout-seed $STEP)
+   START="--use-kl-loss"
+   %s
+done
+%s
+"""
+COMMAND = "python train.py --n-samples-per-prompt 8 ${ARGS[@]} ${MODEL[@]} --lr $LR --save $SAVE --global-batch-size $SIZE ${OWN[@]} $START"
+
+
+def test_what_a_condition_or_a_loop_sets_is_known_inside_and_not_behind_it(tmp_path):
+    script = tmp_path / "run.sh"
+    shared = [
+        "--n-samples-per-prompt",
+        "8",
+        "--seed",
+        "1",
+        "${ARGS[@]}",
+        "${MODEL[@]}",
+        "--lr",
+        "${LR}",
+        "--save",
+        "${SAVE}",
+    ]
+    script.write_text(CONDITIONS % (COMMAND, ""))
+    inside = ["--global-batch-size", "8", "--rollout-seed", "${STEP}", "--use-kl-loss"]
+    assert read_script(script, {}).words == [*shared, *inside]
+    script.write_text(CONDITIONS % ("", COMMAND))
+    assert read_script(script, {}).words == [*shared, "--global-batch-size", "8", "${OWN[@]}", "${START}"]
+    facts = checked(script)
+    assert facts["left_out"] == ["${ARGS[@]}", "${MODEL[@]}", "${OWN[@]}", "${START}"]
+    assert facts["unknown"] == ["--lr", "--save"]
+    assert facts["verdict"].startswith("runs here once its files and variables are there")
+
+
+def test_an_unset_variable_is_the_value_of_a_flag_that_takes_one_and_else_nothing(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "FIXED='--use-kl-loss --lr ${2} '\"--seed $SEED\"\n"
+        "python train.py --hf-checkpoint $MODEL --colocate ${EXTRA_ARGS} --n-samples-per-prompt 8 ${MORE} "
+        "--rm-type `cat type` $FIXED\n"
+    )
+    facts = checked(script)
+    assert facts["left_out"] == ["${EXTRA_ARGS}", "${MORE}"]
+    assert facts["unknown"] == ["--hf-checkpoint", "--rm-type", "--lr", "--seed"]
+    assert facts["errors"] == []
+    assert "--train-backend megatron" in facts["command"]
+
+
 def test_a_script_that_starts_no_training_and_one_that_is_not_there_are_refused(tmp_path):
     (tmp_path / "run.sh").write_text("python3 serve.py\n")
     with pytest.raises(ConfigError, match="starts neither"):
@@ -104,7 +172,19 @@ def test_a_script_that_starts_no_training_and_one_that_is_not_there_are_refused(
         read_script(tmp_path / "none.sh", {})
 
 
-@pytest.mark.parametrize(("text", "value"), [("3 + 89", 92), ("2*(3-1)", 4), ("7 / 2", 3), ("x", None), ("1/0", None)])
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3 + 89", 92),
+        ("2*(3-1)", 4),
+        ("7 / 2", 3),
+        ("1<<10", 1024),
+        ("9>>1", 4),
+        ("2**3", 8),
+        ("x", None),
+        ("1/0", None),
+    ],
+)
 def test_arithmetic_is_of_whole_numbers(text, value):
     assert arithmetic(text) == value
 
@@ -166,6 +246,8 @@ def test_a_check_names_everything_that_is_in_the_way_at_once(tmp_path):
     for text in (
         "--ref-update-interval cannot be had here",
         "the command ends before line 3",
+        "| 1. leave it out: the reference is fixed",
+        "\n2. end the line before with a backslash",
         "tis_clip_low = 3 is above tis_clip = 2",
         "--fp8-format cannot be had here",
         "model_type 'kimi_k2'",

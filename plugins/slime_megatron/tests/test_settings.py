@@ -198,6 +198,7 @@ def test_all_disagreements_stand_in_one_message_with_their_places():
     assert error.where == "recipe.toml:7, command line, megatron.hidden_size"
     assert "--num-layers 3" in error.why
     assert "--rotary-base 500000.0" in error.why
+    assert "1, 2, 3. or name another folder: --hf-checkpoint DIR" in error.fix.splitlines()
     assert "--hidden-size 64" in error.why
 
 

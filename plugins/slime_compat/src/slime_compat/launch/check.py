@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slime_compat.launch.flags import ALL, OTHERS
 from slime_compat.launch.imports import unserved
 from slime_compat.launch.script import DOORS, UNKNOWN, LaunchScript
 from slime_compat.launch.translation import FlagUse, Translation, translate
@@ -42,8 +43,10 @@ FAMILIES = {
     "qwen3.6": "qwen3_5",
 }
 """How folders of slime's scripts begin -> the model_type of their config.json, first match first."""
-QUANTISED = re.compile(r"fp8|int4|int8|awq|gptq|^deepseek-(?:r1|v3)")
+QUANTISED = re.compile(r"fp8|int4|int8|awq|gptq|^deepseek-(?:r1|v3)(?!.*(?:distill|bf16))")
 """In names of folders whose weights are quantised."""
+_WORDS = re.compile(r"\$\{\w+(\[@\])?\}")
+"""A variable or an array that is a word, or several, by itself."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -61,6 +64,7 @@ class ScriptCheck:
 
     launch: LaunchScript
     translation: Translation
+    left_out: list[str] = field(default_factory=list)  # arrays and variables that may be more flags
     errors: list[SlimeError] = field(default_factory=list)  # of flags, the config and the model
     functions: list[FunctionUse] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)  # files that are not on this machine
@@ -87,7 +91,7 @@ class ScriptCheck:
         broken = len(self.errors) + sum(use.error is not None for use in self.functions)
         if broken:
             return f"does not run as it is: {broken} {'thing is' if broken == 1 else 'things are'} in the way"
-        if self.missing or self.unknown:
+        if self.missing or self.unknown or self.left_out:
             return "runs here once its files and variables are there" + (
                 "; its model is compared then" if self.model.startswith("not compared") else ""
             )
@@ -108,8 +112,9 @@ class ScriptCheck:
 
 def check_launch(launch: LaunchScript, more: Sequence[str] = ()) -> ScriptCheck:
     """Check the command of a launch script; ``more`` are words that follow its own."""
-    translation = translate([*launch.words, *more], ahead=DOORS[launch.door])
-    check = ScriptCheck(launch, translation)
+    words, left_out = _flag_words(launch)
+    translation = translate([*words, *more], ahead=DOORS[launch.door])
+    check = ScriptCheck(launch, translation, left_out)
     check.missing += launch.missing
     refusals = translation.refusals("refused", "required")
     if launch.cut:
@@ -131,6 +136,29 @@ def check_launch(launch: LaunchScript, more: Sequence[str] = ()) -> ScriptCheck:
     _check_model(check, loaded)
     check.functions += _functions(loaded, launch)
     return check
+
+
+def _flag_words(launch: LaunchScript) -> tuple[list[str], list[str]]:
+    """The words without the arrays and variables among them that are no flag's value, and those."""
+    words: list[str] = []
+    left_out = []
+    flag: list[str] = []  # with its values
+    for word in launch.words:
+        match = _WORDS.fullmatch(word)
+        if match and (match[1] or not _takes(flag, word)):
+            left_out.append(word)
+        else:
+            words.append(word)
+            flag = [word] if word.startswith("--") else [*flag, word]
+    return words, left_out
+
+
+def _takes(flag: Sequence[str], word: str) -> bool:
+    """Whether ``word`` is a value of a flag, given with its values so far."""
+    if flag and flag[0] in OTHERS:
+        limit = OTHERS[flag[0]].values
+        return limit == ALL or len(flag) <= limit
+    return bool(flag) and split([*flag, word]).recipe is None
 
 
 def _cut(launch: LaunchScript) -> Problem:
@@ -170,7 +198,7 @@ def _settled(config: Any) -> Any:
 
 def _check_model(check: ScriptCheck, loaded: LoadedConfig) -> None:
     """Hold the flags that describe the model against its folder, where that is here."""
-    folder = Path(loaded.config.rollout.hf_checkpoint)
+    folder = _model_folder(check, loaded)
     trainer = trainer_of(loaded.config)
     try:
         plugins = load_plugins(_without_functions(loaded.config))
@@ -188,6 +216,13 @@ def _check_model(check: ScriptCheck, loaded: LoadedConfig) -> None:
         check.model = f"{folder.name}: {error.what}"
 
 
+def _model_folder(check: ScriptCheck, loaded: LoadedConfig) -> Path:
+    """The model's folder; its path as the script writes it where only running could tell it."""
+    names = [use.values[-1] for use in check.translation.uses if use.name == "--hf-checkpoint" and use.values]
+    unknown = bool(names) and UNKNOWN.search(names[-1])
+    return Path(names[-1] if unknown else loaded.config.rollout.hf_checkpoint)
+
+
 def _require_model(folder: Path, plugins: Any) -> None:
     """Refuse a family without a bridge and quantised weights, by config.json, else by the name of the folder.
 
@@ -198,8 +233,9 @@ def _require_model(folder: Path, plugins: Any) -> None:
         table = json.loads((folder / "config.json").read_bytes())
         family, quantised = str(table.get("model_type", "")), "quantization_config" in table
     except (OSError, ValueError):
-        quantised = bool(QUANTISED.search(folder.name.lower()))
-        family = next((family for start, family in FAMILIES.items() if folder.name.lower().startswith(start)), "")
+        name = "" if UNKNOWN.search(folder.name) else folder.name.lower()
+        quantised = bool(QUANTISED.search(name))
+        family = next((family for start, family in FAMILIES.items() if name.startswith(start)), "")
     families = {name for plugin in plugins.loaded for name in getattr(plugin.target, "slime_families", ())}
     if family and family not in families:
         raise ConfigError(

@@ -22,7 +22,7 @@ PASSING: dict[str, Any] = {"ignore_unknown_options": True, "allow_interspersed_a
     context_settings={"help_option_names": ["-h", "--help"]}, epilog="Example: slime compat check run-qwen3-4B.sh"
 )
 def compat() -> None:
-    """LaunchScript scripts and flags of THUDM/slime."""
+    """Launch scripts and flags of THUDM/slime."""
 
 
 @compat.command(
@@ -33,7 +33,9 @@ def compat() -> None:
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[--FLAG VALUE]...")
 @click.pass_context
 def check(context: click.Context, script: Path, words: tuple[str, ...], as_json: bool) -> int:
-    """Say what of a launch script runs here, and as which `slime run`; nothing of it is run.
+    """Say what of a launch script runs here, and as which `slime run`; it starts nothing.
+
+    Its commands are read, not run; the files of the functions that it names are imported.
 
     Flags after the script follow its own, such as --plugin NAME or --hf-checkpoint DIR. Variables that the script does
     not set are those of the environment.
@@ -77,6 +79,7 @@ def _facts(result: ScriptCheck) -> dict[str, Any]:
             for use in result.translation.uses
         ],
         "unknown": [use.name for use in result.unknown],
+        "left_out": result.left_out,
         "functions": [{"flag": f.flag, "path": f.path, "error": _text(f.error)} for f in result.functions],
         "errors": [_text(error) for error in result.errors],
         "missing": result.missing,
@@ -101,6 +104,7 @@ def _print(result: ScriptCheck) -> None:
         rows = [[use.name, " ".join(use.words) or " ".join(use.values), use.note] for use in uses if use.kind == kind]
         _section(f"flags: {kind}", rows)
     _section("flags: value not known before it runs", [[use.name, " ".join(use.values)] for use in result.unknown])
+    _section("left out: empty, or more flags", [[word] for word in result.left_out])
     same = [use.name for use in uses if use.kind == "same"]
     click.echo(f"flags: the same ({len(same)})\n  {' '.join(same)}\n")
     _section(

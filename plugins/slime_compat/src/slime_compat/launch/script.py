@@ -1,7 +1,7 @@
 """What a launch script would start, read without running it: its arrays, variables and sourced files.
 
-Conditions and loops are not decided: their assignments count in order. What only running could tell stays as it is
-written, `${NAME}` or `$(command)`.
+Conditions and loops are not decided: behind one, a variable that it sets otherwise is `${NAME}`, and an array what it
+was before with `${NAME[@]}` behind it. What else only running could tell stays as it is written, such as `$(command)`.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ import operator
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 from slime_core.errors import ConfigError
 
 DOORS = {"train.py": 0, "train_async.py": 1}
 """slime's entry points, and how many steps their rollouts run ahead."""
-UNKNOWN = re.compile(r"\$[{(]")
+UNKNOWN = re.compile(r"\$[{(]|`")
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<plus>\+?)=")
 _VARIABLE = re.compile(r"\$(?:(?P<bare>[A-Za-z_]\w*|\d)|\{(?P<name>[A-Za-z_]\w*|\d)(?P<rest>[^}]*)\})")
 _ARRAY = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
+_ARGUMENTS = re.compile(r'"?\$(?:[@*]|\{[@*].*\})"?', re.DOTALL)
+_UNQUOTED = re.compile(r"(?:\$\{[^}]*\}|\$\([^)]*\)+|`[^`]*`|\S)+")
 _OWN_FOLDER = re.compile(r"\$\(dirname\s+(?:--\s+)?\"?(?:\$\{BASH_SOURCE(?:\[0\])?\}|\$0|\$BASH_SOURCE)\"?\)")
 _CHANGED_FOLDER = re.compile(
     r"\$\(\s*cd\s+(?:--\s+)?(.+?)\s*(?:&?>\s*/dev/null\s*(?:2>&1\s*)?)?&&\s*pwd(?:\s+-P)?\s*\)"
@@ -33,8 +36,14 @@ _OPERATIONS = {
     ast.FloorDiv: operator.floordiv,
     ast.Div: operator.floordiv,
     ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.LShift: operator.lshift,
+    ast.RShift: operator.rshift,
 }
 _CLOSING = {"(": ")", "{": "}"}
+_KEYWORDS = ("export", "local", "declare", "then", "do", "set", "exec", "elif", "else")
+_OPENERS = ("if", "case", "for", "while", "until", "select", "{")
+_CLOSERS = {"fi": ("if",), "esac": ("case",), "done": ("for", "while", "until", "select"), "}": ("{",)}
 
 
 @dataclass(slots=True)
@@ -79,27 +88,42 @@ def read_script(path: Path, environment: Mapping[str, str]) -> LaunchScript:
     return launch
 
 
+@dataclass(slots=True)
+class _Branching:
+    """A condition or a loop, or a group in braces."""
+
+    opener: str
+    conditional: bool
+    before: dict[str, list[str]]  # values where it begins, and each of its branches does
+    changed: dict[str, list[str]] = field(default_factory=dict)  # what all branches begin with, by name
+
+
 class _Shell:
     """Variables and arrays of a script while it is read."""
 
     def __init__(self, launch: LaunchScript, environment: Mapping[str, str]) -> None:
         self._launch, self._environment = launch, environment
         self._values: dict[str, list[str]] = {}
+        self._arrays: set[str] = set()
+        self._blocks: list[_Branching] = []
         self._file = launch.script
 
     def run(self, path: Path) -> None:
         """Read a file's commands in order."""
         outer, self._file = self._file, path
-        for line, raw in _commands(path.read_text(encoding="utf-8", errors="replace")):
-            self._command(line, raw)
+        for line, raw, joined in _commands(path.read_text(encoding="utf-8", errors="replace")):
+            self._command(line, raw, joined)
         self._file = outer
 
-    def _command(self, line: int, raw: list[str]) -> None:
-        while raw and raw[0] in ("export", "local", "declare", "then", "do", "else", "set", "exec", "{", "if"):
-            raw = raw[1:]
+    def _command(self, line: int, raw: list[str], joined: bool) -> None:
+        raw = self._without_keywords(raw, joined)
+        if joined:
+            self._open("&&", joined)
         while raw and (match := _ASSIGNMENT.match(raw[0])):
             self._assign(match, raw[0][match.end() :])
             raw = raw[1:]
+        if joined:
+            self._close()
         if raw[:1] in (["source"], ["."]) and len(raw) > 1:
             self._source("".join(self.expand(raw[1])))
             return
@@ -116,9 +140,54 @@ class _Shell:
                 self._launch.door, self._launch.line = Path(word).name, line
                 self._launch.words = words[at + 1 :]
 
+    def _without_keywords(self, raw: list[str], joined: bool) -> list[str]:
+        """The command without the words before it that begin and end blocks and their branches."""
+        while raw:
+            word, *rest = raw
+            block = self._blocks[-1] if self._blocks else None
+            if block and block.opener == "case" and rest and rest[0].startswith(")"):  # word is a pattern
+                self._end_branch(block)
+                raw = [*filter(None, [rest[0][1:]]), *rest[1:]]
+            elif word in _OPENERS:
+                self._open(word, joined or word != "{")
+                raw = rest[2:] if word == "case" else rest
+                if word == "for" and rest[1:2] == ["in"]:
+                    self._values[rest[0]] = [f"${{{rest[0]}}}"]
+            elif block and block.opener in _CLOSERS.get(word, ()):
+                self._close()
+                raw = rest
+            elif word in _KEYWORDS:
+                if block and word in ("elif", "else"):
+                    self._end_branch(block)
+                raw = rest
+            else:
+                break
+        return raw
+
+    def _open(self, opener: str, conditional: bool) -> None:
+        self._blocks.append(_Branching(opener, conditional, dict(self._values)))
+
+    def _end_branch(self, block: _Branching) -> None:
+        for name, values in self._values.items():
+            before = block.before.get(name, [])
+            if values != before:
+                shared = zip(block.changed.get(name, before), values, strict=False)
+                block.changed[name] = [value for value, _ in takewhile(lambda pair: pair[0] == pair[1], shared)]
+        self._values = dict(block.before)
+
+    def _close(self) -> None:
+        block = self._blocks.pop()
+        if not block.conditional:
+            return
+        self._end_branch(block)
+        for name, shared in block.changed.items():
+            mark = f"${{{name}[@]}}" if name in self._arrays else f"${{{name}}}"
+            self._values[name] = [*(value for value in shared if value != mark), mark]
+
     def _assign(self, match: re.Match[str], raw: str) -> None:
         name = match["name"]
         if raw.startswith("("):
+            self._arrays.add(name)
             values = [word for _, part in _words(raw[1:-1]) for word in self.expand(part)]
         else:
             values = [" ".join(self.expand(raw))]
@@ -145,7 +214,7 @@ class _Shell:
 
     def expand(self, raw: str) -> list[str]:
         """The words that a word becomes: quotes are removed, variables replaced."""
-        if raw.strip('"') in ("$@", "$*"):  # of the script itself
+        if _ARGUMENTS.fullmatch(raw):  # of the script itself
             return []
         array = _ARRAY.fullmatch(raw)
         if array:
@@ -185,6 +254,8 @@ class _Shell:
         value = " ".join(values) if values else self._environment.get(name)
         if rest.startswith((":-", "-")):
             return value or self._substitute(rest.lstrip(":-").strip('"'))
+        if rest.startswith((":+", "+")) and not UNKNOWN.search(value or ""):
+            return self._substitute(rest.lstrip(":+").replace('"', "")) if value else ""
         return text if value is None or rest else value
 
     def _run(self, text: str) -> str:
@@ -227,8 +298,8 @@ def arithmetic(text: str) -> int | None:
 
 
 def _split(text: str) -> list[str]:
-    """The words of an unquoted value; one that is not known is one word."""
-    return [text] if UNKNOWN.search(text) else text.split()
+    """The words of an unquoted value; a part that is not known has no spaces."""
+    return _UNQUOTED.findall(text)
 
 
 def _tails(path: Path) -> Iterator[tuple[str, ...]]:
@@ -239,20 +310,22 @@ def _tails(path: Path) -> Iterator[tuple[str, ...]]:
             yield (*[".."] * up, *parts[start:])
 
 
-def _commands(text: str) -> Iterator[tuple[int, list[str]]]:
-    """Each simple command with its line, as raw words."""
+def _commands(text: str) -> Iterator[tuple[int, list[str], bool]]:
+    """Each simple command as raw words, with its line and whether one before it decides (`&&`, `||`)."""
     command: list[str] = []
-    first = 0
+    first, separators, joined = 0, "", False
     for line, word in _words(text, separators=True):
         if word in _ENDS:
             if command:
-                yield first, command
-            command = []
-        else:
-            first = first if command else line
+                yield first, command, joined
+            command, separators = [], separators + word
+        elif command:
             command.append(word)
+        else:
+            first, joined, separators = line, separators.rstrip("\n").endswith(("&&", "||")), ""
+            command = [word]
     if command:
-        yield first, command
+        yield first, command, joined
 
 
 _ENDS = ("\n", ";", "&", "|")
