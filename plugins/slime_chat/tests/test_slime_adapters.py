@@ -62,6 +62,7 @@ def test_two_turns_are_a_sample_with_the_engines_ids_and_the_reward(serve, lette
 
     (sample,), requests = serve(agent, "one|", "two!")
     assert letters.decode(sample.tokens, skip_special_tokens=False) == "Uhi|Aone|Umore|Atwo!"
+    assert sample.response == "one|Umore|Atwo!"
     assert sample.loss_mask == [1] * 4 + [0] * 7 + [1] * 4
     trained = [value for value, mask in zip(sample.rollout_log_probs, sample.loss_mask, strict=True) if mask]
     assert trained == pytest.approx([-0.001, -0.002, -0.003, -0.004, -1.001, -1.002, -1.003, -1.004])

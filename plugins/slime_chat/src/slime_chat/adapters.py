@@ -205,7 +205,8 @@ class BaseAdapter:
         session.sample = base_sample
         samples = [Sample.of(sample) for sample in session.samples()]
         for sample in samples:
-            truncated = sample.status is Status.TRUNCATED
+            truncated, response = sample.status is Status.TRUNCATED, sample.tokens[sample.prompt_length :]
+            sample.response = self.tokenizer.decode(response, skip_special_tokens=False)
             sample.reward, sample.metadata = (
                 reward,
                 {**sample.metadata, **(extra_metadata or {}), "truncated": truncated},
