@@ -1,6 +1,6 @@
 """slime's train.py: its flags, MODEL_ARGS among them, as `slime run` with Megatron and SGLang.
 
-    python tools/train.py ${MODEL_ARGS[@]} --hf-checkpoint Qwen3-4B --prompt-data rows.jsonl --rm-type math --colocate
+    python tools/train.py ${MODEL_ARGS[@]} ${ROLLOUT_ARGS[@]} --hf-checkpoint Qwen3-4B --colocate
 
 --dry-run checks everything, the flags against the folder's config.json too, and starts nothing.
 """

@@ -1,6 +1,6 @@
 """slime's train_async.py: as train.py, with rollouts one step ahead of training (--max-staleness says how far).
 
-python tools/train_async.py ${MODEL_ARGS[@]} --hf-checkpoint Qwen3-4B --prompt-data rows.jsonl --rm-type math
+python tools/train_async.py ${MODEL_ARGS[@]} ${ROLLOUT_ARGS[@]} --hf-checkpoint Qwen3-4B
 """
 
 from __future__ import annotations
