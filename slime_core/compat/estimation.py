@@ -10,11 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slime_core.algorithms import algorithms
-from slime_core.algorithms.grpo import grpo
+from slime_core.algorithms.shared.groups import compare
+from slime_core.algorithms.shared.kl import reward_kl
+from slime_core.algorithms.shared.terms import role_column
 from slime_core.compat.owners import ANSWER
 from slime_core.compat.sample import Sample
 from slime_core.compat.session import CompatSession
-from slime_core.compat.steps import flat_of, numbers, rollout_data, samples_of, write_back
+from slime_core.compat.steps import check_keys, flat_of, numbers, per_sample, rollout_data, samples_of, write_back
 from slime_core.protocols import Estimator
 from slime_core.types import Batch, Columns
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from slime_core.config.schema import Config
 
 Function = Callable[..., Any]
+DIVIDED = ("grpo", "gspo", "cispo")  # by the group's deviation
+CENTRED = (*DIVIDED, "reinforce_plus_plus_baseline", "dr_grpo")  # by the group's mean
 
 
 def estimator(
@@ -41,12 +45,14 @@ def estimator(
         rewards: NDArray[np.float64] | None = None
         if convert is not None:
             data = convert(args, samples_of(batch, samples_by_id))
+            check_keys(data)
             write_back(data, batch)
             rewards = numbers("rewards", data["rewards"], batch) if "rewards" in data else None
         if post_process is not None:
             rewards = _post_processed(post_process, args, batch, samples_of(batch, samples_by_id))
+        session.rewards = normalised(batch, train) if rewards is None else rewards
         if advantage is not None:
-            return _by_function(advantage, args, batch, _normalised(batch, train) if rewards is None else rewards)
+            return _by_function(advantage, args, batch, session.rewards, samples_of(batch, samples_by_id), train)
         if rewards is None:
             return inner.fn(batch, train)
         if (algorithm := algorithms().get(inner.name)) and algorithm.spreads:
@@ -76,22 +82,24 @@ def _post_processed(fn: Function, args: Any, batch: Batch, samples: Sequence[Sam
     return numbers("rewards", processed, batch)
 
 
-def _by_function(fn: Function, args: Any, batch: Batch, rewards: NDArray[np.float64]) -> Columns:
-    import torch
-
-    data = rollout_data(batch, rewards)
-    reference = data.get("ref_log_probs")
-    data["kl"] = [
-        log_probs - reference[i] if reference else torch.zeros_like(log_probs)
-        for i, log_probs in enumerate(data.get("log_probs", data["loss_masks"]))
-    ]
+def _by_function(
+    fn: Function, args: Any, batch: Batch, rewards: NDArray[np.float64], samples: Sequence[Sample], train: Any
+) -> Columns:
+    data = rollout_data(batch, rewards, samples)
+    kl = np.zeros(len(batch.loss_mask))
+    if train.kl_coef > 0:
+        kl = reward_kl(role_column(batch, "policy"), role_column(batch, "reference"), train.kl_reward_type)
+    data["kl"] = per_sample(kl.astype(np.float32), batch)
     fn(args, data)
     if "advantages" not in data:
         raise ValueError("rollout_data['advantages'] was not set")
     return {name: flat_of(name, data[name], batch) for name in ("advantages", "returns") if name in data}
 
 
-def _normalised(batch: Batch, train: Any) -> NDArray[np.float64]:
-    """Rewards as slime hands them to advantages: normalised in their group."""
-    std = not train.disable_grpo_std_normalization
-    return grpo(batch.reward, batch.group, batch.rollout, np.arange(len(batch)), std=std).astype(np.float64)
+def normalised(batch: Batch, train: Any) -> NDArray[np.float64]:
+    """Rewards as slime hands them to training: less their group's mean and divided by its deviation, by estimator."""
+    if train.advantage_estimator not in CENTRED:
+        return batch.reward
+    divides = train.advantage_estimator in DIVIDED and not train.disable_grpo_std_normalization
+    comparison = compare(batch.reward, batch.group, batch.rollout, std="group" if divides else "none")
+    return comparison.of(batch.reward)

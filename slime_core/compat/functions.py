@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
 
 from slime_core.compat import evaluations, listeners, owners, rollouts, shapes
 from slime_core.compat.modules import Modules, slime_modules
@@ -30,6 +29,8 @@ ALL_SAMPLES = "rollout_all_samples_process_path"
 LATER = (  # keys whose functions want the samples of a step after it was scored
     "custom_reward_post_process_path",
     "custom_convert_samples_to_train_data_path",
+    "custom_advantage_function_path",
+    "rollout_data_postprocess_path",
     "custom_rollout_log_function_path",
     ALL_SAMPLES,
 )
@@ -96,7 +97,6 @@ class FunctionsByPath:
         self._files: set[Path] = set()
         self._configs: list[Config] = []
         self._by_train: dict[int, tuple[Any, Config]] = {}  # a section keeps its id while it is kept here
-        self._alive: WeakValueDictionary[str, Sample] = WeakValueDictionary()
 
     def attach(self, plugins: Plugins) -> None:
         """Hand over the facade, for functions that compute a reward by name."""
@@ -151,7 +151,7 @@ class FunctionsByPath:
             inner,
             config,
             self._session,
-            self._alive,
+            self._session.alive,
             convert=functions["convert"],
             post_process=functions["post_process"],
             advantage=functions["advantage"],
@@ -169,7 +169,7 @@ class FunctionsByPath:
         """Note a group's samples, where a later function wants them."""
         if any(_named(config, key) for key in LATER):
             group.samples[:] = [Sample.of(sample) for sample in group.samples]
-            self._alive.update({sample.id: sample for sample in group.samples})  # type: ignore[misc]
+            self._session.alive.update({sample.id: sample for sample in group.samples})
 
     def note_judged(self, group: Group, config: Config) -> None:
         """Keep a group that was just judged until its step is done, where a function wants those that do not train."""
@@ -178,8 +178,9 @@ class FunctionsByPath:
 
     def finish_batch(self, batch: Batch, ctx: Context) -> None:
         """Note the step's samples, and add the columns that functions around the loss need."""
-        alive = [self._alive[name] for name in batch.sample_ids if name in self._alive]
+        alive = [sample for name in batch.sample_ids if (sample := self._session.alive.get(name))]
         self._session.step.clear()
+        self._session.rewards = None
         self._session.step.update({sample.id: owners.whole(sample, ctx) for sample in alive})
         if any(_named(self._config_of(ctx.config.train), key) for key in LOSSES.values()):
             from slime_core.compat.losses import extra_columns

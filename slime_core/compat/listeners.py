@@ -12,7 +12,7 @@ from slime_core.compat.owners import views, whole
 from slime_core.compat.rollouts import DataBuffer
 from slime_core.compat.sample import Sample, copy_fields
 from slime_core.compat.session import CompatSession
-from slime_core.compat.steps import rollout_data, write_back
+from slime_core.compat.steps import rollout_data, samples_of, write_back
 from slime_core.types import Batch, Drop, Group, Sample as CoreSample, Status, StepReport
 
 if TYPE_CHECKING:
@@ -89,9 +89,11 @@ def _take(sample: CoreSample, view: Sample, texts: Mapping[str, str], result: An
 
 def postprocess(fn: Function, session: CompatSession) -> Function:
     """`slime_batch` by ``fn(args, rollout_id, rollout_data)``; masks and columns may change, tokens may not."""
+    from slime_core.compat.estimation import normalised
 
     def slime_batch(batch: Batch, ctx: Context) -> None:
-        data = rollout_data(batch, batch.reward)
+        rewards = normalised(batch, ctx.config.train) if session.rewards is None else session.rewards
+        data = rollout_data(batch, rewards, samples_of(batch, session.alive))
         fn(session.args(ctx.config, ctx), ctx.version, data)
         write_back(data, batch)
 

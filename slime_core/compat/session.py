@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from slime_core.compat.args import SharedArgs
 from slime_core.compat.flat import flat
@@ -18,6 +19,9 @@ from slime_core.seeds import seed_of
 
 if TYPE_CHECKING:
     import asyncio
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from slime_core.config.schema import Config
     from slime_core.context import Context
@@ -48,6 +52,8 @@ class CompatSession:
         self.state: Any = None  # slime's GenerateState, created at its first use
         self.threads = HookThreads()
         self.loop: asyncio.AbstractEventLoop | None = None  # of the engine; functions may run loops of their own
+        self.alive: WeakValueDictionary[str, Any] = WeakValueDictionary()  # slime's samples, by id
+        self.rewards: NDArray[np.float64] | None = None  # of the step, where functions set or replace them
         self.step: dict[str, Any] = {}  # slime's samples of the last step, by id
         self.judged: list[list[Any]] = []  # slime's groups that were judged since the last step, dropped ones too
         self._flat: dict[int, tuple[Config, dict[str, Any]]] = {}

@@ -20,6 +20,11 @@ COLUMNS = {  # slime's key -> our column
     "advantages": "advantages",
     "returns": "returns",
 }
+CONVERTED = {  # slime's other keys of a step; masks and rewards count, the rest repeats what samples say
+    *("tokens", "loss_masks", "rewards", "raw_reward", "response_lengths", "total_lengths", "truncated"),
+    *("sample_indices", "rollout_ids", "rollout_mask_sums", "round_number", "metadata", "source_names"),
+    *("multimodal_train_inputs", "rollout_routed_experts", "rollout_top_p_token_ids", "rollout_top_p_token_offsets"),
+}
 
 
 def samples_of(batch: Batch, samples_by_id: Mapping[str, Sample]) -> list[Sample]:
@@ -47,28 +52,48 @@ def _rebuilt(batch: Batch, index: int) -> Sample:
     )
 
 
-def rollout_data(batch: Batch, rewards: NDArray[np.float64]) -> dict[str, Any]:
+def rollout_data(batch: Batch, rewards: NDArray[np.float64], samples: Sequence[Sample]) -> dict[str, Any]:
     """slime's dict of a step: lists with one entry a sample, tensors in float32."""
     import torch
 
-    def parts(flat: NDArray[Any], offsets: NDArray[np.int64]) -> list[Any]:
-        return [torch.from_numpy(part.copy()) for part in np.split(flat, offsets[1:-1])]
-
+    rollouts, rollout_of = np.unique(batch.rollout, return_inverse=True)
+    trained = np.bincount(rollout_of[batch.sample_of_token()], batch.loss_mask, len(rollouts))
     data: dict[str, Any] = {
-        "tokens": parts(batch.tokens.astype(np.int64), batch.offsets),
+        "tokens": [torch.from_numpy(part) for part in np.split(batch.tokens.astype(np.int64), batch.offsets[1:-1])],
         "total_lengths": batch.lengths.tolist(),
         "response_lengths": batch.response_lengths.tolist(),
-        "loss_masks": parts(batch.loss_mask, batch.response_offsets),
+        "loss_masks": per_sample(batch.loss_mask.copy(), batch),
+        "rollout_mask_sums": trained[rollout_of].tolist(),
         "rewards": rewards.tolist(),
         "raw_reward": batch.reward.tolist(),
-        "sample_indices": list(range(len(batch))),
+        "truncated": [int(sample.status is Status.TRUNCATED) for sample in samples],
+        "sample_indices": [sample.index for sample in samples],
         "rollout_ids": batch.rollout.tolist(),
         "metadata": list(batch.train_metadata),
+        "source_names": [get_source(sample) for sample in samples],
     }
-    for key, column in COLUMNS.items():
-        if column in batch.columns:
-            data[key] = parts(batch.columns[column].astype(np.float32), batch.response_offsets)
+    for key in COLUMNS:
+        if (column := _column(key, batch)) in batch.columns:
+            data[key] = per_sample(batch.columns[column].astype(np.float32), batch)
     return data
+
+
+def per_sample(flat: NDArray[np.float32], batch: Batch) -> list[Any]:
+    """A column of R entries as one tensor a sample, over the same memory."""
+    import torch
+
+    return list(torch.from_numpy(flat).split(batch.response_lengths.tolist()))
+
+
+def get_source(sample: Sample) -> str:
+    """Where a sample comes from: its own ``source``, its metadata's ``source_name``, or "unknown"."""
+    return str(getattr(sample, "source", None) or (sample.metadata or {}).get("source_name") or "unknown")
+
+
+def _column(key: str, batch: Batch) -> str:
+    """Our column of slime's key; a teacher's log-probs are the trainer's, else those that samples bring."""
+    column = COLUMNS[key]
+    return key if column == "teacher" and column not in batch.columns else column
 
 
 def flat_of(name: str, value: Any, batch: Batch) -> NDArray[np.float32]:
@@ -92,6 +117,17 @@ def _detached(row: Any) -> Any:
     return row.detach().cpu().numpy() if hasattr(row, "detach") else row
 
 
+def check_keys(data: Mapping[str, Any]) -> None:
+    """Refuse a converted step's keys that neither slime nor this module knows.
+
+    Raises:
+        ValueError: names them.
+    """
+    if unknown := sorted(set(data) - set(COLUMNS) - CONVERTED):
+        keys = ", ".join(sorted(CONVERTED | set(COLUMNS)))
+        raise ValueError(f"returned {', '.join(map(repr, unknown))}, which nothing reads; keys are {keys}")
+
+
 def write_back(data: Mapping[str, Any], batch: Batch) -> None:
     """Take what a function may change into the batch: masks and every column; tokens may not differ.
 
@@ -104,9 +140,9 @@ def write_back(data: Mapping[str, Any], batch: Batch) -> None:
             raise ValueError("'tokens' changed; a step trains on the tokens that were sampled")
     if "loss_masks" in data:
         batch.loss_mask[:] = flat_of("loss_masks", data["loss_masks"], batch)
-    for key, column in COLUMNS.items():
-        if key in data and data[key] is not None and (column in batch.columns or key in ("advantages", "returns")):
-            batch.columns[column] = flat_of(key, data[key], batch)
+    for key in COLUMNS:
+        if data.get(key) is not None:
+            batch.columns[_column(key, batch)] = flat_of(key, data[key], batch)
 
 
 def numbers(name: str, items: Sequence[Any], batch: Batch) -> NDArray[np.float64]:

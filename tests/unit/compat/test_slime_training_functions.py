@@ -11,7 +11,7 @@ from slime_core.config.presets import settle
 from slime_core.errors import PluginError
 from slime_core.plugins.locate import locate
 from slime_core.trainers.data_parallel import BatchSplit, pack
-from slime_core.types import Batch
+from slime_core.types import Batch, Status
 from slime_core.weights.flops import Flops
 
 pytestmark = pytest.mark.unit
@@ -104,6 +104,66 @@ def test_an_advantage_function_reads_normalised_rewards_and_scores_and_sets_list
     assert found["returns"].tolist() == [-2.0] * 7
 
 
+@pytest.mark.parametrize(
+    ("estimator", "rewards"),
+    [
+        *((name, [np.sqrt(0.5), -np.sqrt(0.5), 0, 0]) for name in ("grpo", "gspo", "cispo")),
+        ("reinforce_plus_plus_baseline", [0.5, -0.5, 0, 0]),
+        *((name, [1, 0, 2, 2]) for name in ("reinforce_plus_plus", "ppo")),
+    ],
+)
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_functions_read_rewards_and_kl_as_slimes_estimators_do(by, connect, estimator, rewards, kl_coef):
+    """Rewards 1, 0 and 2, 2; KL by k2 of a gap of 2, masked tokens too. An advantage of r + KL at every token."""
+    source = (
+        "def fn(args, data):\n"
+        "    kl = enumerate(data['kl'])\n"
+        "    data['advantages'] = [data['rewards'][i] + part for i, part in kl]\n"
+    )
+    keys = {"advantage_estimator": estimator, "kl_coef": kl_coef, "kl_reward_type": "k2"}
+    config = sections(by, source, custom_advantage_function_path=True, **keys)
+    plugins, _ = connect(config)
+    scores = {role: {"log_probs": np.full(7, at, np.float32)} for role, at in (("policy", -1), ("reference", -3))}
+    found = advantages(plugins, config, scores=scores)["advantages"]
+    assert found == pytest.approx(np.repeat(rewards, LENGTHS) + (2 if kl_coef else 0), abs=1e-5)
+
+
+FACTS = (
+    "def fn(args, rollout_id, data):\n"
+    "    args.facts = {k: data[k] for k in ('truncated', 'rollout_mask_sums', 'source_names', 'rewards', 'raw_reward')}\n"
+)
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["normalised", "post-processed"])
+def test_post_processing_of_a_step_reads_what_its_samples_say(by, write, connect, make_group, replaced):
+    """Samples 0 and 1 are one rollout's with 1 + 2 trainable tokens; the last two have 1 + 2 of 1 + 3."""
+    rewards = "def fn(args, samples):\n    return [0] * 4, [float(i) for i in range(4)]\n"
+    config = sections(
+        by,
+        FACTS,
+        rollout_data_postprocess_path=True,
+        custom_reward_post_process_path=f"{write(rewards, 'rewards.py')}:fn" if replaced else "",
+        disable_grpo_std_normalization=True,
+    )
+    plugins, ctx = connect(config)
+    groups = [make_group(position=0), make_group(position=1)]
+    groups[0].samples[1].status = Status.TRUNCATED
+    groups[1].samples[0].metadata["source_name"] = "books"
+    for group in groups:
+        plugins.note_group(group, config)
+    batch = step()
+    batch.rollout[:] = [0, 0, 2, 3]
+    plugins.batch(plugins.advantage(batch, {}, config.train), ctx)
+    args = plugins._functions._session.args(config)
+    assert args.facts == {
+        "truncated": [0, 1, 0, 0],
+        "rollout_mask_sums": [3, 3, 1, 2],
+        "source_names": ["unknown", "unknown", "books", "unknown"],
+        "rewards": [0, 1, 2, 3] if replaced else [0.5, -0.5, 0, 0],
+        "raw_reward": [1, 0, 2, 2],
+    }
+
+
 def test_an_advantage_function_that_sets_nothing_is_refused(by, connect):
     config = sections(by, "def fn(args, data):\n    pass\n", custom_advantage_function_path=True)
     plugins, _ = connect(config)
@@ -125,6 +185,18 @@ def test_a_conversion_sets_rewards_and_masks(by, connect):
     batch = step()
     assert advantages(plugins, config, batch)["advantages"].tolist() == [0, 5, 5, 10, 15, 15, 15]
     assert batch.loss_mask.tolist() == [0.0] * 7
+
+
+def test_a_conversions_columns_are_taken_and_unknown_keys_refused(by, connect):
+    source = "def fn(args, samples):\n    return {'teacher_log_probs': [[-2.0] * s.response_length for s in samples], **EXTRA}\n"
+    config = sections(by, "EXTRA = {}\n" + source, custom_convert_samples_to_train_data_path=True)
+    plugins, _ = connect(config)
+    assert advantages(plugins, config)["teacher_log_probs"].tolist() == [-2.0] * 7
+    locate(config.train.custom_convert_samples_to_train_data_path, "key").__globals__["EXTRA"]["loss_mask"] = []
+    with pytest.raises(PluginError) as caught:
+        advantages(plugins, config)
+    assert "'loss_mask'" in caught.value.what
+    assert "loss_masks" in caught.value.what
 
 
 def test_a_conversion_may_not_touch_tokens(by, connect):

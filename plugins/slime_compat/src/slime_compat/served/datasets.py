@@ -14,6 +14,7 @@ from typing import Any
 from slime_compat.served.processing import process_vision_info
 from slime_compat.served.samples import MultimodalTypes
 from slime_core.compat.sample import Sample
+from slime_core.compat.steps import get_source
 from slime_core.data.rows import split_slice
 
 logger = logging.getLogger(__name__)
@@ -194,11 +195,6 @@ def process_rollout_data(args: Any, rollout_data_ref: Sequence[Any], dp_rank: in
     if "raw_reward" in data:
         data["local_raw_reward"] = [data["raw_reward"][place] for place in data["partition"]]
     return data
-
-
-def get_source(sample: Sample) -> str:
-    """Where a sample comes from: its own ``source``, its metadata's ``source_name``, or "unknown"."""
-    return str(getattr(sample, "source", None) or (sample.metadata or {}).get("source_name") or "unknown")
 
 
 __all__ = ["Dataset", "filter_long_prompt", "get_source", "process_rollout_data", "read_file"]
