@@ -138,7 +138,7 @@ def test_a_launch_script_runs_here_or_what_is_in_the_way_is_named(name, place):
 def test_a_model_is_judged_by_its_name_where_the_folder_before_it_is_not_known(tmp_path, folder, error):
     script = tmp_path / "run.sh"
     script.write_text(
-        f"CKPT=(--hf-checkpoint ${{BASE_DIR}}/{folder})\npython3 train.py --n-samples-per-prompt 8 ${{CKPT[@]}}\n"
+        f"CKPT=(--hf-checkpoint ${{BASE_DIR}}/{folder})\npython3 train.py --n-samples-per-prompt 8 --num-rollout 1 --rollout-max-response-len 8 ${{CKPT[@]}}\n"
     )
     check = check_launch(read_script(script, {}))
     assert [error in str(problem) for problem in check.errors] == ([True] if error else [])

@@ -100,7 +100,7 @@ def test_what_only_running_could_tell_stays_as_it_is_written(tmp_path):
 
 CONDITIONS = """
 LR=1e-6
-ARGS=(--seed 1)
+ARGS=(--use-opsm)
 [[ -n $TRACKED ]] && ARGS+=(--use-wandb)
 if [ "$MODE" = a ]; then
    LR=1e-5; SIZE=4
@@ -122,28 +122,18 @@ for STEP in 1 2; do
 done
 %s
 """
-COMMAND = "python train.py --n-samples-per-prompt 8 ${ARGS[@]} ${MODEL[@]} --lr $LR --save $SAVE --global-batch-size $SIZE ${OWN[@]} $START"
+FIRST = "--n-samples-per-prompt 8 --num-rollout 1 --rollout-max-response-len 8"
+COMMAND = f"python train.py {FIRST} ${{ARGS[@]}} ${{MODEL[@]}} --lr $LR --save $SAVE --seed $SIZE ${{OWN[@]}} $START"
 
 
 def test_what_a_condition_or_a_loop_sets_is_known_inside_and_not_behind_it(tmp_path):
     script = tmp_path / "run.sh"
-    shared = [
-        "--n-samples-per-prompt",
-        "8",
-        "--seed",
-        "1",
-        "${ARGS[@]}",
-        "${MODEL[@]}",
-        "--lr",
-        "${LR}",
-        "--save",
-        "${SAVE}",
-    ]
+    shared = [*FIRST.split(), "--use-opsm", "${ARGS[@]}", "${MODEL[@]}", "--lr", "${LR}", "--save", "${SAVE}"]
     script.write_text(CONDITIONS % (COMMAND, ""))
-    inside = ["--global-batch-size", "8", "--rollout-seed", "${STEP}", "--use-kl-loss"]
+    inside = ["--seed", "8", "--rollout-seed", "${STEP}", "--use-kl-loss"]
     assert read_script(script, {}).words == [*shared, *inside]
     script.write_text(CONDITIONS % ("", COMMAND))
-    assert read_script(script, {}).words == [*shared, "--global-batch-size", "8", "${OWN[@]}", "${START}"]
+    assert read_script(script, {}).words == [*shared, "--seed", "8", "${OWN[@]}", "${START}"]
     facts = checked(script)
     assert facts["left_out"] == ["${ARGS[@]}", "${MODEL[@]}", "${OWN[@]}", "${START}"]
     assert facts["unknown"] == ["--lr", "--save"]
@@ -154,7 +144,7 @@ def test_an_unset_variable_is_the_value_of_a_flag_that_takes_one_and_else_nothin
     script = tmp_path / "run.sh"
     script.write_text(
         "FIXED='--use-kl-loss --lr ${2} '\"--seed $SEED\"\n"
-        "python train.py --hf-checkpoint $MODEL --colocate ${EXTRA_ARGS} --n-samples-per-prompt 8 ${MORE} "
+        f"python train.py --hf-checkpoint $MODEL --colocate ${{EXTRA_ARGS}} {FIRST} ${{MORE}} "
         "--rm-type `cat type` $FIXED\n"
     )
     facts = checked(script)
@@ -247,7 +237,7 @@ def test_a_check_names_everything_that_is_in_the_way_at_once(tmp_path):
         "--ref-update-interval cannot be had here",
         "the command ends before line 3",
         "| 1. leave it out: the reference is fixed",
-        "\n2. end the line before with a backslash",
+        "\n4. end the line before with a backslash",
         "tis_clip_low = 3 is above tis_clip = 2",
         "--fp8-format cannot be had here",
         "model_type 'kimi_k2'",
