@@ -13,6 +13,7 @@ from slime_core.compat.rollouts import DataBuffer
 from slime_core.compat.sample import Sample, copy_fields
 from slime_core.compat.session import CompatSession
 from slime_core.compat.steps import rollout_data, samples_of, write_back
+from slime_core.errors import ConfigError
 from slime_core.types import Batch, Drop, Group, Sample as CoreSample, Status, StepReport
 
 if TYPE_CHECKING:
@@ -26,20 +27,33 @@ def dynamic_filter(fn: Function, session: CompatSession) -> Function:
 
     def slime_filter(group: Group, ctx: Context) -> Any:
         verdict = fn(session.args(ctx.config, ctx), views(group, ctx))
-        return _later(verdict) if inspect.isawaitable(verdict) else _drop(verdict)
+        return _later(verdict, ctx) if inspect.isawaitable(verdict) else _drop(verdict, ctx)
 
-    async def _later(verdict: Any) -> Drop | None:
-        return _drop(await verdict)
+    async def _later(verdict: Any, ctx: Context) -> Drop | None:
+        return _drop(await verdict, ctx)
 
     return slime_filter
 
 
-def _drop(verdict: Any) -> Drop | None:
+def _drop(verdict: Any, ctx: Context) -> Drop | None:
     decision = getattr(verdict, "keep", verdict)
     keep = decision.item() if hasattr(decision, "item") else decision  # a numpy or torch bool
     if not isinstance(keep, (bool, int)):
         name = "a DynamicFilterOutput whose keep is " if decision is not verdict else ""
         raise TypeError(f"returned {name}a {type(decision).__name__}; return a bool or a DynamicFilterOutput")
+    if not keep and getattr(verdict, "keep_when_insufficient", False):
+        rollout = ctx.config.rollout
+        if rollout.over_sampling_batch_size > rollout.rollout_batch_size:
+            raise ConfigError(
+                "a dynamic filter returned keep_when_insufficient, in a run that over-samples",
+                code="CFG04",
+                where="rollout.dynamic_sampling_filter_path",
+                why="which groups it then drops depends on which end first by the clock, so no run could be repeated",
+                fix="set over_sampling_batch_size to 0, where such a filter keeps every group as in slime\n"
+                "or name a filter without it, such as "
+                "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
+            )
+        return None  # nothing is over-sampled: without this group a step lacks one
     return None if keep else Drop(reason=str(getattr(verdict, "reason", None) or "dynamic_filter"))
 
 

@@ -83,7 +83,7 @@ class Plugins:
         """One Reward a sample, in order (`slime_reward`)."""
         self._functions.note_group(group, ctx.config)
         impl = self._owner("slime_reward", group.prompt.task, ctx)
-        judge = self._judge_rest if made_elsewhere(ctx.config, ctx.evaluation) else self._judge
+        judge = self._judge_rest if self._may_come_judged(impl, group, ctx) else self._judge
         copy = self._hook_checks().copy(group, ctx) if ctx.config.report.check_hooks else None
         with self.span("reward", group=group.id, samples=[sample.id for sample in group.samples]):
             rewards = await judge(impl, group, ctx)
@@ -93,6 +93,17 @@ class Plugins:
             self._functions.note_judged(group, ctx.config)
         return rewards
 
+    def _may_come_judged(self, impl: HookImpl, group: Group, ctx: Context) -> bool:
+        """Whether samples may come with rewards that stay: from a rollout buffer, or a generate function by path.
+
+        A reward function by path sees to it itself; with ``reward.group_rm`` all samples are judged, as in slime.
+        """
+        if made_elsewhere(ctx.config, ctx.evaluation):
+            return True
+        maker = self._router.owner("slime_generate", group.prompt.task, ctx.config, ctx.evaluation)
+        by_path = maker is not None and maker.provider.source == "path"
+        return by_path and impl.provider.source != "path" and not ctx.config.reward.group_rm
+
     async def _judge(self, impl: HookImpl, group: Group, ctx: Context) -> list[Reward]:
         about = f"prompt '{group.id}'"
         if impl.own_process and self._processes is not None:
@@ -101,7 +112,7 @@ class Plugins:
         return to_rewards(impl, value, group, ctx.config.reward.reward_key)
 
     async def _judge_rest(self, impl: HookImpl, group: Group, ctx: Context) -> list[Reward]:
-        """Rewards that came with samples of a rollout buffer, and the run's own for the others.
+        """Rewards that samples came with, and the run's own for the others.
 
         A sample that did not come is an infrastructure error, and never a reward of 0.
         """

@@ -209,6 +209,24 @@ async def fn(args, sample, sampling_params):
     assert [r.value for r in rewards] == [2.0, 3.0, 2.0, 3.0]
 
 
+@pytest.mark.parametrize(("group_rm", "rewards"), [(False, [7.0, 0.0]), (True, [0.0, 0.0])])
+def test_a_reward_that_generate_sets_is_kept_where_a_reward_type_judges_the_others(
+    by, connect, make_group, group_rm, rewards
+):
+    source = (
+        "async def fn(args, sample, sampling_params):\n"
+        "    sample.append_response([1], log_probs=[-1.0], text='no')\n"
+        "    sample.reward = 7 if sample.index % 2 == 0 else None\n    return sample\n"
+    )
+    config = by(source, custom_generate_function_path=True, rm_type="math", group_rm=group_rm)
+    plugins, ctx = connect(config.model_copy(update={"plugins": ("rm_math",)}))
+
+    async def both_hooks():
+        return await plugins.reward(await plugins.generate(make_group(), ctx), ctx)
+
+    assert [reward.value for reward in asyncio.run(both_hooks())] == rewards
+
+
 def test_a_generate_function_that_returns_no_sample_is_refused(by, connect, make_group):
     plugins, ctx = connect(
         by("async def fn(args, sample, sampling_params):\n    return None\n", custom_generate_function_path=True)

@@ -8,7 +8,7 @@ import pytest
 
 from slime_core.config.schema import Config
 from slime_core.config.sections.data import DataTask
-from slime_core.errors import PluginError
+from slime_core.errors import ConfigError, PluginError
 from slime_core.types import Drop, Sample, Status, StepReport
 
 pytestmark = pytest.mark.unit
@@ -55,6 +55,19 @@ def test_slimes_own_filter_is_served_under_its_own_path(connect, make_group, rew
     verdict = asyncio.run(plugins.filter(scored(make_group(), *rewards), ctx))
     assert (verdict is None) is kept
     assert kept or verdict.reason == "zero_std_1.0"
+
+
+def test_a_filter_with_a_fallback_drops_nothing_and_over_sampling_refuses_it(connect, make_group):
+    """slime keeps a group where those in flight and kept are no more than the step needs: without over-sampling all."""
+    path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std_with_fallback"
+    plugins, ctx = connect(Config(rollout={"dynamic_sampling_filter_path": path}))
+    assert asyncio.run(plugins.filter(scored(make_group(), 1.0, 1.0), ctx)) is None
+    rollout = {"dynamic_sampling_filter_path": path, "rollout_batch_size": 2, "over_sampling_batch_size": 3}
+    plugins, ctx = connect(Config(rollout=rollout))
+    assert asyncio.run(plugins.filter(scored(make_group(), 1.0, 0.0), ctx)) is None
+    with pytest.raises(ConfigError, match="keep_when_insufficient") as caught:
+        asyncio.run(plugins.filter(scored(make_group(), 1.0, 1.0), ctx))
+    assert "over_sampling_batch_size to 0" in caught.value.fix
 
 
 def test_a_dynamic_filter_that_answers_neither_is_refused(by, connect, make_group):
