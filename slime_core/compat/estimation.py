@@ -13,7 +13,7 @@ from slime_core.algorithms import algorithms
 from slime_core.algorithms.shared.groups import compare
 from slime_core.algorithms.shared.kl import reward_kl
 from slime_core.algorithms.shared.terms import role_column
-from slime_core.compat.owners import ANSWER
+from slime_core.compat.owners import as_returned
 from slime_core.compat.sample import Sample
 from slime_core.compat.session import CompatSession
 from slime_core.compat.steps import check_keys, flat_of, numbers, per_sample, rollout_data, samples_of, write_back
@@ -44,7 +44,9 @@ def estimator(
         args = session.args(config)
         rewards: NDArray[np.float64] | None = None
         if convert is not None:
-            data = convert(args, samples_of(batch, samples_by_id))
+            samples = samples_of(batch, samples_by_id)
+            with as_returned(samples):
+                data = convert(args, samples)
             check_keys(data)
             write_back(data, batch)
             rewards = numbers("rewards", data["rewards"], batch) if "rewards" in data else None
@@ -69,12 +71,8 @@ def _post_processed(fn: Function, args: Any, batch: Batch, samples: Sequence[Sam
 
     A teacher's log-probs that it sets on every sample become the step's.
     """
-    numbers_of_samples = [sample.reward for sample in samples]
-    for sample in samples:
-        sample.reward = sample.metadata.get(ANSWER, sample.reward)
-    raw, processed = fn(args, samples)
-    for sample, number in zip(samples, numbers_of_samples, strict=True):
-        sample.reward = number
+    with as_returned(samples):
+        raw, processed = fn(args, samples)
     numbers("raw_rewards", raw, batch)
     log_probs = [sample.teacher_log_probs for sample in samples]
     if all(row is not None for row in log_probs):

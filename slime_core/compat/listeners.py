@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from slime_core.compat import shapes
-from slime_core.compat.owners import views, whole
+from slime_core.compat.owners import as_returned, views, whole
 from slime_core.compat.rollouts import DataBuffer
 from slime_core.compat.sample import Sample, copy_fields
 from slime_core.compat.session import CompatSession
@@ -26,11 +26,13 @@ def dynamic_filter(fn: Function, session: CompatSession) -> Function:
     """`slime_filter` by ``filter(args, samples, **kw) -> DynamicFilterOutput | bool``."""
 
     def slime_filter(group: Group, ctx: Context) -> Any:
-        verdict = fn(session.args(ctx.config, ctx), views(group, ctx))
-        return _later(verdict, ctx) if inspect.isawaitable(verdict) else _drop(verdict, ctx)
+        with as_returned(samples := views(group, ctx)):
+            verdict = fn(session.args(ctx.config, ctx), samples)
+        return _later(verdict, samples, ctx) if inspect.isawaitable(verdict) else _drop(verdict, ctx)
 
-    async def _later(verdict: Any, ctx: Context) -> Drop | None:
-        return _drop(await verdict, ctx)
+    async def _later(verdict: Any, samples: Sequence[CoreSample], ctx: Context) -> Drop | None:
+        with as_returned(samples):
+            return _drop(await verdict, ctx)
 
     return slime_filter
 
@@ -61,7 +63,8 @@ def sample_filter(fn: Function, session: CompatSession) -> Function:
     """`slime_filter` by ``filter(args, data)``, which sets ``sample.remove_sample``; ``data`` holds one group."""
 
     def slime_filter(group: Group, ctx: Context) -> None:
-        fn(session.args(ctx.config, ctx), [views(group, ctx)])
+        with as_returned(samples := views(group, ctx)):
+            fn(session.args(ctx.config, ctx), [samples])
 
     return slime_filter
 
@@ -70,7 +73,8 @@ def buffer_filter(fn: Function, session: CompatSession) -> Function:
     """`slime_filter` by ``filter(args, rollout_id, buffer, num_samples)``: its buffer holds this group."""
 
     def slime_filter(group: Group, ctx: Context) -> Drop | None:
-        filtered = fn(session.args(ctx.config, ctx), None, [views(group, ctx)], 1)
+        with as_returned(samples := views(group, ctx)):
+            filtered = fn(session.args(ctx.config, ctx), None, [samples], 1)
         return None if filtered else Drop(reason="buffer_filter")
 
     return slime_filter
@@ -163,7 +167,8 @@ def all_samples(fn: Function, session: CompatSession) -> Function:
         judged = sorted(session.judged, key=lambda group: group[0].index)
         groups = [[whole(sample, ctx) for sample in group] for group in judged]
         session.judged.clear()
-        fn(session.args(ctx.config, ctx), groups, DataBuffer().get_samples)
+        with as_returned([sample for group in groups for sample in group]):
+            fn(session.args(ctx.config, ctx), groups, DataBuffer().get_samples)
 
     return slime_step_done
 
@@ -176,7 +181,8 @@ def rollout_log(fn: Function, session: CompatSession) -> Function:
 
     def slime_step_done(report: StepReport, ctx: Context) -> None:
         samples, seconds = list(session.step.values()), report.seconds.get("rollout", 0.0)
-        fn(report.version - 1, session.args(ctx.config, ctx), samples, dict(report.metrics), seconds)
+        with as_returned(samples):
+            fn(report.version - 1, session.args(ctx.config, ctx), samples, dict(report.metrics), seconds)
 
     return slime_step_done
 
@@ -186,7 +192,8 @@ def evaluation_log(fn: Function, session: CompatSession) -> Function:
 
     def tell(sets: Mapping[str, list[Group]], metrics: dict[str, float], ctx: Context) -> None:
         data = {name: _evaluated([whole(s, ctx) for g in groups for s in g.samples]) for name, groups in sets.items()}
-        fn(ctx.version, session.args(ctx.config, ctx), data, metrics)
+        with as_returned([sample for part in data.values() for sample in part["samples"]]):
+            fn(ctx.version, session.args(ctx.config, ctx), data, metrics)
 
     return tell
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from slime_core.compat import shapes
@@ -19,7 +20,17 @@ if TYPE_CHECKING:
 
 Function = Callable[..., Any]
 FANNED = "_fanned_out"  # on samples that one generate call returned in a list
-ANSWER = "reward_answer"  # in the metadata of samples: a reward that a function has yet to make a number of
+ANSWER = "reward_answer"  # in the metadata of samples: the dict that a reward function returned
+READERS = (  # keys of functions that see such a dict as the reward
+    "rollout.dynamic_sampling_filter_path",
+    "rollout.rollout_sample_filter_path",
+    "rollout.buffer_filter_path",
+    "rollout.rollout_all_samples_process_path",
+    "reward.custom_reward_post_process_path",
+    "train.custom_convert_samples_to_train_data_path",
+    "report.custom_rollout_log_function_path",
+    "report.custom_eval_rollout_log_function_path",
+)
 
 
 def views(group: Group, ctx: Context) -> list[Sample]:
@@ -110,18 +121,37 @@ async def _later(group: Group, parts: list[list[int]], answers: list[Any], ctx: 
 
 
 def _numbers(group: Group, values: Any, ctx: Context) -> Any:
-    """``values``; a dict without ``reward_key`` is kept for a function that post-processes it, and counts 0."""
-    if (
-        not ctx.config.reward.custom_reward_post_process_path
-        or ctx.evaluation
-        or not isinstance(values, (list, tuple))
-    ):
+    if not isinstance(values, (list, tuple)) or len(values) != len(group.samples):
         return values
-    key, numbers = ctx.config.reward.reward_key, list(values)
-    for index, (sample, value) in enumerate(zip(group.samples, values, strict=False)):
-        if isinstance(value, Mapping) and key not in value:
-            sample.metadata[ANSWER], numbers[index] = dict(value), 0.0
-    return numbers
+    return [note_answer(sample, value, ctx) for sample, value in zip(group.samples, values, strict=True)]
+
+
+def note_answer(sample: CoreSample, value: Any, ctx: Context) -> Any:
+    """``value``, kept with the sample where it is a dict that a later function reads.
+
+    0 in its place, where it lacks ``reward_key`` and a function that post-processes rewards makes the number.
+    """
+    keys = (key.split(".") for key in READERS)
+    if not isinstance(value, Mapping) or not any(getattr(getattr(ctx.config, part), name) for part, name in keys):
+        return value
+    sample.metadata[ANSWER] = dict(value)
+    section = ctx.config.reward
+    unnamed = section.custom_reward_post_process_path and not ctx.evaluation and section.reward_key not in value
+    return 0.0 if unnamed else value
+
+
+@contextmanager
+def as_returned(samples: Sequence[CoreSample]) -> Iterator[None]:
+    """The block in which samples have the rewards that their function returned: the dict, where it was one."""
+    numbers = [(sample, sample.reward, sample.metadata[ANSWER]) for sample in samples if ANSWER in sample.metadata]
+    for sample, _, answer in numbers:
+        sample.reward = answer
+    try:
+        yield
+    finally:
+        for sample, number, answer in numbers:
+            if sample.reward is answer:
+                sample.reward = number
 
 
 def _parts(group: Group, samples: Sequence[Sample]) -> list[list[int]]:

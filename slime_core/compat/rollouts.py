@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from slime_core.compat.owners import views
+from slime_core.compat.owners import note_answer, views
 from slime_core.compat.sample import Sample, plain
 from slime_core.compat.session import CompatSession
 from slime_core.types import Group, Prompt, Sample as CoreSample
@@ -130,7 +130,7 @@ def number_of(reward: Any, ctx: Context) -> float | None:
 
 def _trainable(sample: CoreSample, ctx: Context) -> CoreSample:
     """Its reward as a number: a rollout function judges its own samples."""
-    reward = number_of(sample.reward, ctx)
+    reward = number_of(note_answer(sample, sample.reward, ctx), ctx)
     if reward is None and not ctx.config.train.offline:
         raise ValueError(f"sample {sample.id} was returned without a reward; a rollout function sets sample.reward")
     sample.reward = reward or 0.0

@@ -282,6 +282,12 @@ class Plugins:
         """Show functions by path a finished group that this process did not generate."""
         self._functions.note_group(group, config)
 
+    def note_judged(self, group: Group, config: Config) -> None:
+        """Show functions by path a group that an earlier process ended: it was judged, unless rewards are missing."""
+        self._functions.note_group(group, config)
+        if all(sample.reward is not None for sample in group.samples):
+            self._functions.note_judged(group, config)
+
     def batch(self, batch: Batch, ctx: Context) -> None:
         """Call every `slime_batch` with the step's columns."""
         self.notify("slime_batch", f"step {batch.version}", ctx, batch=batch)

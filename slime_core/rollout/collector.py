@@ -241,6 +241,7 @@ class Collector(GroupSource):
         rolled_out = ctx.config.rollout.debug_rollout_only and record.last_reason != OVER_SAMPLED
         if record.samples and (record.state != "dropped" or again or rolled_out):
             stored = stored_group(group.data.prompt, record)
+            self._plugins.note_judged(stored, ctx.config)
             self._generated(group, stored)
             await self._finish(group, stored)
         else:

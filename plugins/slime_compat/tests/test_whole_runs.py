@@ -45,14 +45,22 @@ def test_a_background_worker_an_evaluation_and_custom_keys_make_a_run(words, for
     assert said.count("generate_rollout (run_shape.py:") == 1
 
 
-def test_a_function_sees_every_group_of_a_step(words, forked_slime):
-    """Groups of odd positions are dropped: step 0 needs 0, 1, 2 and step 1 needs 3, 4, 5, 6."""
+@pytest.mark.parametrize("killed", [False, True], ids=["at once", "resumed before a checkpoint"])
+def test_a_function_sees_every_group_of_a_step(words, forked_slime, killed):
+    """Groups of odd positions are dropped: step 0 needs 0, 1, 2 and step 1 needs 3, 4, 5, 6.
+
+    A step that is trained again has no samples of what was dropped.
+    """
     keys = {"rollout_all_samples_process": "process_all", "custom_rollout_log_function": "log"}
-    done = forked_slime(*words(**keys, custom_rm="reward", dynamic_sampling_filter="keep"))
+    line = words(**keys, custom_rm="reward", dynamic_sampling_filter="keep")
+    if killed:
+        assert forked_slime(*line, SLIME_FAILPOINT="loop.stepped=kill").returncode != 0
+        line = ["run", "--resume", "run"]
+    done = forked_slime(*line)
     assert done.returncode == 0, done.stderr
     assert re.findall(r"step (\d) trained (\d) samples, saw (\d) groups", done.stdout) == [
-        ("0", "4", "3"),
-        ("1", "4", "7"),
+        ("0", "4", str(3 - killed)),
+        ("1", "4", str(7 - killed)),
     ]
 
 

@@ -77,6 +77,56 @@ def test_a_dynamic_filter_that_answers_neither_is_refused(by, connect, make_grou
     assert "a bool or a DynamicFilterOutput" in caught.value.what
 
 
+DICTS = """
+def reward(args, sample):
+    return {"score": 1.0, "accurate": sample.index % 2 == 0, "prediction": "x"}
+def keep(args, samples, **kw):
+    assert [s.reward["prediction"] for s in samples] == ["x", "x"]
+    return any(s.reward["accurate"] for s in samples)
+async def later(args, samples, **kw):
+    return keep(args, samples)
+def mark(args, data):
+    for sample in data[0]:
+        sample.remove_sample = not sample.reward["accurate"]
+def post(args, samples):
+    raw = [s.get_reward_value(args) for s in samples]
+    return raw, [float(s.reward["accurate"]) for s in samples]
+"""
+
+
+@pytest.mark.parametrize("dynamic", ["keep", "later"])
+@pytest.mark.parametrize("resumed", [False, True], ids=["alive", "from the ledger"])
+def test_functions_see_the_dict_that_a_reward_function_returned(write, connect, make_group, dynamic, resumed):
+    from slime_core.ledger.codec import decode, encode
+    from slime_core.rollout.score import score_group
+    from slime_core.trainers.batch import make_batch
+
+    path = write(DICTS)
+    config = Config(
+        rollout={
+            "dynamic_sampling_filter_path": f"{path}:{dynamic}",
+            "rollout_sample_filter_path": f"{path}:mark",
+        },
+        reward={
+            "custom_rm_path": f"{path}:reward",
+            "reward_key": "score",
+            "custom_reward_post_process_path": f"{path}:post",
+        },
+    )
+    plugins, ctx = connect(config)
+    group = make_group()
+    for sample in group.samples:
+        sample.append_response([3], log_probs=[-1.0])
+    group, _ = asyncio.run(score_group(group, plugins, ctx))
+    assert [(s.reward, s.remove_sample) for s in group.samples] == [(1.0, False), (1.0, True)]
+    if resumed:
+        group.samples[:] = [decode(b"".join(encode(sample))) for sample in group.samples]
+        plugins.note_group(group, config)
+    batch = plugins.advantage(make_batch(2, "main", [group]), {}, config.train)
+    assert batch.columns["advantages"].tolist() == [1.0, 0.0]
+    assert batch.reward.tolist() == [1.0, 1.0]
+
+
 def test_a_sample_filter_marks_samples_and_keeps_the_group(by, connect, make_group):
     source = "def fn(args, data):\n    for group in data:\n        group[0].remove_sample = True\n"
     plugins, ctx = connect(by(source, rollout_sample_filter_path=True))
