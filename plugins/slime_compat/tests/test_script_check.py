@@ -122,7 +122,7 @@ for STEP in 1 2; do
 done
 %s
 """
-FIRST = "--n-samples-per-prompt 8 --num-rollout 1 --rollout-max-response-len 8"
+FIRST = "--n-samples-per-prompt 8 --rollout-max-response-len 8"
 COMMAND = f"python train.py {FIRST} ${{ARGS[@]}} ${{MODEL[@]}} --lr $LR --save $SAVE --seed $SIZE ${{OWN[@]}} $START"
 
 

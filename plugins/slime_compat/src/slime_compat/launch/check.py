@@ -116,7 +116,7 @@ def check_launch(launch: LaunchScript, more: Sequence[str] = ()) -> ScriptCheck:
     translation = translate([*words, *more], ahead=DOORS[launch.door])
     check = ScriptCheck(launch, translation, left_out)
     check.missing += launch.missing
-    refusals = translation.refusals("refused", "required")
+    refusals = translation.refusals("refused", *(() if left_out else ("required",)))
     if launch.cut:
         refusals.append(_cut(launch))
     if refusals:
