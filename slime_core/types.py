@@ -167,7 +167,7 @@ class Sample:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready fields; an ArrayRef becomes a dict of its own fields."""
-        return {item.name: _plain(getattr(self, item.name)) for item in fields(self)}
+        return {item.name: _plain(getattr(self, item.name)) for item in fields(Sample)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Sample:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 from slime_core.types import Sample as CoreSample, Status
@@ -12,49 +12,51 @@ FINISH = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.
 _FIELDS = tuple(item.name for item in fields(CoreSample))
 
 
+class RequestCounts:
+    """Counts of a sample's requests, summed; a field's ``meta`` names the count of a response's ``meta_info``."""
+
+    def add(self, meta_info: Mapping[str, Any]) -> None:
+        """Add a request's counts; one that is absent is 0."""
+        for item in fields(self):  # type: ignore[arg-type]  # the classes below are dataclasses
+            total = getattr(self, item.name) + meta_info.get(item.metadata.get("meta", item.name), 0)
+            setattr(self, item.name, total)
+
+
 @dataclass
-class SpeculationCounts:
-    """Tokens of speculative decoding, added up over requests."""
+class SpeculationCounts(RequestCounts):
+    """Tokens and verifications of speculative decoding."""
 
     spec_accept_token_num: int = 0
     spec_draft_token_num: int = 0
     spec_verify_ct: int = 0
-    completion_token_num: int = 0
+    completion_token_num: int = field(default=0, metadata={"meta": "completion_tokens"})
 
     @property
     def spec_accept_rate(self) -> float:
         """Accepted of drafted tokens; 0 without any."""
-        return self.spec_accept_token_num / self.spec_draft_token_num if self.spec_draft_token_num else 0.0
+        return _ratio(self.spec_accept_token_num, self.spec_draft_token_num)
 
     @property
     def spec_accept_length(self) -> float:
         """Tokens a verification; 0 without any."""
-        return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
-
-    def add(self, meta_info: Mapping[str, Any]) -> None:
-        """Add a request's counts."""
-        self.spec_accept_token_num += meta_info.get("spec_accept_token_num", 0)
-        self.spec_draft_token_num += meta_info.get("spec_draft_token_num", 0)
-        self.spec_verify_ct += meta_info.get("spec_verify_ct", 0)
-        self.completion_token_num += meta_info.get("completion_tokens", 0)
+        return _ratio(self.completion_token_num, self.spec_verify_ct)
 
 
 @dataclass
-class PrefixCacheCounts:
-    """Prompt tokens that the engine had in its cache, added up over requests."""
+class PrefixCacheCounts(RequestCounts):
+    """Prompt tokens, and those of them that the engine had in its cache."""
 
     cached_tokens: int = 0
-    total_prompt_tokens: int = 0
+    total_prompt_tokens: int = field(default=0, metadata={"meta": "prompt_tokens"})
 
     @property
     def prefix_cache_hit_rate(self) -> float:
         """Cached of prompt tokens; 0 without any."""
-        return self.cached_tokens / self.total_prompt_tokens if self.total_prompt_tokens else 0.0
+        return _ratio(self.cached_tokens, self.total_prompt_tokens)
 
-    def add(self, meta_info: Mapping[str, Any]) -> None:
-        """Add a request's counts."""
-        self.cached_tokens += meta_info.get("cached_tokens", 0)
-        self.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
+
+def _ratio(part: int, total: int) -> float:
+    return part / total if total else 0.0
 
 
 INFOS: dict[str, type[SpeculationCounts] | type[PrefixCacheCounts]] = {
@@ -63,6 +65,7 @@ INFOS: dict[str, type[SpeculationCounts] | type[PrefixCacheCounts]] = {
 }
 
 
+@dataclass(init=False, eq=False, repr=False)
 class Sample(CoreSample):
     """What slime's functions know as ``slime.utils.types.Sample``; it is a :class:`slime_core.types.Sample`.
 
@@ -76,28 +79,26 @@ class Sample(CoreSample):
 
     __slots__ = ("__dict__", "__weakref__", "cut_response")
 
-    cut_response: str | None  # as the core wrote ``response``, without stop string and special tokens
-
     Status = Status
     SpecInfo = SpeculationCounts
     PrefixCacheInfo = PrefixCacheCounts
 
-    spec_info: SpeculationCounts
-    prefix_cache_info: PrefixCacheCounts
+    spec_info: SpeculationCounts = field(default_factory=SpeculationCounts)
+    prefix_cache_info: PrefixCacheCounts = field(default_factory=PrefixCacheCounts)
     generate_function_path: str | None = None
     custom_rm_path: str | None = None
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     non_generation_time: float = 0.0
     rollout_top_p_token_offsets: Any = None
     multimodal_train_input_id: str | None = None
 
     def __init__(self, **values: Any) -> None:
-        self.spec_info, self.prefix_cache_info = SpeculationCounts(), PrefixCacheCounts()
-        self.apply_chat_template_kwargs: dict[str, Any] = {}
-        self.cut_response = None
         super().__init__(**{name: value for name, value in values.items() if name in _FIELDS})
-        for name, value in values.items():
-            if name not in _FIELDS:
-                setattr(self, name, value)
+        self.cut_response: str | None = None  # ``response`` as the core wrote it: no stop string, no special tokens
+        others = [item for item in fields(self) if item.name not in _FIELDS]
+        defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in others}
+        for name, value in (defaults | values).items():
+            setattr(self, name, value)
 
     @classmethod
     def of(cls, sample: CoreSample) -> Sample:
@@ -110,8 +111,7 @@ class Sample(CoreSample):
 
     def to_dict(self) -> dict[str, Any]:
         """The core's fields and, unlike there, all other attributes."""
-        infos = {name: asdict(getattr(self, name)) for name in INFOS}
-        return {**super().to_dict(), **vars(self), **infos}
+        return {**vars(self), **super().to_dict(), **{name: asdict(getattr(self, name)) for name in INFOS}}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Sample:
@@ -123,11 +123,9 @@ class Sample(CoreSample):
         return sample
 
     def get_reward_value(self, args: Any) -> Any:
-        """``reward``, or its entry ``args.reward_key`` where it is a dict; a number, or a dict without that key."""
-        reward: Any = self.reward
-        if isinstance(reward, Mapping) and args.reward_key:
-            reward = reward[args.reward_key]
-        return reward if isinstance(reward, Mapping) else float(reward)
+        """``reward`` as it is, or its entry ``args.reward_key`` where it is a dict."""
+        reward = self.reward
+        return reward[args.reward_key] if isinstance(reward, Mapping) and args.reward_key else reward
 
     @property
     def effective_response_length(self) -> int:
@@ -138,7 +136,7 @@ class Sample(CoreSample):
         self,
         args: Any = None,
         *,
-        tokens: Sequence[int] = (),
+        tokens: Sequence[int] | None = (),
         log_probs: Sequence[float] | None = None,
         trainable: bool = True,
         meta_info: Mapping[str, Any] | None = None,
@@ -151,19 +149,23 @@ class Sample(CoreSample):
         ``weight_version`` that is not a number is kept as slime does, once a turn, until the sample is trained.
 
         Raises:
-            ValueError: trainable tokens without log-probs, others with them, or lists that differ in length.
+            ValueError: trainable tokens without log-probs, or after response tokens that have none; other tokens with
+                them; lists that differ in length.
         """
+        tokens = () if tokens is None else tokens
+        if log_probs is not None and trainable and self.response_length and self.rollout_log_probs is None:
+            raise ValueError(
+                f"sample {self.id}: trainable tokens follow {self.response_length} response tokens without log-probs; "
+                "set sample.rollout_log_probs first, or append those tokens with trainable=False"
+            )
         if len(tokens) and not trainable and log_probs is not None:
             raise ValueError("tokens that do not train have no log-probs: pass log_probs=None")
         meta = meta_info or {}
         version = str(meta.get("weight_version", ""))
-        self.append_response(
-            tokens,
-            log_probs,
-            mask=int(trainable),
-            text=text or "",
-            version=int(version) if trainable and version.isdigit() else -1,
-        )
+        if len(tokens) or log_probs is not None:
+            number = int(version) if trainable and version.isdigit() else -1
+            self.append_response(tokens, log_probs, mask=int(trainable), version=number)
+        self.response += text or ""
         if not update_terminal_info or not meta.get("finish_reason"):
             return
         if version and not version.isdigit():

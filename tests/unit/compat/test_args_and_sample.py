@@ -3,6 +3,7 @@
 import copy
 import pickle
 from argparse import Namespace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -227,6 +228,11 @@ def test_a_slime_sample_is_a_sample_with_room_for_more():
     assert CoreSample.from_dict(CoreSample.to_dict(sample)).prompt == "1+1="
     assert Sample.from_dict({**sample.to_dict(), "anything": 3}).anything == 3
     assert copy.deepcopy(sample).anything == [1]
+    assert (sample.to_dict()["non_generation_time"], sample.to_dict()["generate_function_path"]) == (0.0, None)
+    judged = Sample(custom_rm_path="judge.fn", non_generation_time=2.0, apply_chat_template_kwargs={"tools": []})
+    judged.prefix_cache_info.cached_tokens = 3
+    changed = replace(judged, prompt="2+2=")
+    assert changed.to_dict() == {**judged.to_dict(), "prompt": "2+2="}, "slime's fields stay in a changed copy"
 
 
 def test_a_sample_counts_the_caches_and_the_speculation_of_its_turns():
@@ -280,9 +286,17 @@ def test_response_tokens_are_appended_as_slime_does():
     assert sample.effective_response_length == 2
     with pytest.raises(ValueError, match="without log-probs"):
         sample.append_response_tokens(None, tokens=[5])
+    scripted = Sample(tokens=[1, 2], response_length=1)
+    scripted.append_response_tokens(tokens=None, text="c")
+    with pytest.raises(ValueError, match="follow 1 response tokens without log-probs"):
+        scripted.append_response_tokens(tokens=[3], log_probs=[-1.0])
+    assert (scripted.tokens, scripted.response, scripted.rollout_log_probs) == ([1, 2], "c", None)
 
 
-@pytest.mark.parametrize(("reward", "key", "value"), [(2, None, 2.0), ({"a": 1, "b": 3}, "b", 3.0), (2.0, "b", 2.0)])
+@pytest.mark.parametrize(
+    ("reward", "key", "value"),
+    [(2, None, 2.0), ({"a": 1, "b": 3}, "b", 3.0), (2.0, "b", 2.0), (None, None, None), ([1, 2], None, [1, 2])],
+)
 def test_the_reward_that_trains(reward, key, value):
     class Args:
         reward_key = key

@@ -42,14 +42,13 @@ async def run_agents(args, sample):
 
 
 async def generate(args, sample: Sample, sampling_params, evaluation=False) -> list[Sample]:
-    args.sampling_params = sampling_params
-    args.rollout_max_context_len = args.rollout_max_context_len if not evaluation else args.eval_max_context_len
-    args.tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint, trust_remote_code=True)
-    for key, value in SETTINGS.items():
-        setattr(args, key, value)
-    samples = await load_function(args.custom_agents_function_path)(args, sample)
-    random.shuffle(samples)
-    return samples
+    limit = args.eval_max_context_len if evaluation else args.rollout_max_context_len
+    tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint, trust_remote_code=True)
+    keys = {"sampling_params": sampling_params, "rollout_max_context_len": limit, "tokenizer": tokenizer, **SETTINGS}
+    for name in keys:
+        setattr(args, name, keys[name])
+    rollouts = await load_function(args.custom_agents_function_path)(args, sample)
+    return random.sample(rollouts, len(rollouts))
 
 
 async def reward_func(args, samples, **kwargs):

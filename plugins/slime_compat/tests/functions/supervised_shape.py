@@ -1,23 +1,26 @@
 """Written as for THUDM/slime, in the shape of its supervised rollout: masks over whole conversations."""
 
+from functools import cache
+
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 from slime.utils.processing_utils import load_processor, load_tokenizer
 
-TOKENIZER = PROCESSOR = GENERATOR = None
+
+@cache
+def masks_of(folder, kind):
+    load_processor(folder, trust_remote_code=True)  # None: the model has no images
+    return MultiTurnLossMaskGenerator(load_tokenizer(folder, trust_remote_code=True), tokenizer_type=kind)
 
 
 def generate_rollout(args, rollout_id, data_buffer, evaluation=False):
     assert not evaluation
     assert args.rollout_global_dataset
-    global TOKENIZER, PROCESSOR, GENERATOR  # noqa: PLW0603
-    if TOKENIZER is None:
-        TOKENIZER = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
-        PROCESSOR = load_processor(args.hf_checkpoint, trust_remote_code=True)
-        GENERATOR = MultiTurnLossMaskGenerator(TOKENIZER, tokenizer_type=args.loss_mask_type)
-    groups = data_buffer.get_samples(args.rollout_batch_size)
-    for (sample,) in groups:
-        ids, mask = GENERATOR.get_loss_mask(sample.prompt, tools=sample.metadata.get("tools", None))
-        length = GENERATOR.get_response_lengths([mask])[0]
-        sample.tokens, sample.response_length, sample.reward = ids, length, 0
-        sample.loss_mask = mask[-length:]
-    return groups
+    masks = masks_of(args.hf_checkpoint, args.loss_mask_type)
+    batch = data_buffer.get_samples(args.rollout_batch_size)
+    for [conversation] in batch:
+        tools = conversation.metadata.get("tools")
+        conversation.tokens, mask = masks.get_loss_mask(conversation.prompt, tools=tools)
+        (conversation.response_length,) = masks.get_response_lengths([mask])
+        conversation.loss_mask = mask[len(mask) - conversation.response_length :]
+        conversation.reward = 0
+    return batch

@@ -6,70 +6,55 @@ from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.http_utils import post
 from slime.utils.types import Sample
 
+ENDS = {"length": Sample.Status.TRUNCATED, "abort": Sample.Status.ABORTED, "stop": Sample.Status.COMPLETED}
+TURNS = 4
+
+
+def context_of(args):
+    return args.rollout_max_context_len or args.context_parallel_size * args.max_tokens_per_gpu
+
+
+def sum_of(text):
+    """The sum that a turn's code asks for, as the tool prints it; None without code."""
+    code = re.search(r"<code>(\d+)\+(\d+)</code>", text)
+    return code and f"<out>{int(code[1]) + int(code[2])}</out>"
+
 
 async def generate(args, sample: Sample, sampling_params) -> Sample:
-    assert not args.partial_rollout, "partial rollout is not supported"
-    state = GenerateState(args)
+    assert not args.partial_rollout
+    tokenizer = GenerateState(args).tokenizer
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
-    prompt_ids = state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
-    response, response_ids, loss_masks, calls = "", [], [], 0
-    for _turn in range(4):
-        if args.rollout_max_context_len is not None:
-            limit = args.rollout_max_context_len
-        else:
-            limit = args.context_parallel_size * args.max_tokens_per_gpu
-        if len(prompt_ids) + len(response_ids) >= limit:
-            sample.status = Sample.Status.TRUNCATED
+    prompt = tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+    tokens, log_probs, mask = [], [], []  # of the response
+    sample.tool_call_count, status = 0, None
+    for _ in range(TURNS):
+        if len(prompt) + len(tokens) >= context_of(args):
+            status = Sample.Status.TRUNCATED
             break
-        payload = {
-            "input_ids": prompt_ids + response_ids,
-            "sampling_params": sampling_params,
-            "return_logprob": True,
-        }
-        output = await post(url, payload)
-        if output["meta_info"]["finish_reason"]["type"] == "abort":
-            sample.status = Sample.Status.ABORTED
-            return sample
-        ids = [item[1] for item in output["meta_info"]["output_token_logprobs"]]
-        text = state.tokenizer.decode(ids)
-        if sample.rollout_log_probs is None:
-            sample.rollout_log_probs = []
-        sample.rollout_log_probs += [item[0] for item in output["meta_info"]["output_token_logprobs"]]
-        response += text
-        response_ids += ids
-        loss_masks += [1] * len(ids)
-        if output["meta_info"]["finish_reason"]["type"] == "length":
+        request = {"input_ids": prompt + tokens, "sampling_params": sampling_params, "return_logprob": True}
+        meta = (await post(url, request))["meta_info"]
+        status = ENDS[meta["finish_reason"]["type"]]
+        if status is Sample.Status.ABORTED:
             break
-        code = re.search(r"<code>(.*?)</code>", text)
-        if code is None:
+        turn = [entry[1] for entry in meta["output_token_logprobs"]]
+        tokens += turn
+        log_probs += [entry[0] for entry in meta["output_token_logprobs"]]
+        mask += [1] * len(turn)
+        output = sum_of(tokenizer.decode(turn)) if status is Sample.Status.COMPLETED else None
+        if output is None:
             break
-        calls += 1
-        left, right = code.group(1).split("+")
-        observed = state.tokenizer(f"<out>{int(left) + int(right)}</out>", add_special_tokens=False)["input_ids"]
-        response += state.tokenizer.decode(observed)
-        response_ids += observed
-        loss_masks += [0] * len(observed)
-        sample.rollout_log_probs += [0.0] * len(observed)
-        assert len(response_ids) == len(sample.rollout_log_probs)
-    sample.tokens = prompt_ids + response_ids
-    sample.response_length = len(response_ids)
-    sample.response = response
-    sample.loss_mask = loss_masks
-    sample.payload_text = sample.prompt + response
-    sample.tool_call_count = calls
-    match output["meta_info"]["finish_reason"]["type"]:
-        case "length":
-            sample.status = Sample.Status.TRUNCATED
-        case "abort":
-            sample.status = Sample.Status.ABORTED
-        case "stop":
-            sample.status = Sample.Status.COMPLETED
+        sample.tool_call_count += 1
+        observed = tokenizer(output, add_special_tokens=False)["input_ids"]
+        tokens += observed
+        log_probs += [0.0] * len(observed)
+        mask += [0] * len(observed)
+    sample.tokens, sample.response_length, sample.response = prompt + tokens, len(tokens), tokenizer.decode(tokens)
+    sample.loss_mask, sample.rollout_log_probs, sample.status = mask, log_probs, status
+    sample.payload_text = sample.prompt + sample.response
     return sample
 
 
 async def reward_func(args, sample, **kwargs):
-    if not isinstance(sample, Sample):
-        raise TypeError("Sample must be an instance of Sample class.")
-    truth = sample.label if sample.label is not None else ""
-    right = sample.response.endswith(f"={truth}")
-    return {"score": 1.0 if right else -1.0, "calls": getattr(sample, "tool_call_count", 0), "pred": sample.response}
+    assert isinstance(sample, Sample)
+    correct = sample.response.endswith(f"={sample.label or ''}")
+    return {"score": 2.0 * correct - 1.0, "calls": getattr(sample, "tool_call_count", 0), "pred": sample.response}

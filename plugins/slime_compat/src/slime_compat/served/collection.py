@@ -83,24 +83,29 @@ async def _collect(
     groups: list[list[Sample]] = []
     try:
         while len(groups) < target:
-            while state.remaining_batch_size < target:
-                state.submit_generate_tasks(_next(get_samples, count, target))
-            done, state.pendings = await asyncio.wait(state.pendings, return_when=asyncio.FIRST_COMPLETED)
-            for group in (task.result() for task in done):
-                output = call_dynamic_filter(dynamic_filter, args, group)
+            for group in await _completed(state, get_samples, target, count):
+                verdict = call_dynamic_filter(dynamic_filter, args, group)
                 sizes = {"remaining_batch_size": state.remaining_batch_size, "target_data_size": target}
-                if should_drop_dynamic_filter_output(output, **sizes):
-                    drops.on_dynamic_filter_drop(output.reason)
-                    state.remaining_batch_size -= 1
-                elif len(groups) < target:
+                if not should_drop_dynamic_filter_output(verdict, **sizes):
                     groups.append(group)
+                    continue
+                drops.on_dynamic_filter_drop(verdict.reason)
+                state.remaining_batch_size -= 1
         aborted = await abort(args, rollout_id)
     finally:
         state.reset()
-    groups.sort(key=lambda group: first_of(group).index or 0)
+    groups = sorted(groups[:target], key=lambda group: first_of(group).index or 0)
     if args.rollout_sample_filter_path:
         locate(args.rollout_sample_filter_path, "rollout_sample_filter_path")(args, groups)
     return RolloutFnTrainOutput(samples=groups, metrics=drops.collect()), aborted
+
+
+async def _completed(state: GenerateState, get_samples: GetSamples, target: int, count: int) -> list[list[Sample]]:
+    """The next groups to complete; before, ``count`` more begin until ``target`` are in flight or kept."""
+    while state.remaining_batch_size < target:
+        state.submit_generate_tasks(_next(get_samples, count, target))
+    tasks, state.pendings = await asyncio.wait(state.pendings, return_when=asyncio.FIRST_COMPLETED)
+    return [task.result() for task in tasks]
 
 
 def _next(get_samples: GetSamples, count: int, target: int) -> list[list[Sample]]:

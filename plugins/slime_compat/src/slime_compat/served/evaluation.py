@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-ARGS: dict[str, tuple[str, ...]] = {
-    "n_samples_per_eval_prompt": ("n_samples_per_eval_prompt", "n_samples_per_prompt"),
-    "temperature": ("eval_temperature", "rollout_temperature"),
-    "top_p": ("eval_top_p", "rollout_top_p"),
-    "top_k": ("eval_top_k", "rollout_top_k"),
-    "max_response_len": ("eval_max_response_len", "rollout_max_response_len"),
-    "min_new_tokens": ("eval_min_new_tokens",),
-    "stop": ("rollout_stop",),
-    "stop_token_ids": ("rollout_stop_token_ids",),
-    "input_key": ("eval_input_key", "input_key"),
-    "label_key": ("eval_label_key", "label_key"),
-    "tool_key": ("eval_tool_key", "tool_key"),
-    "metadata_key": ("metadata_key",),
-    "multimodal_keys": ("multimodal_keys",),
-    "apply_chat_template": ("apply_chat_template",),
-    "apply_chat_template_kwargs": ("apply_chat_template_kwargs",),
-    "custom_rm_path": ("eval_custom_rm_path", "custom_rm_path"),
-}
-"""Attributes of ``args`` that a field takes its value from, where neither the set nor the defaults have one."""
+SAMPLING = ("temperature", "top_p", "top_k", "max_response_len", "min_new_tokens", "stop", "stop_token_ids")
+KEYS = ("input_key", "label_key", "tool_key", "metadata_key", "multimodal_keys")
+READING = (*KEYS, "apply_chat_template", "apply_chat_template_kwargs", "custom_rm_path")
+COUNT = "n_samples_per_eval_prompt"
+
+
+def _attributes() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Fields that follow ``args`` where neither the set nor the defaults have them, and the attributes to look at."""
+    yield COUNT, (COUNT, "n_samples_per_prompt")
+    yield from ((name, (f"eval_{name}", f"rollout_{name}")) for name in SAMPLING)
+    yield from ((name, (f"eval_{name}", name)) for name in READING)
 
 
 @dataclass
@@ -125,7 +117,7 @@ def build_eval_dataset_configs(
     names = {item.name for item in fields(EvalDatasetConfig)}
     if unknown := sorted(set(defaults) - names):
         raise ValueError(f"unknown keys in eval.defaults: {', '.join(unknown)}; keys are {', '.join(sorted(names))}")
-    from_args = {name: pick_from_args(args, attrs) for name, attrs in ARGS.items()}
+    from_args = {name: pick_from_args(args, attrs) for name, attrs in _attributes()}
     return [EvalDatasetConfig(**(from_args | dict(defaults) | dict(entry or {}))) for entry in raw_config]
 
 

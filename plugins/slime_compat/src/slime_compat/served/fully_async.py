@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from slime_compat.served.collection import first_of
@@ -24,19 +25,23 @@ POLL_SECONDS = 0.05
 STOP_SECONDS = 5.0
 
 
+@dataclass(eq=False)
 class AsyncRolloutWorker:
     """Generates groups of a data buffer on a thread, ``concurrency`` at once, and queues those that are complete.
 
     It takes no further groups while that many wait in ``output_queue``. An aborted group goes back into the buffer.
     """
 
-    def __init__(self, args: Any, data_buffer: Any, concurrency: int = 10) -> None:
-        self.args, self.data_buffer, self.concurrency = args, data_buffer, concurrency
-        self.running = True
-        self.output_queue: queue.Queue[tuple[int, list[Any]]] = queue.Queue()
-        self.worker_thread: threading.Thread | None = None
-        self.state = GenerateState(args)
-        self.error: Exception | None = None
+    args: Any
+    data_buffer: Any
+    concurrency: int = 10
+    worker_thread: threading.Thread | None = field(default=None, init=False)
+    running: bool = field(default=True, init=False)
+    error: Exception | None = field(default=None, init=False)
+    output_queue: queue.Queue[tuple[int, list[Any]]] = field(default_factory=queue.Queue, init=False)
+
+    def __post_init__(self) -> None:
+        self.state = GenerateState(self.args)
 
     def start(self) -> None:
         """Start the thread, unless it runs."""

@@ -47,15 +47,16 @@ def decode_int32_meta_array(meta_info: Mapping[str, Any], keys: str | Iterable[s
 
     names = (keys,) if isinstance(keys, str) else keys
     value = next((meta_info[name] for name in names if name in meta_info), None)
-    if value is None:
-        return None
-    if isinstance(value, str):
-        value = base64.b64decode(value)
-    if isinstance(value, bytes | bytearray | memoryview):
-        value = np.frombuffer(value, dtype=np.int32)
-    if isinstance(value, torch.Tensor):
-        return value.detach().to(device="cpu", dtype=torch.int32).reshape(-1)
-    return torch.tensor(np.asarray(value), dtype=torch.int32).reshape(-1)
+    match value:
+        case None:
+            return None
+        case str():
+            value = np.frombuffer(base64.b64decode(value), np.int32)
+        case bytes() | bytearray() | memoryview():
+            value = np.frombuffer(value, np.int32)
+        case torch.Tensor():
+            value = value.detach().cpu().numpy()
+    return torch.from_numpy(np.array(value, dtype=np.int32)).ravel()
 
 
 def get_free_port(start_port: int = 10000, consecutive: int = 1) -> int:

@@ -13,22 +13,19 @@ import torch
 
 from slime_core.types import Sample
 
-DTYPES: dict[str, torch.dtype | None] = {
-    "tokens": torch.long,
-    "loss_masks": torch.int,
-    "rollout_log_probs": torch.float32,
-    "rollout_top_p_token_ids": torch.int32,
-    "rollout_top_p_token_offsets": torch.int32,
-    "teacher_log_probs": torch.float32,
-    "rollout_routed_experts": None,
+KEYS: dict[torch.dtype | None, tuple[str, ...]] = {
+    torch.int64: ("tokens",),
+    torch.int32: ("loss_masks", "rollout_top_p_token_ids", "rollout_top_p_token_offsets"),
+    torch.float32: ("rollout_log_probs", "teacher_log_probs"),
+    None: ("rollout_routed_experts",),
 }
-"""What tensors of each key are; None leaves the values' own."""
+"""The keys whose values become tensors of a type; None leaves the values' own."""
 
 
 def tensorize_rollout_data_for_training(rollout_data: dict[str, Any]) -> None:
     """Turn the lists of rollout data into contiguous tensors on the CPU, in place."""
-    for key, dtype in DTYPES.items():
-        if key in rollout_data:
+    for dtype, keys in KEYS.items():
+        for key in rollout_data.keys() & set(keys):
             rollout_data[key] = [_tensor(value, dtype) for value in rollout_data[key]]
     if "multimodal_train_inputs" in rollout_data:
         rollout_data["multimodal_train_inputs"] = [

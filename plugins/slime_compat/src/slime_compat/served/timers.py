@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
 from typing import Any
 
 from slime_compat.served.loading import SingletonMeta
@@ -15,7 +15,7 @@ class Timer(metaclass=SingletonMeta):
     """One a process; ``timers`` has the seconds of each name, added up until :meth:`reset`."""
 
     def __init__(self) -> None:
-        self.timers: dict[str, float] = {}
+        self.timers: defaultdict[str, float] = defaultdict(float)
         self.start_time: dict[str, float] = {}
 
     def start(self, name: str) -> None:
@@ -40,67 +40,49 @@ class Timer(metaclass=SingletonMeta):
 
     def add(self, name: str, elapsed_time: float) -> None:
         """Add seconds."""
-        self.timers[name] = self.timers.get(name, 0) + elapsed_time
+        self.timers[name] += elapsed_time
 
     def reset(self, name: str | None = None) -> None:
-        """Forget a name's seconds, or all."""
-        if name is None:
-            self.timers = {}
-        else:
+        """Forget a name's seconds, or all; what :meth:`log_dict` returned before keeps them without a name."""
+        if name is not None:
             self.timers.pop(name, None)
+        else:
+            self.timers = defaultdict(float)
 
     def log_dict(self) -> dict[str, float]:
         """Seconds by name."""
         return self.timers
 
-    @contextmanager
-    def context(self, name: str) -> Iterator[None]:
+    def context(self, name: str) -> AbstractContextManager[None]:
         """Measure a block."""
-        self.start(name)
-        try:
-            yield
-        finally:
-            self.end(name)
+        return _around(lambda: self.start(name), lambda: self.end(name))
 
 
-def timer(name_or_func: str | Callable[..., Any]) -> AbstractContextManager[None] | Callable[..., Any]:
+def timer(name_or_func: str | Callable[..., Any]) -> Any:
     """Measure a block, ``with timer("name")``, or each call of a function, ``@timer``."""
-    if isinstance(name_or_func, str):
-        return Timer().context(name_or_func)
-    fn = name_or_func
+    if not isinstance(name_or_func, str):
+        return timer(name_or_func.__name__)(name_or_func)
+    return _around(lambda: Timer().start(name_or_func), lambda: Timer().end(name_or_func))
 
-    @wraps(fn)
-    def measured(*args: Any, **kwargs: Any) -> Any:
-        with Timer().context(fn.__name__):
-            return fn(*args, **kwargs)
 
-    return measured
+def inverse_timer(name: str) -> AbstractContextManager[None]:
+    """A block that is left out of a running measurement."""
+    return _around(lambda: Timer().end(name), lambda: Timer().start(name))
+
+
+def with_defer(deferred_func: Callable[[], Any]) -> Any:
+    """A decorator that calls ``deferred_func`` after each call, however it ends."""
+    return _around(lambda: None, deferred_func)
 
 
 @contextmanager
-def inverse_timer(name: str) -> Iterator[None]:
-    """A block that is left out of a running measurement."""
-    Timer().end(name)
+def _around(before: Callable[[], Any], after: Callable[[], Any]) -> Iterator[None]:
+    """A block, or as a decorator each call of a function, with something before and something after it."""
+    before()
     try:
         yield
     finally:
-        Timer().start(name)
-
-
-def with_defer(deferred_func: Callable[[], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator that calls ``deferred_func`` after each call, however it ends."""
-
-    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(fn)
-        def deferring(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return fn(*args, **kwargs)
-            finally:
-                deferred_func()
-
-        return deferring
-
-    return decorate
+        after()
 
 
 __all__ = ["Timer", "inverse_timer", "timer", "with_defer"]
