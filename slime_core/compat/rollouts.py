@@ -105,21 +105,55 @@ def leaves(output: Any) -> Iterable[CoreSample]:
 
 
 def _sorted_in(groups: list[Group], samples: list[CoreSample], ctx: Context) -> list[Group]:
-    """The samples back in their groups, by group index and rollout id; a group that did not come back stays away."""
+    """The samples back in their groups and rollouts; a group that did not come back stays away.
+
+    New samples with the group's index alone are its rollouts that nothing else came back for, in order.
+
+    Raises:
+        ValueError: a sample that belongs to no group, or to none of its rollouts.
+    """
     version = ctx.engine.version if ctx.engine is not None else ctx.version
     placed: list[Group] = []
     for group in groups:
-        group_samples = [s for s in samples if s.group_index == group.prompt.position]
-        if not group_samples:
+        members = [sample for sample in samples if sample.group_index == group.prompt.position]
+        if not members:
             continue
+        by_rollout = _by_rollout(group, members)
         done = Group(prompt=group.prompt, samples=[], rollouts={})
-        for rollout_id, indices in group.rollouts.items():
-            issued = group.samples[indices[0]]
-            members = [s for s in group_samples if rollout_id in (s.rollout_id, s.index) or s is issued]
-            done.rollouts[rollout_id] = list(range(len(done.samples), len(done.samples) + len(members)))
-            done.samples += [_trainable(plain(s, version), ctx) for s in members]
+        for rollout, parts in by_rollout.items():
+            done.rollouts[rollout] = list(range(len(done.samples), len(done.samples) + len(parts)))
+            done.samples += [_trainable(plain(sample, version), ctx) for sample in parts]
         placed.append(done)
+    positions = {group.prompt.position for group in groups}
+    for sample in samples:
+        if sample.group_index not in positions:
+            raise _strange(sample, f"the step's groups are {', '.join(map(str, sorted(positions)))}")
     return placed
+
+
+def _by_rollout(group: Group, members: list[CoreSample]) -> dict[int, list[CoreSample]]:
+    """A group's samples by rollout: by their rollout id, else by the index of the issued sample."""
+    by_rollout: dict[int, list[CoreSample]] = {rollout: [] for rollout in group.rollouts}
+    by_index = {group.samples[i].index: rollout for rollout, indices in group.rollouts.items() for i in indices}
+    new: list[CoreSample] = []
+    for sample in members:
+        rollout = by_index.get(sample.index) if sample.rollout_id is None else sample.rollout_id
+        by_rollout.get(rollout, new).append(sample)  # type: ignore[arg-type]
+    for parts in by_rollout.values():
+        if not parts and new:
+            parts.append(new.pop(0))
+    if new:
+        count = len(by_rollout)
+        raise _strange(new[0], f"its group has {count} rollouts, {', '.join(map(str, by_rollout))}, none of them free")
+    return by_rollout
+
+
+def _strange(sample: CoreSample, reason: str) -> ValueError:
+    numbers = f"group_index={sample.group_index}, rollout_id={sample.rollout_id}, index={sample.index}"
+    return ValueError(
+        f"returned a sample with {numbers}, but {reason}; return the samples of the data buffer, copies of them, or "
+        "new ones with the group_index and the rollout_id of the sample that they stand for"
+    )
 
 
 def number_of(reward: Any, ctx: Context) -> float | None:

@@ -247,6 +247,48 @@ def test_a_rollout_function_makes_a_whole_step_by_slimes_own_tools(write, connec
         assert len(sample.rollout_log_probs) == len(sample.weight_versions) == sample.response_length
 
 
+PARTS = """
+from slime.utils.types import Sample
+
+def part(sample, index, rollout_id=None, group=True):
+    made = Sample(prompt=sample.prompt, tokens=[1, 2], response_length=1, rollout_log_probs=[-1.0], reward=1.0)
+    made.group_index, made.index = (sample.group_index if group else None), index
+    made.rollout_id, made.response = rollout_id, f"{index}"
+    return made
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "rollouts"),
+    [
+        ("[part(s, s.rollout_id + 1, s.rollout_id) for s in group for _ in (0, 1)]", {8: "99", 9: "1010"}),
+        ("[part(s, s.index) for s in reversed(group)]", {8: "8", 9: "9"}),
+        ("[part(group[1], None), group[0]]", {8: "8", 9: "None"}),
+        ("[part(group[0], 8, group=False)]", "group_index=None"),
+        ("[part(group[0], 77) for _ in range(3)]", "none of them free"),
+    ],
+    ids=["fan-out with its own indices", "the index alone", "new and issued", "no group", "too many"],
+)
+def test_samples_of_a_rollout_function_take_their_places_by_rollout_id_then_by_index(
+    write, connect, make_group, made, rollouts
+):
+    source = PARTS + (
+        "def fn(args, rollout_id, data_buffer, evaluation=False):\n"
+        "    (group,) = data_buffer.get_samples(1)\n"
+        "    group[0].append_response([3], log_probs=[-1.0])\n"
+        "    group[0].reward, group[0].response = 1.0, '8'\n"
+        f"    return [{made}]\ndef reward(sample):\n    return 1\n"
+    )
+    plugins, ctx = connect(rollout_config(write, source, "fn"))
+    if isinstance(rollouts, str):
+        with pytest.raises(PluginError, match=rollouts):
+            asyncio.run(plugins.rollout([make_group(position=4)], ctx))
+        return
+    (done,) = asyncio.run(plugins.rollout([make_group(position=4)], ctx))
+    texts = {name: "".join(done.samples[i].response for i in places) for name, places in done.rollouts.items()}
+    assert texts == rollouts
+
+
 @pytest.mark.parametrize(
     ("body", "code", "told"),
     [
