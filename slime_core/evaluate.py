@@ -128,6 +128,7 @@ class Evaluator:
         ids = issued_ids(issued)
         group = await self._plugins.generate(issued, ctx)
         check_group(group, ids, self._vocab_size)
+        self._plugins.note_group(group, ctx.config)
         for sample in group.samples:
             await self._plugins.sample_done(sample, ctx)
         for sample, reward in zip(group.samples, await self._plugins.reward(group, ctx), strict=True):

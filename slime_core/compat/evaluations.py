@@ -32,9 +32,15 @@ def evaluation(fn: Function, session: CompatSession) -> Function:
         if not isinstance(data, Mapping):
             data = {next(iter(sets), "eval"): {"samples": data}}
         by_name = {str(name): _groups(str(name), part, sets.get(str(name), ()), ctx) for name, part in data.items()}
-        return by_name, {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
+        scalars = {name: value.item() if _is_scalar(value) else value for name, value in metrics.items()}
+        return by_name, {name: float(value) for name, value in scalars.items() if isinstance(value, (int, float))}
 
     return evaluate
+
+
+def _is_scalar(value: Any) -> bool:
+    """Whether a value is one number of numpy or torch."""
+    return hasattr(value, "item") and value.ndim == 0
 
 
 def _groups(name: str, part: Any, issued: Sequence[Group], ctx: Context) -> list[Group]:

@@ -166,8 +166,8 @@ class FunctionsByPath:
         return wrap(inner, self._session, self._config_of, self._losses)
 
     def note_group(self, group: Group, config: Config) -> None:
-        """Note a group's samples, where a later function wants them."""
-        if any(_named(config, key) for key in LATER):
+        """Note a group's samples as slime's, where a later function wants them, with what a hook adds to them."""
+        if config.rollout.rollout_sample_hook_path or any(_named(config, key) for key in LATER):
             group.samples[:] = [Sample.of(sample) for sample in group.samples]
             self._session.alive.update({sample.id: sample for sample in group.samples})
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from slime_core.compat.owners import note_answer, views
 from slime_core.compat.sample import Sample, plain
 from slime_core.compat.session import CompatSession
+from slime_core.data.prompts import MEDIA
 from slime_core.types import Group, Prompt, Sample as CoreSample
 
 if TYPE_CHECKING:
@@ -211,15 +212,32 @@ class PulledRows:
 
 
 def _prompt(group: Any, position: int) -> Prompt:
-    sample = group[0] if isinstance(group, (list, tuple)) else group
-    tokens = list(sample.tokens)[: len(sample.tokens) - sample.response_length]
+    """A group's row: what its first sample has, which the others have too.
+
+    Raises:
+        ValueError: samples with different prompts, or with attributes, which a row has no place for.
+    """
+    samples = list(group) if isinstance(group, (list, tuple)) else [group]
+    sample = samples[0]
+    if any(
+        (other.prompt, other.tokens, other.label) != (sample.prompt, sample.tokens, sample.label) for other in samples
+    ):
+        raise ValueError(f"group {position} has samples of different prompts; return a group for each prompt")
+    empty = vars(Sample())
+    names = sorted(name for name, value in vars(sample).items() if value != empty.get(name))
+    if names:
+        raise ValueError(
+            f"group {position} has samples with the attributes {', '.join(names)}, which would be lost: a row is a "
+            "prompt, tokens, a label and metadata; put them in sample.metadata"
+        )
+    media = {MEDIA: sample.multimodal_inputs} if sample.multimodal_inputs else {}
     return Prompt(
         id="",
         position=position,
         prompt=sample.prompt,
-        tokens=tokens,
+        tokens=list(sample.tokens)[: len(sample.tokens) - sample.response_length],
         label=sample.label,
-        metadata=dict(sample.metadata or {}),
+        metadata={**(sample.metadata or {}), **media},
         where=f"data source row {position}",
     )
 

@@ -201,7 +201,8 @@ def plain(sample: CoreSample, version: int) -> CoreSample:
 
 
 def copy_fields(source: CoreSample, target: CoreSample) -> None:
-    """Give ``target`` every field of ``source``."""
+    """Give ``target`` every field of ``source``; also the attributes, where both are slime's."""
     if source is not target:
-        for name in _FIELDS:
+        attributes = vars(source) if isinstance(source, Sample) and isinstance(target, Sample) else ()
+        for name in (*_FIELDS, *attributes):
             setattr(target, name, getattr(source, name))

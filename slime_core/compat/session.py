@@ -105,7 +105,9 @@ class CompatSession:
             return self._server
 
     def close(self) -> None:
-        """Close the server."""
+        """Stop the background worker of rollouts, if there is one, and close the server."""
+        if (worker := getattr(self.state, "worker", None)) is not None:
+            worker.stop()
         with self._lock:
             if self._server is not None:
                 self._server.close()

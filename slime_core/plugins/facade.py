@@ -279,7 +279,7 @@ class Plugins:
         return replace(scored, columns={**scored.columns, **columns_checked})
 
     def note_group(self, group: Group, config: Config) -> None:
-        """Show functions by path a finished group that this process did not generate."""
+        """Show functions by path a group before its samples are scored, or one that this process did not generate."""
         self._functions.note_group(group, config)
 
     def note_judged(self, group: Group, config: Config) -> None:

@@ -45,6 +45,7 @@ async def score_group(group: Group, plugins: Plugins, ctx: Context) -> tuple[Gro
     Raises:
         PluginError: a hook raised, missed its deadline, or returned something that is no reward.
     """
+    plugins.note_group(group, ctx.config)
     for sample in group.samples:
         await plugins.sample_done(sample, ctx)
     rewards = await plugins.reward(group, ctx)

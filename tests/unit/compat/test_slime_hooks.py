@@ -163,6 +163,24 @@ def test_sample_hooks_may_change_or_replace_a_sample(write, connect, make_group,
     assert sample.metadata == {"seen": True}
 
 
+@pytest.mark.parametrize("result", ["None", "copy.deepcopy(sample)"], ids=["changes it", "replaces it"])
+def test_the_reward_sees_attributes_that_a_sample_hook_set(write, connect, make_group, result):
+    from slime_core.rollout.score import score_group
+
+    path = write(
+        "import copy\n"
+        f"def fn(args, sample):\n    sample.count = 3 + sample.index\n    return {result}\n"
+        "def reward(args, sample):\n    return float(sample.count)\n"
+    )
+    config = Config(rollout={"rollout_sample_hook_path": (path + ":fn",)}, reward={"custom_rm_path": path + ":reward"})
+    plugins, ctx = connect(config)
+    group = make_group(position=0)
+    for sample in group.samples:
+        sample.append_response([3], log_probs=[-1.0])
+    scored_group, _ = asyncio.run(score_group(group, plugins, ctx))
+    assert [sample.reward for sample in scored_group.samples] == [3.0, 4.0]
+
+
 def test_several_sample_hooks_are_called_in_order(write, connect, make_group):
     path = write(
         "def one(args, sample):\n    sample.response += 'a'\ndef two(args, sample):\n    sample.response += 'b'\n"
@@ -377,15 +395,17 @@ def evaluated(write, connect, body, sets):
 
 def test_an_evaluation_function_may_judge_the_issued_samples_of_all_sets_at_once(write, connect, make_group):
     body = """
+    import numpy as np, torch
+    NUMBERS = {"half": np.float32(0.5), "count": np.int64(2), "mean": torch.tensor(1.5), "curve": np.zeros(2)}
     groups = data_buffer.get_samples(9)
     assert data_buffer.get_samples(1) == []
     data = {}
     for name, group in zip(("easy", "hard"), groups, strict=True):
         data[name] = {"rewards": [0.5, 1.0], "truncated": [True, False], "samples": list(reversed(group))}
-    return RolloutFnEvalOutput(data=data, metrics={"wall": 3, "note": "text"})
+    return RolloutFnEvalOutput(data=data, metrics={"wall": 3, "note": "text", **NUMBERS})
 """
     sets, metrics = evaluated(write, connect, body, {"easy": [make_group()], "hard": [make_group()]})
-    assert metrics == {"wall": 3.0}
+    assert metrics == {"wall": 3.0, "half": 0.5, "count": 2.0, "mean": 1.5}
     for groups in sets.values():
         (group,) = groups
         assert (group.id, group.rollouts) == ("main/5", {11: [0], 10: [1]})
@@ -440,6 +460,21 @@ def test_a_data_source_by_path_gives_rows_by_number(write, connect):
     assert (rows.at(2).prompt, rows.at(2).label) == ("2+1=", "3")
     assert rows.at(0).label == "1"
     assert rows.state()["source"].endswith("Source")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("group[1].prompt = 'other'", "group 0 has samples of different prompts"),
+        ("group[0].search_count, group[0].metadata = 0, {'kept': 1}", "attributes search_count"),
+    ],
+)
+def test_what_a_row_of_a_data_source_cannot_hold_is_refused(write, connect, change, told):
+    source = SOURCE.replace("            self.count += 1", f"            group = groups[-1]\n            {change}")
+    config = Config(rollout={"data_source_path": write(source) + ":Source", "n_samples_per_prompt": 2})
+    plugins, ctx = connect(config)
+    with pytest.raises(ValueError, match=told):
+        plugins.prompts(DataTask(name="default"), ctx).at(0)
 
 
 def test_a_log_function_is_told_of_a_step_with_its_samples(write, connect, make_group):
