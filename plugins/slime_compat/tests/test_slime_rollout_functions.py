@@ -1,6 +1,7 @@
 """Whole rollouts by slime's own functions: under their dotted names, and called by functions of a user."""
 
 import asyncio
+import threading
 
 import pytest
 
@@ -81,6 +82,33 @@ def test_requests_from_other_event_loops_are_served_in_the_engines(wrapped, conn
         return asyncio.get_running_loop()
 
     assert loops == {asyncio.run(rollout())}
+
+
+OWN_SOURCE = """
+from slime.rollout.fully_async_rollout import generate_rollout_fully_async
+
+class Source:
+    def __init__(self, buffer):
+        self.buffer = buffer
+
+    def get_samples(self, num_samples):
+        return self.buffer.get_samples(num_samples) if len(self.buffer) else []
+
+def fn(args, rollout_id, data_buffer, evaluation=False):
+    return generate_rollout_fully_async(args, rollout_id, Source(data_buffer))
+"""
+
+
+def test_a_worker_over_a_source_of_ones_own_goes_on_after_the_step_and_ends_with_the_run(write, connect, make_group):
+    path = write(OWN_SOURCE + REWARD)
+    rollout = {"rollout_function_path": f"{path}:fn", "rollout_batch_size": 1, "n_samples_per_prompt": 2}
+    plugins, ctx = connect(Config(rollout=rollout, reward={"custom_rm_path": f"{path}:reward"}))
+    (done,) = asyncio.run(plugins.rollout([make_group()], ctx))
+    assert [sample.reward for sample in done.samples] == [10.0, 11.0]
+    (worker,) = [thread for thread in threading.enumerate() if thread.name == "slime-fully-async"]
+    assert worker.is_alive()
+    plugins.close()
+    assert not worker.is_alive()
 
 
 ABORTED = """
