@@ -1,7 +1,8 @@
 """slime's loss, correction (TIS) and reducer functions as a Loss: scalars over samples, as values a token.
 
-The trainer sums ``weight * value`` over all tokens of an optimizer step. A scalar L of slime's, which it divides by
-the step's rollouts (or tokens), is spread so that this sum is the same: L / (denominator * weight * tokens) a token.
+The trainer sums ``weight * value`` over all tokens of an optimizer step. A scalar L of slime's, a loss or a metric,
+which it divides by the step's rollouts (or tokens), is spread so that this sum is the same: L / (denominator * weight
+* tokens) a token.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slime_core.compat.session import CompatSession
+from slime_core.compat.steps import COLUMNS, column_of, rollout_mask_sums
 from slime_core.config.presets import settle
 from slime_core.errors import PluginError
 from slime_core.protocols import Loss, Role
@@ -22,13 +24,13 @@ if TYPE_CHECKING:
 
 Function = Callable[..., Any]
 SAMPLE, LENGTH, WEIGHT, DENOMINATOR = "slime_sample", "slime_total_length", "slime_weight", "slime_denominator"
-EXTRA = (SAMPLE, LENGTH, WEIGHT, DENOMINATOR)
-MASK = "slime_mask"
+MASK, MASK_SUM = "slime_mask", "slime_mask_sum"
+EXTRA = (SAMPLE, LENGTH, WEIGHT, DENOMINATOR, MASK, MASK_SUM)
 UNCORRECTED = {"use_tis": False, "use_rs": False, "rs_veto_threshold": 0.0}
 
 
 def extra_columns(batch: Batch, config: Config) -> None:
-    """Add a column each for a token's sample, its weight, and its optimizer step's denominator."""
+    """Add a column each for a token's sample, mask and weight, and the sums and denominators of its optimizer step."""
     from slime_core.algorithms.shared.aggregate import token_weights
     from slime_core.trainers.packing import split_rollouts
 
@@ -46,6 +48,7 @@ def extra_columns(batch: Batch, config: Config) -> None:
     batch.columns[SAMPLE] = sample.astype(np.float32)
     batch.columns[LENGTH] = batch.lengths[sample].astype(np.float32)
     batch.columns[MASK] = batch.loss_mask.copy()
+    batch.columns[MASK_SUM] = rollout_mask_sums(batch)[sample].astype(np.float32)
     batch.columns[WEIGHT], batch.columns[DENOMINATOR] = weight, denominator
 
 
@@ -86,19 +89,21 @@ def wrap(
         plain = train.model_copy(update={"kl_loss_coef": 0.0, "entropy_coef": 0.0})
         whole, metrics = inner.fn(log_probs, entropy, columns, train)
         pg, _ = inner.fn(log_probs, entropy, columns, plain)
-        rest = whole - pg
+        rest, mask = whole - pg, columns[MASK]
         if functions_by_name["tis"] is not None:
-            pg, more = _corrected(functions_by_name["tis"], session.args(config), pg, log_probs, columns)
-            metrics = {**metrics, **more}
+            pg, mask, more = _corrected(functions_by_name["tis"], session.args(config), pg, log_probs, columns)
+            metrics = {name: value * mask for name, value in metrics.items()} | more
         if functions_by_name["reducer"] is not None:
-            pg = _reduced(functions_by_name["reducer"], pg, columns, train)
-        return pg + rest, metrics
+            pg = _reduced(functions_by_name["reducer"], pg, mask, columns, train)
+        else:
+            pg = pg * mask
+        return pg + rest * mask, metrics
 
     def needs_when(train: Any) -> frozenset[Role]:
         more = inner.needs_when(train) if inner.needs_when else frozenset()
         return more | ({"policy"} if functions(train)["tis"] is not None else frozenset())
 
-    columns = tuple(dict.fromkeys([*inner.columns, "rollout_log_probs", *EXTRA, MASK]))
+    columns = tuple(dict.fromkeys([*inner.columns, "rollout_log_probs", *EXTRA]))
     return Loss(
         name=inner.name, fn=fn, needs=inner.needs, needs_when=needs_when, columns=columns, prepare=inner.prepare
     )
@@ -116,32 +121,60 @@ def _lengths(columns: Mapping[str, Any]) -> tuple[list[int], list[int]]:
 
 def _corrected(
     fn: Function, args: Any, pg: Any, log_probs: Any, columns: Mapping[str, Any]
-) -> tuple[Any, dict[str, Any]]:
-    """The policy loss after a TIS function; its modified masks count in the numerator alone."""
+) -> tuple[Any, Any, dict[str, Any]]:
+    """The policy loss after a TIS function, its masks, and its metrics, which keep the old ones.
+
+    The masks count in the numerators of the policy loss, KL and entropy, and in no denominator, as in slime.
+    """
     import torch
 
     responses, totals = _lengths(columns)
-    old = columns["policy"] if "policy" in columns else log_probs.detach()
     loss, masks, metrics = fn(
         args,
         pg_loss=pg,
-        train_log_probs=list(old.split(responses)),
+        train_log_probs=list(_old(log_probs, columns).split(responses)),
         rollout_log_probs=list(columns["rollout_log_probs"].split(responses)),
         loss_masks=list(columns[MASK].split(responses)),
         total_lengths=totals,
         response_lengths=responses,
     )
-    loss = loss * torch.cat(list(masks))
-    named = {f"tis/{name}": value.detach() for name, value in metrics.items() if value.shape == pg.shape}
-    return loss, named
+    named = {f"tis/{name}": _metric(name, value, pg, torch.ones_like(pg)) for name, value in metrics.items()}
+    return loss, torch.cat(list(masks)), named
 
 
-def _reduced(fn: Function, pg: Any, columns: Mapping[str, Any], train: Any) -> Any:
+def _old(log_probs: Any, columns: Mapping[str, Any]) -> Any:
+    """Log-probs before the step, which are those in training where one optimizer step follows a rollout."""
+    return columns["policy"] if "policy" in columns else log_probs.detach()
+
+
+def _metric(name: str, value: Any, like: Any, spread: Any) -> Any:
+    """A metric a token, or a scalar times ``spread``, as a detached tensor [R].
+
+    Raises:
+        PluginError: PLG57 another shape.
+    """
+    import torch
+
+    metric = torch.as_tensor(value, device=like.device).detach()
+    if metric.shape == like.shape:
+        return metric
+    if metric.numel() != 1:
+        raise PluginError(
+            f"metric '{name}' of a function by path has shape {tuple(metric.shape)}",
+            code="PLG57",
+            where="train.custom_loss_function_path or train.custom_tis_function_path",
+            why=f"the {len(like)} response tokens of a micro-batch have one value each, or one together",
+            fix="return a number, or a tensor with one entry a response token",
+        )
+    return metric.reshape(()).to(like.dtype) * spread
+
+
+def _reduced(fn: Function, pg: Any, mask: Any, columns: Mapping[str, Any], train: Any) -> Any:
     """The policy loss, scaled so that its weighted sum equals the reducer's result; a reducer is linear."""
     import torch
 
     responses, totals = _lengths(columns)
-    reduce = fn(totals, responses, list(columns[MASK].split(responses)), train.loss_aggregation == "token_mean")
+    reduce = fn(totals, responses, list(mask.split(responses)), train.loss_aggregation == "token_mean")
     probe = pg.detach().clone().requires_grad_(True)
     with torch.enable_grad():
         value = reduce(probe)
@@ -167,12 +200,16 @@ def _by_function(
     responses, totals = _lengths(columns)
     weight, denominator = columns[WEIGHT], columns[DENOMINATOR]
     batch: dict[str, Any] = {
-        name: list(values.split(responses)) for name, values in columns.items() if name not in (*EXTRA, MASK)
+        key: list(columns[column].split(responses))
+        for key in COLUMNS
+        if (column := column_of(key, columns)) in columns
     }
     batch |= {
         "log_probs": list(log_probs.split(responses)),
+        "old_log_probs": list(_old(log_probs, columns).split(responses)),
         "entropy": list(entropy.split(responses)) if entropy is not None else None,
         "loss_masks": list(columns[MASK].split(responses)),
+        "rollout_mask_sums": [sums[0] for sums in columns[MASK_SUM].split(responses)],
         "response_lengths": responses,
         "total_lengths": totals,
     }
@@ -184,5 +221,4 @@ def _by_function(
     trains = weight > 0
     count = max(int(trains.sum()), 1)
     spread = torch.where(trains, 1.0 / (denominator * weight.clamp_min(1e-30) * count), torch.zeros_like(weight))
-    named = {name: value.detach() for name, value in metrics.items() if value.shape == log_probs.shape}
-    return loss * spread, named
+    return loss * spread, {name: _metric(name, value, log_probs, spread) for name, value in metrics.items()}

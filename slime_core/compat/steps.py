@@ -56,14 +56,12 @@ def rollout_data(batch: Batch, rewards: NDArray[np.float64], samples: Sequence[S
     """slime's dict of a step: lists with one entry a sample, tensors in float32."""
     import torch
 
-    rollouts, rollout_of = np.unique(batch.rollout, return_inverse=True)
-    trained = np.bincount(rollout_of[batch.sample_of_token()], batch.loss_mask, len(rollouts))
     data: dict[str, Any] = {
         "tokens": [torch.from_numpy(part) for part in np.split(batch.tokens.astype(np.int64), batch.offsets[1:-1])],
         "total_lengths": batch.lengths.tolist(),
         "response_lengths": batch.response_lengths.tolist(),
         "loss_masks": per_sample(batch.loss_mask.copy(), batch),
-        "rollout_mask_sums": trained[rollout_of].tolist(),
+        "rollout_mask_sums": rollout_mask_sums(batch).tolist(),
         "rewards": rewards.tolist(),
         "raw_reward": batch.reward.tolist(),
         "truncated": [int(sample.status is Status.TRUNCATED) for sample in samples],
@@ -73,7 +71,7 @@ def rollout_data(batch: Batch, rewards: NDArray[np.float64], samples: Sequence[S
         "source_names": [get_source(sample) for sample in samples],
     }
     for key in COLUMNS:
-        if (column := _column(key, batch)) in batch.columns:
+        if (column := column_of(key, batch.columns)) in batch.columns:
             data[key] = per_sample(batch.columns[column].astype(np.float32), batch)
     return data
 
@@ -90,10 +88,17 @@ def get_source(sample: Sample) -> str:
     return str(getattr(sample, "source", None) or (sample.metadata or {}).get("source_name") or "unknown")
 
 
-def _column(key: str, batch: Batch) -> str:
+def rollout_mask_sums(batch: Batch) -> NDArray[np.float64]:
+    """Trainable tokens of each sample's rollout, [S]."""
+    _, rollout_of = np.unique(batch.rollout, return_inverse=True)
+    sums = np.bincount(rollout_of[batch.sample_of_token()], batch.loss_mask, len(batch))
+    return np.asarray(sums[rollout_of], dtype=np.float64)
+
+
+def column_of(key: str, columns: Mapping[str, Any]) -> str:
     """Our column of slime's key; a teacher's log-probs are the trainer's, else those that samples bring."""
     column = COLUMNS[key]
-    return key if column == "teacher" and column not in batch.columns else column
+    return key if column == "teacher" and column not in columns else column
 
 
 def flat_of(name: str, value: Any, batch: Batch) -> NDArray[np.float32]:
@@ -142,7 +147,7 @@ def write_back(data: Mapping[str, Any], batch: Batch) -> None:
         batch.loss_mask[:] = flat_of("loss_masks", data["loss_masks"], batch)
     for key in COLUMNS:
         if data.get(key) is not None:
-            batch.columns[_column(key, batch)] = flat_of(key, data[key], batch)
+            batch.columns[column_of(key, batch.columns)] = flat_of(key, data[key], batch)
 
 
 def numbers(name: str, items: Sequence[Any], batch: Batch) -> NDArray[np.float64]:

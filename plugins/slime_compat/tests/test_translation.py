@@ -102,6 +102,12 @@ def test_reward_types_of_slimes_names_come_with_their_plugin():
             ["--custom-tis-function-path", "f.py:f"],
             id="called-with-another",
         ),
+        pytest.param(
+            ["--loss-type", "custom_loss", "--custom-loss-function-path", "f.py:f"],
+            ["--custom-loss-function-path", "f.py:f"],
+            id="a-loss-by-its-path",
+        ),
+        pytest.param(["--custom-loss-function-path", "f.py:f"], [], id="a-loss-that-is-not-called"),
         pytest.param(["--debug-train-only"], ["--debug-train-only"], id="of-a-dump"),
         pytest.param(
             ["--advantage-estimator", "gspo", "--eps-clip", "0.1"],
@@ -210,6 +216,8 @@ def test_a_flag_that_cannot_be_had_names_what_can_and_all_are_named_at_once():
     assert caught.value.code == "CFG04"
     for text in ("--ref-update-interval", "--update-weight-mode", "--use-stateless-adam"):
         assert f"command line: {text}" in caught.value.where
+    with pytest.raises(ConfigError, match="--loss-type"):
+        words_of("--loss-type", "custom_loss")
     for text in ("ref_load", "whole weights", "Adam keeps its moments"):
         assert text in caught.value.fix
 

@@ -7,6 +7,7 @@ share nothing of slime's losses.
     r = exp(new - old)            policy loss = max(-A r, -A clip(r, 0.8, 1.28))         PPO with clip-higher
     w = exp(old - rollout)        policy loss * min(w, 1.1)                              truncated importance sampling
     d = ref - new                 KL = exp(d) - d - 1                                    k3
+    a TIS function's masks            in the sums of the policy loss, KL and entropy, in no denominator
     mean over rollouts of the mean of a rollout's trainable tokens, or the mean of all trainable tokens
 """
 
@@ -34,7 +35,7 @@ import torch
 
 
 def loss(args, batch, logits, sum_of_sample_mean):
-    new, old, advantages = (torch.cat(batch[name]) for name in ("log_probs", "policy", "advantages"))
+    new, old, advantages = (torch.cat(batch[name]) for name in ("log_probs", "old_log_probs", "advantages"))
     entropy = sum_of_sample_mean(torch.cat(batch["entropy"]))
     return sum_of_sample_mean(-advantages * torch.exp(new - old)) - 0.02 * entropy, {}
 
@@ -54,7 +55,7 @@ def reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_los
 
 def advantage(args, data):
     data["advantages"] = [
-        reward - 0.1 * kl.flip(0).cumsum(0).flip(0) for reward, kl in zip(data["rewards"], data["kl"], strict=True)
+        reward - args.kl_coef * kl.flip(0).cumsum(0).flip(0) for reward, kl in zip(data["rewards"], data["kl"], strict=True)
     ]
 """
 KEYS = {
@@ -74,7 +75,8 @@ def train_of(case, root):
     name, tis, mean = case
     paths = {KEYS[part]: f"{root / 'functions.py'}:{part}" for part in PATHS[name]}
     clip = {} if tis else {"tis_clip": 2.0}
-    return COMMON | {"entropy_coef": 0.01, "use_tis": tis, "loss_aggregation": mean, "kl_coef": 0.0} | paths | clip
+    kl = {"kl_coef": 0.1, "kl_loss_coef": 0.0} if name == "advantage" else {"kl_coef": 0.0}
+    return COMMON | {"entropy_coef": 0.01, "use_tis": tis, "loss_aggregation": mean} | kl | paths | clip
 
 
 def loss_of(case, rows, rollouts, new, entropy):
@@ -89,16 +91,17 @@ def loss_of(case, rows, rollouts, new, entropy):
             total = total + weight * (-advantage * ratio - 0.02 * spread)
             continue
         policy = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.28))
-        importance = np.exp(row["old"] - row["engine"])
+        importance, kept = np.exp(row["old"] - row["engine"]), 1.0
         if "tis" in PATHS[name]:
-            policy = policy * float(np.clip(importance, 0.9, 1.05)) * float(importance < 1.2)
+            policy, kept = policy * float(np.clip(importance, 0.9, 1.05)), float(importance < 1.2)
         elif tis:
             policy = policy * min(importance, 1.1)
         share = (
             1 / (64 * (len(rows) if mean == "token_mean" else len(rollouts))) if "reducer" in PATHS[name] else weight
         )
-        gap = row["reference"] - log_prob
-        total = total + share * policy + weight * (0.05 * (torch.exp(gap) - gap - 1) - 0.01 * spread)
+        gap, coefficient = row["reference"] - log_prob, 0.0 if name == "advantage" else 0.05
+        rest = coefficient * (torch.exp(gap) - gap - 1) - 0.01 * spread
+        total = total + kept * share * policy + kept * weight * rest
     return total
 
 

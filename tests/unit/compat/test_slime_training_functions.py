@@ -227,9 +227,10 @@ def packed(batch, max_tokens, **settings):
     return pack(rank_batch, max_tokens=max_tokens)
 
 
-def trained(plugins, config, ctx, max_tokens, log_probs=None):
-    """The loss of one optimizer step as the trainer sums it, and its gradient by the log-probs."""
-    batch = plugins.advantage(step(), {}, config.train)
+def trained(plugins, config, ctx, max_tokens, sums=None, batch=None):
+    """The loss of one optimizer step as the trainer sums it, and its gradient by the log-probs; metrics in ``sums``."""
+    sums = {} if sums is None else sums
+    batch = plugins.advantage(batch or step(), {}, config.train)
     plugins.batch(batch, ctx)
     loss = plugins.loss(config.train.loss_type)
     assert all(name in batch.columns for name in loss.columns)
@@ -240,7 +241,9 @@ def trained(plugins, config, ctx, max_tokens, log_probs=None):
         columns = {name: torch.from_numpy(value) for name, value in micro.columns.items()}
         mine = given[torch.from_numpy(micro.response)]
         values, metrics = loss.fn(mine, torch.zeros_like(mine), columns, settle(config.train))
-        assert all(m.shape == mine.shape for m in metrics.values())
+        for name, metric in metrics.items():
+            assert metric.shape == mine.shape
+            sums[name] = sums.get(name, 0.0) + (metric * torch.from_numpy(micro.weight)).sum().item()
         total = total + (values * torch.from_numpy(micro.weight)).sum()
     total.backward()
     return total.item(), given.grad, batch, given.detach()
@@ -271,11 +274,15 @@ def test_a_custom_losss_scalar_is_what_the_trainer_sums(by, connect, max_tokens,
     source = (
         "def fn(args, batch, logits, sum_of_sample_mean):\n"
         "    log_probs = torch.cat(batch['log_probs'])\n"
-        "    loss = sum_of_sample_mean(log_probs ** 2)\n    return loss, {'mine': log_probs.detach()}\n"
+        "    loss = sum_of_sample_mean(log_probs ** 2)\n"
+        "    return loss, {'tokens': log_probs.detach(), 'scalar': loss, 'number': loss.item()}\n"
     )
     config = sections(by, source, custom_loss_function_path=True, loss_aggregation=aggregation)
     plugins, ctx = connect(config)
-    total, grad, batch, x = trained(plugins, config, ctx, max_tokens)
+    sums = {}
+    total, grad, batch, x = trained(plugins, config, ctx, max_tokens, sums=sums)
+    assert sums["scalar"] == pytest.approx(total, rel=1e-5)
+    assert sums["number"] == pytest.approx(total, rel=1e-5)
     mask = torch.from_numpy(batch.loss_mask).double()
     parts = torch.split(x**2 * mask, LENGTHS)
     masks = torch.split(mask, LENGTHS)
@@ -286,6 +293,41 @@ def test_a_custom_losss_scalar_is_what_the_trainer_sums(by, connect, max_tokens,
         expected, share = sum(p.sum() for p in parts) / 6, mask / 6
     assert total == pytest.approx(expected.item(), rel=1e-5)
     assert torch.allclose(grad, 2 * x * share, rtol=1e-5)
+
+
+def test_a_custom_loss_reads_slimes_keys(by, connect):
+    """Its own reduction by ``rollout_mask_sums``, of every column: old is new where no pass of its own scored it."""
+    source = (
+        "def fn(args, batch, logits, sum_of_sample_mean):\n"
+        "    assert sorted(batch) == sorted(args.keys)\n"
+        "    for new, old in zip(batch['log_probs'], batch['old_log_probs']):\n"
+        "        assert torch.equal(new, old) and new.requires_grad and not old.requires_grad\n"
+        "    parts = zip(batch['log_probs'], batch['ref_log_probs'], batch['teacher_log_probs'], batch['loss_masks'], batch['rollout_mask_sums'])\n"
+        "    return sum((new * ref * teacher * mask).sum() / total for new, ref, teacher, mask, total in parts), {}\n"
+    )
+    config = sections(by, source, custom_loss_function_path=True)
+    plugins, ctx = connect(config)
+    plugins._functions._session.args(config).keys = [
+        *("log_probs", "old_log_probs", "ref_log_probs", "teacher_log_probs", "rollout_log_probs", "advantages"),
+        *("entropy", "loss_masks", "rollout_mask_sums", "response_lengths", "total_lengths"),
+    ]
+    batch = step()
+    batch.rollout[:] = [0, 0, 2, 3]
+    batch.columns |= {"reference": np.full(7, 2.0, np.float32), "teacher_log_probs": np.full(7, 5.0, np.float32)}
+    total, _, _, x = trained(plugins, config, ctx, 5, batch=batch)
+    mask = torch.from_numpy(batch.loss_mask).double()
+    sums = torch.tensor([3, 3, 3, 1, 2, 2, 2])
+    assert total == pytest.approx((10 * x * mask / sums).sum().item() / 3, rel=1e-5)
+
+
+def test_a_metric_of_another_shape_is_refused_by_name(by, connect):
+    source = (
+        "def fn(args, batch, logits, mean):\n    return mean(torch.cat(batch['log_probs'])), {'mine': [1.0, 2.0]}\n"
+    )
+    config = sections(by, source, custom_loss_function_path=True)
+    plugins, ctx = connect(config)
+    with pytest.raises(PluginError, match="metric 'mine'"):
+        trained(plugins, config, ctx, 100)
 
 
 def test_a_custom_loss_that_reaches_for_logits_is_told_what_there_is(by, connect):
@@ -383,7 +425,8 @@ def test_a_tis_function_weighs_tokens_and_its_masks_count_in_the_numerator_alone
         values, metrics = loss.fn(columns["policy"].clone().requires_grad_(), None, columns, settle(config.train))
         total += float((values * torch.from_numpy(micro.weight)).sum().detach())
         ratio += float((metrics["tis/ratio"] * torch.from_numpy(micro.weight)).sum())
-        assert "tis/scalar" not in metrics
+        scalar = columns["policy"] - columns["rollout_log_probs"]
+        assert metrics["tis/scalar"].tolist() == pytest.approx([scalar.sum().item()] * len(scalar))
     high = 0.5 / (np.sqrt(0.5) + 1e-6)
     assert total == pytest.approx(3 * -high / 4, rel=1e-5)
     assert ratio == pytest.approx(0.1, rel=1e-3)

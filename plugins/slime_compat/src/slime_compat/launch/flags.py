@@ -234,6 +234,8 @@ RULES: Mapping[str, SlimeFlag] = {
     **_ruled("required: without it slime has no bound", "rollout-max-response-len"),
     **_ruled("lowered where it leaves no room for a prompt in --rollout-max-context-len", "eval-max-response-len"),
     **_ruled("not needed without --use-tis or --get-mismatch-metrics", "custom-tis-function-path"),
+    **_ruled("not needed without --loss-type custom_loss", "custom-loss-function-path"),
+    **_ruled("custom_loss is not needed, and refused without --custom-loss-function-path", "loss-type"),
     **_ruled("not needed without --use-kl-loss", "kl-loss-coef"),
     **_ruled("not needed without --use-opd", "opd-kl-coef"),
     **_ruled("-1 is 0", "rollout-top-k", "eval-top-k"),

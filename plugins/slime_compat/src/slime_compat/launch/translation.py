@@ -350,6 +350,21 @@ def _tis_function(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse 
     return _unneeded(use, "slime calls it only with --use-tis or --get-mismatch-metrics")
 
 
+def _loss_type(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse | None:
+    """slime reads a custom loss only with custom_loss; here its path is enough."""
+    if line.first(use.name, "") != "custom_loss":
+        return None
+    if not line.has("--custom-loss-function-path"):
+        return FlagUse(use.name, use.values, "refused", (), "--custom-loss-function-path FILE.py:FN, which it needs")
+    return _unneeded(use, "custom_loss_function_path replaces the loss")
+
+
+def _loss_function(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse | None:
+    if line.first("--loss-type", "") == "custom_loss":
+        return None
+    return _unneeded(use, "slime calls it only with --loss-type custom_loss")
+
+
 def _details(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse:
     folder = str(Path(line.first(use.name, ""), "rollout_data"))
     return FlagUse(use.name, use.values, "translated", ("--save-debug-rollout-data", folder))
@@ -409,6 +424,8 @@ _SPECIAL: Mapping[str, Callable[[FlagUse, SlimeLine, StepNumbers], FlagUse | Non
     "--eval-max-response-len": _eval_length,
     "--disable-rewards-normalization": _rewards,
     "--custom-tis-function-path": _tis_function,
+    "--custom-loss-function-path": _loss_function,
+    "--loss-type": _loss_type,
     "--dump-details": _details,
     "--wandb-key": _wandb_key,
     "--rm-type": _rm_type,
