@@ -54,9 +54,10 @@ def import_text(error: BaseException) -> str:
 
 
 def import_place(error: BaseException) -> str:
-    """``file:line`` at which an import failed, outside of Python and of the core; empty where there is none."""
+    """``file:line`` at which an import failed, outside of Python, finders and the core; empty where there is none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     outside = ("<frozen", CORE_FOLDER, str(Path(importlib.__file__).parent))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(outside)]
+    frames = [f for f in frames if f.name != "find_spec"]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

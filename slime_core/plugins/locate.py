@@ -84,19 +84,25 @@ def _from_module(name: str, path: str, key: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name and (name == error.name or name.startswith(error.name + ".")):
+        missing = _missing(error)
+        if missing and (name == missing or name.startswith(missing + ".")):
             raise PluginError(
-                f"{key} = '{path}': there is no module '{error.name}'",
+                f"{key} = '{path}': there is no module '{missing}'",
                 code="PLG51",
                 where=key,
                 why=_missing_why(error),
-                fix=_missing_fix(error.name)
+                fix=_missing_fix(missing)
                 if name.startswith("slime.")
                 else f"pip install its package, or name a file: {key}=file.py:function",
             ) from error
         raise _broken(error, path, key) from error
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         raise _broken(error, path, key) from error
+
+
+def _missing(error: BaseException) -> str | None:
+    """The module that is not there; slime_compat's finder names it by the error's ``path``."""
+    return error.name or error.path if isinstance(error, ModuleNotFoundError) else None
 
 
 def _missing_why(error: ModuleNotFoundError) -> str:
@@ -116,7 +122,7 @@ def _missing_fix(module: str) -> str:
 
 
 def _broken(error: BaseException, path: str, key: str) -> PluginError:
-    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    missing = _missing(error)
     return PluginError(
         f"{key} = '{path}' could not be imported: {import_text(error)}",
         code="PLG50",

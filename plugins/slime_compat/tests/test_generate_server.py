@@ -5,11 +5,14 @@ import json
 import socket
 import threading
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 
 from slime_compat.http import HttpStatusError, get, post
 from slime_compat.loopback import LoopbackServer, require_token
+from slime_compat.served.rewards import remote_rm
+from slime_core.compat.sample import Sample
 from slime_core.compat.session import CompatSession
 from slime_core.config.schema import Config
 from slime_core.context import Context
@@ -59,7 +62,8 @@ def test_ids_or_text_give_the_same_answer_in_sglangs_shape(ask, tokenizer):
 
 
 def test_without_return_logprob_there_are_none_and_length_is_told(ask):
-    (answer,) = ask({"text": "1+1=", "sampling_params": {"max_new_tokens": 1}})
+    neutral = {"image_data": None, "top_logprobs_num": 0, "stream": False, "logprob_start_len": -1, "rid": "a"}
+    (answer,) = ask({"text": "1+1=", "sampling_params": {"max_new_tokens": 1}, **neutral})
     assert "output_token_logprobs" not in answer["meta_info"]
     assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 1}
 
@@ -112,6 +116,8 @@ def test_no_new_tokens_means_the_log_probs_of_the_prompt(ask, tokenizer):
         ({"text": "1+1=", "sampling_params": {"json_schema": "{}"}}, 400, "json_schema"),
         ({"text": "1+1=", "sampling_params": {"max_new_tokens": "many"}}, 400, "sampling_params"),
         ({"text": "1+1=", "stream": True}, 400, "stream"),
+        ({"text": "1+1=", "image_data": ["a.png"], "top_logprobs_num": 2}, 400, "image_data, top_logprobs_num"),
+        ({"text": "1+1=", "return_logprob": True, "logprob_start_len": 0}, 400, "logprob_start_len"),
         ([1], 400, "not a JSON object"),
     ],
 )
@@ -248,7 +254,7 @@ def test_the_client_reads_chunked_answers(connect):
     assert asyncio.run(run()) == {"a": 1}
 
 
-@pytest.mark.parametrize(("status", "asked"), [(503, 2), (404, 1)], ids=["the server's fault", "the client's"])
+@pytest.mark.parametrize(("status", "asked"), [(503, 2), (429, 2), (404, 1), (422, 1)])
 def test_only_what_may_pass_is_tried_again(monkeypatch, status, asked):
     monkeypatch.setattr("slime_compat.http.RETRY_SECONDS", 0.0)
     seen = []
@@ -266,12 +272,39 @@ def test_only_what_may_pass_is_tried_again(monkeypatch, status, asked):
         async with server:
             return await get(f"http://127.0.0.1:{port}/", max_retries=3)
 
-    if status < 500:
+    if asked == 1:
         with pytest.raises(HttpStatusError):
             asyncio.run(run())
     else:
         assert asyncio.run(run()) == {}
     assert len(seen) == asked
+
+
+def test_a_client_with_a_timeout_does_not_wait_for_ever(monkeypatch):
+    monkeypatch.setattr("slime_compat.served.rewards.REMOTE_SECONDS", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        args = SimpleNamespace(rm_url=f"http://127.0.0.1:{silent.getsockname()[1]}/")
+        with pytest.raises(ConnectionError, match="ReadTimeout"):
+            asyncio.run(remote_rm(args, Sample(), max_retries=0))
+
+
+def test_a_server_that_closes_tells_its_callers_that_the_run_has_ended():
+    async def run():
+        begun = asyncio.Event()
+
+        async def handle(request):
+            begun.set()
+            await asyncio.Event().wait()
+
+        server = LoopbackServer({"POST /generate": handle}, asyncio.get_running_loop(), require_token(""))
+        caller = asyncio.create_task(post(f"http://127.0.0.1:{server.port}/generate", {}))
+        await begun.wait()
+        await asyncio.to_thread(server.close)
+        await caller
+
+    with pytest.raises(HttpStatusError, match="the run has ended") as caught:
+        asyncio.run(run())
+    assert (caught.value.status, caught.value.final) == (503, True)
 
 
 def test_a_server_that_closes_hangs_up_on_everyone(connect):

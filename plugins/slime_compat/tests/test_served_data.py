@@ -10,8 +10,9 @@ import pytest
 from PIL import Image
 from speakers import speaker
 
+from slime_compat.served.collection import _sampling
 from slime_compat.served.datasets import Dataset, filter_long_prompt, get_source, read_file
-from slime_compat.served.evaluation import build_eval_dataset_configs, ensure_dataset_list
+from slime_compat.served.evaluation import EvalDatasetConfig, build_eval_dataset_configs, ensure_dataset_list
 from slime_compat.served.masks import MultiTurnLossMaskGenerator, get_response_lengths
 from slime_compat.served.processing import build_processor_kwargs, encode_image_for_rollout_engine, process_vision_info
 from slime_compat.served.samples import MultimodalTypes
@@ -214,6 +215,15 @@ def test_an_evaluation_set_takes_its_own_value_then_the_default_then_that_of_arg
         build_eval_dataset_configs(args, sets, {"min_eval_samples": 0})
     with pytest.raises(ValueError, match="needs a `name`"):
         ensure_dataset_list([{"path": "a"}])
+
+
+def test_an_evaluation_sets_penalty_is_sent_where_it_is_set():
+    args, penalized = (
+        SimpleNamespace(rollout_skip_special_tokens=True),
+        {"repetition_penalty": 1.2, "min_new_tokens": 4},
+    )
+    plain, strict = (_sampling(args, EvalDatasetConfig("a", "a.jsonl", **more)) for more in ({}, penalized))
+    assert strict == plain | penalized
 
 
 def test_a_processor_gets_lists_of_ids_and_tensors_of_media():

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def finder():
 
 @pytest.mark.parametrize("name", [name for name, home in SERVED.items() if home])
 def test_every_served_module_can_be_imported_and_says_where_it_comes_from(finder, name):
-    module = __import__(name, fromlist=["x"])
+    module = import_module(name)
     assert "slime_compat" in module.__doc__
 
 
@@ -55,9 +56,10 @@ def test_a_module_that_is_not_served_names_what_replaces_it_and_those_that_are(f
             "did you mean 'f1_score'?",
         ),
         ("from slime.rollout.rm_hub.f1 import em", "PLG50", "it has f1_score, normalize_answer", "correct the file"),
+        ("from slime import ray", "PLG50", "use --cluster-backend ray", "import only the modules in docs/compat.md"),
         ("import slime.ray", "PLG50", "use --cluster-backend ray", "import only the modules in docs/compat.md"),
     ],
-    ids=["a module by name", "a function by name", "a name in a file", "a module in a file"],
+    ids=["a module by name", "a function by name", "a name in a file", "a module of a package", "a module in a file"],
 )
 def test_the_error_of_a_function_says_what_is_served(finder, write, path, code, text, fix):
     path = path if path.endswith(("fn", "score")) else f"{write(path)}:fn"
@@ -68,6 +70,7 @@ def test_the_error_of_a_function_says_what_is_served(finder, write, path, code, 
     assert text in f"{error.what} {error.why}"
     assert fix in error.fix
     assert "pip install" not in error.fix
+    assert error.where.endswith(".py:1") or not path.endswith(".py:fn"), "the line of the user's file"
 
 
 def test_two_runs_share_the_modules_until_the_last_is_over(finder):

@@ -48,6 +48,10 @@ def test_boxes_are_found_with_their_nested_braces():
         assert module.remove_boxed(r"\boxed{\frac{1}{2}}") == r"\frac{1}{2}"
     assert served("rm_hub.math_utils").last_boxed_only_string(r"\fbox{7}") == r"\fbox{7}"
     assert served("rm_hub.math_utils").remove_boxed("7") is None
+    answers = [
+        served("rm_hub.math_utils").extract_answer(text) for text in (r"\boxed{7}", r"\fbox{7}", r"\boxed 7 {8}")
+    ]
+    assert answers == ["7", None, None]
     with pytest.raises(AssertionError, match="box error: 7"):
         served("rm_hub.math_dapo_utils").remove_boxed("7")
 

@@ -4,13 +4,16 @@ import asyncio
 import copy
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from slime_compat.served.distillation import reward_func
+from slime_core.compat.sample import Sample
 from slime_core.config.schema import Config
 from slime_core.config.sections.reward import RewardSection
 from slime_core.config.sections.rollout import RolloutSection
-from slime_core.errors import EngineError
+from slime_core.errors import EngineError, PluginError
 from slime_core.types import Reward, Sample as CoreSample, SamplingParams, Status
 
 pytestmark = pytest.mark.unit
@@ -115,6 +118,40 @@ def test_an_engine_that_fails_behind_the_server_is_told_as_an_engine_error(searc
     with pytest.raises(EngineError) as caught:
         asyncio.run(plugins.generate(make_group(), ctx))
     assert "no weights are loaded" in str(caught.value)
+
+
+def test_images_are_refused_where_only_text_is_sent(connect, make_group):
+    plugins, ctx = connect(Config(rollout={"custom_generate_function_path": "slime.rollout.sglang_rollout.generate"}))
+    group = make_group()
+    group.samples[0].multimodal_inputs = {"images": ["a.png"], "videos": None}
+    with pytest.raises(PluginError, match=r"has images, and /generate takes text only"):
+        asyncio.run(plugins.generate(group, ctx))
+    scored = Sample(id="a", tokens=[1], multimodal_inputs={"images": ["a.png"]})
+    with pytest.raises(ValueError, match="sample a has images"):
+        asyncio.run(reward_func(SimpleNamespace(rm_url="http://127.0.0.1:1"), scored))
+
+
+def test_rewards_by_type_are_slimes_and_what_could_not_be_judged_raises(by, connect, make_group):
+    source = """
+from slime.rollout.rm_hub import async_rm
+async def fn(args, sample, sampling_params):
+    sample.append_response([7], [-1.0])
+    sample.response, sample.label, sample.metadata["rm_type"] = "Answer: 42", "42", "dapo"
+    dapo = await async_rm(args, sample)
+    sample.label, sample.metadata["rm_type"] = None, "math"
+    try:
+        await async_rm(args, sample)
+    except RuntimeError as error:
+        sample.metadata = {"dapo": dapo, "error": str(error)}
+    return sample
+"""
+    config = by(source, custom_generate_function_path=True)
+    plugins, ctx = connect(
+        config.model_copy(update={"plugins": ("rm_math",), "reward": RewardSection(rm_type="math")})
+    )
+    sample = asyncio.run(plugins.generate(make_group(), ctx)).samples[0]
+    assert sample.metadata["dapo"] == {"score": 1.0, "acc": True, "pred": "42"}
+    assert "could not be judged by rm_type math: the row has no label" in sample.metadata["error"]
 
 
 def test_slimes_modules_are_there_while_the_run_lives_and_gone_after(search, connect):

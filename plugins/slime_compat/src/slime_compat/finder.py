@@ -138,14 +138,17 @@ class Finder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """A spec for a served module; a message that lists them for any other module of slime."""
+        """A spec for a served module; a message that lists them for any other module of slime.
+
+        The error has its module as ``path``: Python hides one with that ``name`` in ``from slime import x``.
+        """
         if fullname in SERVED or (fullname in ONE_RANK and self._serves_one_rank()):
             return ModuleSpec(fullname, self, is_package=fullname in PACKAGES)
         if fullname.startswith("slime."):
-            raise ModuleNotFoundError(_missing(fullname), name=fullname)
+            raise ModuleNotFoundError(_missing(fullname), path=fullname)
         if fullname.startswith("megatron.") and self._serves_one_rank():
             text = f"{fullname} is not served where Megatron does not train; use --train-backend megatron"
-            raise ModuleNotFoundError(text, name=fullname)
+            raise ModuleNotFoundError(text, path=fullname)
         return None
 
     def _serves_one_rank(self) -> bool:
@@ -170,6 +173,7 @@ def _missing(name: str) -> str:
     """What replaces a module that is not served, and the served ones of the package that would have it."""
     package = name.rpartition(".")[0]
     served = [other.rpartition(".")[2] for other in SERVED if other.rpartition(".")[0] == package]
+    served += getattr(sys.modules.get(package), "__all__", ())
     replacement = REPLACEMENTS.get(name)
     instead = f"use {replacement}; " if replacement else ""
     return f"{name} of THUDM/slime is not served here; {instead}of {package} are served: {', '.join(served)}"

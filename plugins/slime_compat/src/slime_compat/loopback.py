@@ -217,7 +217,9 @@ class LoopbackServer(uvicorn.Server):
         try:
             status, value = 200, await self._value(scope, receive)
         except (_HungUp, asyncio.CancelledError):
-            return
+            if not self._stop.is_set():
+                return
+            status, value = 503, HttpError(503, "the run has ended").body()
         except HttpError as error:
             status, value = error.status, error.body()
         except SlimeError as error:

@@ -63,8 +63,7 @@ class GenerateServer:
     async def _handle(self, request: Request) -> Any:
         """Serve one `/generate` payload; runs on the engine's loop. Lists of prompts give lists of responses."""
         payload = request.payload
-        if payload.get("stream"):
-            raise HttpError(400, "stream is not supported; leave it out")
+        sglang.check(payload)
         ids, text = payload.get("input_ids"), payload.get("text")
         if (ids is None) == (text is None):
             raise HttpError(400, "send one of text and input_ids")

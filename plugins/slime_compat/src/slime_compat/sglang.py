@@ -9,6 +9,9 @@ from slime_compat.handlers import HttpError
 from slime_core.types import Completion, SamplingParams
 
 DEFAULT_NEW_TOKENS = 128  # SGLang's own
+PAYLOAD = {"text", "input_ids", "sampling_params", "return_logprob", "logprob_start_len"}
+PAYLOAD |= {"rid", "log_metrics", "priority"}  # change no answer
+EMPTY: tuple[Any, ...] = (None, False, 0, "", [], {}, -1)
 _OURS = {"max_new_tokens", "temperature", "top_p", "top_k", "stop", "stop_token_ids", "ignore_eos"}
 _OTHERS = {"sampling_seed", "no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens"}
 _NEUTRAL: dict[str, tuple[Any, ...]] = {  # settings of SGLang that change nothing at these values
@@ -20,6 +23,26 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {  # settings of SGLang that change nothi
     "repetition_penalty": (None, 1, 1.0),
     "logit_bias": (None, {}),
 }
+
+
+def check(payload: Mapping[str, Any]) -> None:
+    """Refuse what would change the answer and is not served.
+
+    Raises:
+        HttpError: a key of SGLang's that the run's engine does not have, unless its value is empty, 0 or false;
+            log-probs of the prompt together with new tokens.
+    """
+    odd = [name for name, value in payload.items() if name not in PAYLOAD and value not in EMPTY]
+    if odd:
+        raise HttpError(400, f"{', '.join(odd)}: not supported by the run's engine, which takes text; leave it out")
+    params = payload.get("sampling_params") or {}
+    scores = payload.get("return_logprob") and payload.get("logprob_start_len", -1) != -1
+    if scores and any(one.get("max_new_tokens") != 0 for one in (params if isinstance(params, list) else [params])):
+        raise HttpError(
+            400,
+            "logprob_start_len: log-probs of the prompt come without new tokens; leave it out, or send another "
+            "request with max_new_tokens 0",
+        )
 
 
 def from_dict(params: Mapping[str, Any]) -> SamplingParams:

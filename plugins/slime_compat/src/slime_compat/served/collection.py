@@ -33,6 +33,8 @@ from slime_core.plugins.locate import locate
 from slime_core.rollout.groups import evaluation_params
 from slime_core.types import Status
 
+ONLY_SET = ("min_new_tokens", "repetition_penalty")
+"""Settings of an evaluation set that a request has only where they are set; `/generate` refuses those that matter."""
 GetSamples = Callable[[int], list[list[Sample]]]
 
 
@@ -167,6 +169,7 @@ def _sampling(args: Any, dataset_cfg: EvalDatasetConfig) -> dict[str, Any]:
         "skip_special_tokens": args.rollout_skip_special_tokens if skip is None else skip,
         "no_stop_trim": True if dataset_cfg.no_stop_trim is None else dataset_cfg.no_stop_trim,
         "spaces_between_special_tokens": False,
+        **{name: value for name in ONLY_SET if (value := getattr(dataset_cfg, name)) is not None},
     }
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime_compat.http import post
+from slime_compat.served.generation import require_text
 from slime_core.compat.sample import Sample
 
 
@@ -13,10 +14,11 @@ async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> Any:
     """What the teacher at ``args.rm_url``, an SGLang `/generate`, says of a sample's tokens: their log-probs.
 
     Raises:
-        ValueError: no ``rm_url``.
+        ValueError: no ``rm_url``, or a sample with images.
     """
     if not args.rm_url:
         raise ValueError("args.rm_url is not set: give the teacher's address, --rm-url http://HOST:PORT/generate")
+    require_text(sample)
     payload = {
         "input_ids": sample.tokens,
         "sampling_params": {

@@ -100,6 +100,17 @@ def get_model_url(args: Any, name: str = "", endpoint: str = "/generate") -> str
     return f"http://{args.sglang_router_ip}:{args.sglang_router_port}{endpoint}"
 
 
+def require_text(sample: Sample) -> None:
+    """Refuse images and other media, which `/generate` does not take.
+
+    Raises:
+        ValueError: the sample has some.
+    """
+    if any((sample.multimodal_inputs or {}).values()):
+        kinds = ", ".join(kind for kind, media in (sample.multimodal_inputs or {}).items() if media)
+        raise ValueError(f"sample {sample.id} has {kinds}, and /generate takes text only; take multimodal_keys away")
+
+
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """One model turn: continue the sample's tokens (or its prompt's) and append what came.
 
@@ -108,6 +119,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     state = GenerateState(args)
     if sample.status not in (Status.PENDING, Status.ABORTED):
         raise ValueError(f"sample {sample.id} is {sample.status}; only pending and aborted samples are generated")
+    require_text(sample)
     if not sample.tokens:
         sample.tokens = list(state.tokenizer.encode(sample.prompt, add_special_tokens=False))
     params = {**sampling_params, "max_new_tokens": sampling_params["max_new_tokens"] - sample.response_length}

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from slime_rm_math.graders import deepscaler
-from slime_rm_math.graders.answers import BOXES, label_text, last_boxed, tail
+from slime_rm_math.graders.answers import BOXES, label_text, tail
 from slime_rm_math.graders.equivalence import Equivalence
 from slime_rm_math.options import Options
 
@@ -38,8 +38,9 @@ def is_equal(answer: str, label: str) -> bool:
 
 
 def extract_answer(passage: str) -> str | None:
-    r"""The content of the last ``\boxed{}``; None without one."""
-    return last_boxed(tail(passage))
+    r"""The content of the last ``\boxed{}``; None without one, also where an ``\fbox`` or ``\boxed 5`` is."""
+    text = tail(passage)
+    return remove_boxed(balanced(text, text.rfind("\\boxed")))
 
 
 def last_boxed_only_string(string: str) -> str | None:

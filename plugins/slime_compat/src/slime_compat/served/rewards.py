@@ -16,9 +16,18 @@ from slime_core.compat.sample import Sample
 from slime_core.plugins.boundary import together
 from slime_core.plugins.locate import locate
 
+REMOTE_SECONDS = 120.0  # a try
+
 
 async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
-    """One sample's reward: ``sample.custom_rm_path``, ``args.custom_rm_path``, or by ``rm_type``."""
+    """One sample's reward: ``sample.custom_rm_path``, ``args.custom_rm_path``, or by ``rm_type``.
+
+    That of ``dapo`` is the dict of ``compute_score``.
+
+    Raises:
+        ValueError: neither is set.
+        RuntimeError: a grader could not judge, such as a remote one that does not answer.
+    """
     path = sample.custom_rm_path or args.custom_rm_path
     if path:
         value = locate(path, "custom_rm_path")(args, sample, **kwargs)
@@ -26,7 +35,12 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
     name = sample.metadata.get("rm_type") or args.rm_type
     if not name:
         raise ValueError("no reward: set custom_rm_path or rm_type")
+    if name in ("dapo", "boxed_dapo"):
+        answer = sample.response if name == "dapo" else extract_boxed_answer(sample.response) or ""
+        return compute_score(answer, sample.label)
     reward = await args._session.plugins.reward_by_type(str(name), sample, args._ctx)
+    if reward.kind == "infra_error":
+        raise RuntimeError(f"sample {sample.id} could not be judged by rm_type {name}: {reward.reason}")
     return reward.value
 
 
@@ -41,7 +55,7 @@ async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) 
 async def remote_rm(args: Any, sample: Sample, max_retries: int = 10) -> Any:
     """What the reward model at ``args.rm_url`` answers for prompt, response and label."""
     payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
-    return await post(args.rm_url, payload, max_retries=max_retries)
+    return await post(args.rm_url, payload, max_retries=max_retries, timeout=REMOTE_SECONDS)
 
 
 compute_score_dapo = compute_score
