@@ -219,9 +219,8 @@ def _prompt(group: Any, position: int) -> Prompt:
     """
     samples = list(group) if isinstance(group, (list, tuple)) else [group]
     sample = samples[0]
-    if any(
-        (other.prompt, other.tokens, other.label) != (sample.prompt, sample.tokens, sample.label) for other in samples
-    ):
+    rows = [(other.prompt, list(other.tokens), other.label) for other in samples]
+    if any(row != rows[0] for row in rows):
         raise ValueError(f"group {position} has samples of different prompts; return a group for each prompt")
     empty = vars(Sample())
     names = sorted(name for name, value in vars(sample).items() if value != empty.get(name))

@@ -437,6 +437,7 @@ def test_an_evaluation_functions_lists_must_fit_together(write, connect, make_gr
 
 
 SOURCE = """
+import numpy as np
 from slime.utils.types import Sample
 class Source:
     def __init__(self, args):
@@ -444,9 +445,11 @@ class Source:
     def get_samples(self, n):
         groups = []
         for _ in range(n):
-            groups.append([Sample(prompt=f"{self.count}+1=", label=str(self.count + 1)) for _ in range(self.n)])
+            groups.append([self.sample() for _ in range(self.n)])
             self.count += 1
         return groups
+    def sample(self):
+        return Sample(prompt=f"{self.count}+1=", tokens=np.array([4, 5]), label=str(self.count + 1))
     def __len__(self):
         return 7
 """
@@ -457,7 +460,7 @@ def test_a_data_source_by_path_gives_rows_by_number(write, connect):
     plugins, ctx = connect(config)
     rows = plugins.prompts(DataTask(name="default"), ctx)
     assert len(rows) == 7
-    assert (rows.at(2).prompt, rows.at(2).label) == ("2+1=", "3")
+    assert (rows.at(2).prompt, rows.at(2).label, rows.at(2).tokens) == ("2+1=", "3", [4, 5])
     assert rows.at(0).label == "1"
     assert rows.state()["source"].endswith("Source")
 
