@@ -41,7 +41,8 @@ def place(tmp_path_factory):
 def door(place, name, *words):
     rest = (
         *("--hf-checkpoint", "model", "--init-weights", "random", "--prompt-data", "rows.jsonl"),
-        *("--custom-rm-path", "judge.py:reward", "--rollout-engine", "local", "--dry-run", "--json"),
+        *("--custom-rm-path", "judge.py:reward", "--num-rollout", "100", "--rollout-max-response-len", "256"),
+        *("--rollout-engine", "local", "--dry-run", "--json"),
     )
     command = [sys.executable, str(TOOLS / name), *words, *rest]
     return subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=200, check=False)
