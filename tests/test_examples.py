@@ -17,7 +17,7 @@ pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted(path.parent for path in ROOT.glob("examples/*/README.md"))
-FOLDERS = sorted(path for path in ROOT.glob("examples/*/") if any(path.glob("*.*")))
+FOLDERS = sorted(path for path in ROOT.glob("examples/[!_]*/") if any(path.glob("*.*")))  # no __pycache__
 ELSEWHERE = {
     "sglang": ["README.md", "cpu.toml", "gpu.toml"],  # one task for two machines: plugins/slime_sglang, tests/gpu
 }
