@@ -18,7 +18,8 @@ FILE = "model-prediction-layers.safetensors"
 
 def prefixes(config: Any) -> tuple[str, ...]:
     """How names of such layers' tensors begin: ``model.layers.N.``, N from ``num_hidden_layers`` on."""
-    first, count = config.num_hidden_layers, int(getattr(config, "num_nextn_predict_layers", 0) or 0)
+    count = int(getattr(config, "num_nextn_predict_layers", 0) or 0)
+    first = config.num_hidden_layers if count else 0  # a model of pictures and text has no layers of its own
     return tuple(f"model.layers.{number}." for number in range(first, first + count))
 
 

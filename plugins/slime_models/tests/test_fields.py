@@ -1,7 +1,7 @@
 """What a config becomes: fields by hand, both ways to write rotary settings, and values that are refused by name."""
 
 import ast
-import importlib.util
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -156,7 +156,7 @@ def test_a_config_without_a_size_is_refused(models):
 
 def test_every_field_is_one_of_megatron_core_s():
     """Read from its source, so that it is not imported."""
-    folders = [Path(folder) / "core" for folder in importlib.util.find_spec("megatron").submodule_search_locations]
+    folders = [Path(folder) / "core" for folder in PathFinder.find_spec("megatron").submodule_search_locations]
     core = next(folder for folder in folders if (folder / "models").is_dir())
     known = set(_arguments(core / "models" / "gpt" / "gpt_model.py", "GPTModel"))
     for file, name in (

@@ -344,7 +344,10 @@ done, workers, answers = queue.Queue(), [], []
 
 def work(data_buffer):
     while True:
-        groups = data_buffer.get_samples(1)
+        try:
+            groups = data_buffer.get_samples(1)
+        except RuntimeError:  # nobody goes on with the run
+            return
         if not groups:
             answers.append(groups)
             time.sleep(0.001)
