@@ -174,7 +174,7 @@ from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
 def fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False):
     assert mpu.get_context_parallel_world_size() == 1 and mpu.is_pipeline_last_stage()
     assert (mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()) == (0, 1)
-    assert mpu.get_context_parallel_group() is mpu.get_data_parallel_group()
+    assert mpu.get_context_parallel_group() is None
     return get_sum_of_sample_mean(total_lengths, response_lengths, loss_masks)
 """
 
