@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from slime_core.config.schema import Config
 
 Function = Callable[..., Any]
-DIVIDED = ("grpo", "gspo", "cispo")  # by the group's deviation
-CENTRED = (*DIVIDED, "reinforce_plus_plus_baseline", "dr_grpo")  # by the group's mean
+DIVIDED = ("grpo", "gspo", "cispo")
+"""Estimators for which slime divides a reward by its group's deviation."""
 
 
 def estimator(
@@ -96,7 +96,8 @@ def _by_function(
 
 def normalised(batch: Batch, train: Any) -> NDArray[np.float64]:
     """Rewards as slime hands them to training: less their group's mean and divided by its deviation, by estimator."""
-    if train.advantage_estimator not in CENTRED:
+    algorithm = algorithms().get(train.advantage_estimator)
+    if algorithm is None or not (algorithm.spreads and algorithm.groups):
         return batch.reward
     divides = train.advantage_estimator in DIVIDED and not train.disable_grpo_std_normalization
     comparison = compare(batch.reward, batch.group, batch.rollout, std="group" if divides else "none")
