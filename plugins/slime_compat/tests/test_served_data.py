@@ -64,12 +64,12 @@ RESULTS = """\
 def test_results_of_tools_that_follow_each_other_share_a_turn():
     tokenizer = copy.deepcopy(speaker("qwen2.5"))
     tokenizer.chat_template = RESULTS
-    whole = tokenizer.apply_chat_template(TALK, tokenize=False)
-    assert whole.count("<tool_response>") == 2
+    text = tokenizer.apply_chat_template(TALK, tokenize=False)
+    assert text.count("<tool_response>") == 2
     for kind, turns in (("qwen3", 1), ("qwen", 2)):
         ids, _ = MultiTurnLossMaskGenerator(tokenizer, kind).get_loss_mask(TALK)
         assert tokenizer.decode(ids).count("<|im_start|>user\n<tool_response>") == turns
-        assert (tokenizer.decode(ids) == whole) == (turns == 1)
+        assert (tokenizer.decode(ids) == text) == (turns == 1)
 
 
 def test_the_templates_own_system_message_stands_once():
@@ -193,8 +193,8 @@ def test_long_prompts_are_left_out_in_order_whether_text_or_media():
 
     samples = [Sample(prompt=text) for text in ("aaaa", "b", "cc")]
     samples[1].multimodal_inputs = {"images": ["picture"]}
-    kept = filter_long_prompt(samples, count, lambda text, **_: {"input_ids": [[0] * 9]}, 3)
-    assert [sample.prompt for sample in kept] == ["cc"]
+    remaining = filter_long_prompt(samples, count, lambda text, **_: {"input_ids": [[0] * 9]}, 3)
+    assert [sample.prompt for sample in remaining] == ["cc"]
     assert filter_long_prompt(samples, count, None, None) == samples
     messages = [Sample(prompt=[{"role": "user", "content": "x"}])]
     assert filter_long_prompt(messages, count, None, 1) == messages

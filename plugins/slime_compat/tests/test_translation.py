@@ -58,7 +58,7 @@ def test_reward_types_of_slimes_names_come_with_their_plugin():
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("argv", "words"),
     [
         pytest.param(["--gamma", "0.9"], ["--gae-gamma", "0.9"], id="renamed"),
         pytest.param(["--lambd=0.9"], ["--gae-lambda", "0.9"], id="renamed-with-equals"),
@@ -116,8 +116,8 @@ def test_reward_types_of_slimes_names_come_with_their_plugin():
         ),
     ],
 )
-def test_flags_of_other_names_and_meanings(given, words):
-    translation = words_of(*given)
+def test_flags_of_other_names_and_meanings(argv, words):
+    translation = words_of(*argv)
     assert translation[1 : 1 + len(words)] == words
     assert translation[1 + len(words)] == "--train-backend"
 
@@ -136,23 +136,23 @@ def test_a_supervised_script_counts_its_steps_from_the_rows(tmp_path):
     data = tmp_path / "rows.jsonl"
     data.write_text(json.dumps({"messages": []}) + "\n")
     data.write_text(data.read_text() * 10)
-    given = (
+    argv = (
         *("--loss-type", "sft_loss", "--rollout-function-path", "slime.rollout.sft_rollout.generate_rollout"),
         *("--prompt-data", str(data), "--num-epoch", "3", "--rollout-batch-size", "4", "--global-batch-size", "2"),
         *("--debug-train-only", "--disable-compute-advantages-and-returns", "--lr-warmup-fraction", "0.25"),
     )
-    values = values_of(*given)
+    values = values_of(*argv)
     assert "--apply-chat-template" in values  # of a list of messages, as slime's masks do without the flag
     assert values["--num-rollout"] == "6"  # 3 * (10 rows // 4)
     assert values["--lr-warmup-iters"] == "3"  # a quarter of 6 * 4 // 2 = 12 optimizer steps
-    assert "counted too" in "".join(translate([*given, "--rollout-max-prompt-len", "9"], ahead=0).notices)
-    critic = (*given[2:], "--advantage-estimator", "ppo", "--lr-decay-iters", "8")
+    assert "counted too" in "".join(translate([*argv, "--rollout-max-prompt-len", "9"], ahead=0).notices)
+    critic = (*argv[2:], "--advantage-estimator", "ppo", "--lr-decay-iters", "8")
     assert values_of(*critic, "--debug-train-only")["--critic-lr-warmup-iters"] == "2"
     assert not {"--debug-train-only", "--rollout-function-path", "--num-epoch"} & set(values)
     data.write_text(data.read_text()[: len(data.read_text()) // 10] * 4)
-    assert values_of(*given)["--num-rollout"] == "3"
+    assert values_of(*argv)["--num-rollout"] == "3"
     with pytest.raises(ConfigError, match="--num-epoch cannot be had"):
-        words_of(*given, "--rollout-batch-size", "5")
+        words_of(*argv, "--rollout-batch-size", "5")
 
 
 def test_epochs_of_rows_that_cannot_be_counted_ask_for_steps():
@@ -232,18 +232,18 @@ def test_no_flag_of_the_table_is_one_of_ours_and_all_its_replacements_are():
     names = {name[2:].replace("-", "_") for name in OTHERS if not OTHERS[name].why and not OTHERS[name].to}
     megatron = {name for name, flag in flags().items() if flag.role in ("run", "model")}
     assert not names & (set(core_keys()) | megatron)
-    ours = {other.to for other in OTHERS.values() if other.to} | set(DEFAULTS)
-    assert {name[2:].replace("-", "_") for name in ours} <= set(core_keys())
+    targets = {other.to for other in OTHERS.values() if other.to} | set(DEFAULTS)
+    assert {name[2:].replace("-", "_") for name in targets} <= set(core_keys())
 
 
 def test_every_flag_of_slime_is_known_translated_or_refused_with_what_replaces_it():
     megatron = {name for name, flag in flags().items() if flag.role != "refused"}
-    known = {key.rpartition(".")[2] for key in core_keys()} | megatron | set(tracker_keys())
-    known |= {"rm_url", *(name[2:].replace("-", "_") for name in RULES)}  # rm_url: of rm_math
+    keys = {key.rpartition(".")[2] for key in core_keys()} | megatron | set(tracker_keys())
+    keys |= {"rm_url", *(name[2:].replace("-", "_") for name in RULES)}  # rm_url: of rm_math
     unknown = [
         flag
         for flag in slime_flags()
-        if flag not in OTHERS and not flag.startswith("--sglang-") and flag[2:].replace("-", "_") not in known
+        if flag not in OTHERS and not flag.startswith("--sglang-") and flag[2:].replace("-", "_") not in keys
     ]
     assert unknown == []
 
@@ -256,8 +256,8 @@ def test_on_policy_distillation_keeps_slimes_weight_and_names_where_the_teacher_
 
 
 def test_evaluation_samples_as_training_does_unless_a_flag_says_otherwise():
-    given = ["--rollout-temperature", "1.2", "rollout.rollout_temperature=0.8", "--rollout-top-k=-1"]
-    words = words_of(*given, "--eval-top-p", "0.7")
+    argv = ["--rollout-temperature", "1.2", "rollout.rollout_temperature=0.8", "--rollout-top-k=-1"]
+    words = words_of(*argv, "--eval-top-p", "0.7")
     assert "--rollout-top-k" in words
     values = dict(pairwise(words))
     assert (values["--eval-temperature"], values["--eval-top-p"], values["--eval-top-k"]) == ("0.8", "0.7", "0")

@@ -40,9 +40,9 @@ def test_a_background_worker_an_evaluation_and_custom_keys_make_a_run(words, for
     evaluations = {(line["name"], line["version"]): line["metrics"] for line in lines if line["kind"] == "eval"}
     assert evaluations["mine", 2]["reward/mean"] == pytest.approx(2 / 3)
     assert [evaluations["extra", version]["rollouts"] for version in (1, 2)] == [1, 2]
-    said = (tmp_path / "run" / "log" / "run.log").read_text()
+    log = (tmp_path / "run" / "log" / "run.log").read_text()
     assert "custom.yaml sets rollout.rollout_batch_size (over command line: --rollout-batch-size)" in done.stderr
-    assert said.count("generate_rollout (run_shape.py:") == 1
+    assert log.count("generate_rollout (run_shape.py:") == 1
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["at once", "resumed before a checkpoint"])
