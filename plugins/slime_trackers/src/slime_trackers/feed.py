@@ -53,8 +53,8 @@ class Tracker(ABC):
     name: ClassVar[str]
     rewinds: ClassVar[bool] = False
     """Whether figures of a step replace those that an earlier process wrote; others keep what came first."""
-    sends_late: ClassVar[bool] = False
-    """Whether a step's figures are kept back until the next step's come."""
+    sends_at_close: ClassVar[bool] = False
+    """Whether a crash may lose what was logged before `close`; a resumed run then sends it again."""
     newest: int | None = None
     """Once it is open: the last step that it has, where it can tell; it may have lost some in a crash."""
 
@@ -97,7 +97,6 @@ class TrackerFeed:
         self._error: Exception | None = None
         self._delivered = Delivered()
         self._saved: dict[str, int] = {}  # of ``last``, what is surely sent
-        self._place = -1  # step of the last figures
         self._samples: SampleRows | None = None
 
     def start(self, run_dir: Path, config: Mapping[str, Any]) -> None:
@@ -162,8 +161,6 @@ class TrackerFeed:
         tracker, (series, version) = self._tracker, series_of(report)
         if version <= self._delivered.last.get(series, -1):
             return
-        if report.version != self._place:
-            self._saved, self._place = dict(self._delivered.last), report.version
         tracker.log(report, {name: value for name, value in report.items() if math.isfinite(value)})
         interval = self._options.tracker_samples_interval
         if not series:
@@ -173,7 +170,7 @@ class TrackerFeed:
                 tracker.samples(version, rows)
         if version == report.version or not tracker.rewinds:  # else it may be taken back with a later step
             self._delivered.last[series] = version
-        self._save(run_dir, self._saved if tracker.sends_late else self._delivered.last)
+        self._save(run_dir, self._saved if tracker.sends_at_close else self._delivered.last)
 
     def _state_path(self, run_dir: Path) -> Path:
         return run_dir / "trackers" / f"{self._tracker.name}.json"

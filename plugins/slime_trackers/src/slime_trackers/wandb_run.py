@@ -14,10 +14,13 @@ COLUMNS = ("rank", "id", "task", "reward", "status", "response_length", "prompt"
 
 
 class WandbRun(Tracker):
-    """A run of W&B that is named after the run directory; a resumed run continues it."""
+    """A run of W&B that is named after the run directory; a resumed run continues it.
+
+    W&B keeps the first figures of a step and drops those that come again.
+    """
 
     name = "wandb"
-    sends_late = True
+    sends_at_close = True  # its own process writes in the background and dies with this one
 
     def open(self, run: TrackedRun) -> str:
         """Start or continue it; no argv reaches W&B, since it may hold secrets."""
