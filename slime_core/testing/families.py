@@ -45,6 +45,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe": ("Glm4MoeConfig", _GROUPED | _ROUTED | {"attention_bias": True, "use_qk_norm": True}),
     "smollm3": ("SmolLM3Config", _COMMON | {"num_key_value_heads": 2, "no_rope_layers": [1, 0]}),
     "deepseek-v2": ("DeepseekV2Config", _COMMON | _ROUTED | _LATENT | {"num_key_value_heads": 4}),
+    "minimax-m2": (
+        "MiniMaxM2Config",
+        _GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2, "partial_rotary_factor": 0.5},
+    ),
     "gpt2": ("GPT2Config", _GPT2),
     "neox": ("GPTNeoXConfig", _COMMON),
     "gpt-oss": (

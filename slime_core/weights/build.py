@@ -249,6 +249,7 @@ def load_converted(
     kwargs |= _attention(config, attn_implementation)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         str(folder),
+        config=copy.deepcopy(config),
         local_files_only=True,
         use_safetensors=True,
         output_loading_info=True,

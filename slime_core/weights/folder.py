@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from slime_core.errors import ConfigError, DataError
+from slime_core.weights.native_configs import LAYERS, native_config
 from slime_core.weights.shards import Shards
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> Any:
     if not trust_remote_code:
         _refuse_remote_code(path, str(raw.get("model_type", "")))
     _refuse_quantised(path, raw)
-    config = _load_config(path, trust_remote_code)
+    config = _load_config(path, raw, trust_remote_code)
     _refuse_uneven_heads(path, config.get_text_config())
     return config
 
@@ -291,6 +292,8 @@ def _read_json(file: Path, *, needed: bool = False) -> dict[str, Any]:
 
 def _refuse_remote_code(folder: Path, model_type: str) -> None:
     for name in REMOTE_CODE_FILES:
+        if name == "config.json" and model_type in LAYERS:
+            continue
         raw = _read_json(folder / name)
         named = raw.get("auto_map") or raw.get("custom_pipelines") or raw.get("custom_generate")
         if not named:
@@ -344,12 +347,15 @@ def _refuse_uneven_heads(folder: Path, text: Any) -> None:
         )
 
 
-def _load_config(folder: Path, trust_remote_code: bool) -> Any:
+def _load_config(folder: Path, raw: Mapping[str, Any], trust_remote_code: bool) -> Any:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     try:
-        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
+        config = native_config(raw) or AutoConfig.from_pretrained(
+            str(folder), trust_remote_code=trust_remote_code, local_files_only=True
+        )
+        config.name_or_path = str(folder)
         int(config.get_text_config().vocab_size)
     except Exception as error:  # whatever a config class raises on bad values
         raise DataError(

@@ -17,10 +17,12 @@ FILE = "model-prediction-layers.safetensors"
 
 
 def prefixes(config: Any) -> tuple[str, ...]:
-    """How names of such layers' tensors begin: ``model.layers.N.``, N from ``num_hidden_layers`` on."""
+    """How names of such layers' tensors begin: ``model.layers.N.``, N from ``num_hidden_layers`` on, or as in MiMo."""
     count = int(getattr(config, "num_nextn_predict_layers", 0) or 0)
-    first = config.num_hidden_layers if count else 0  # a model of pictures and text has no layers of its own
-    return tuple(f"model.layers.{number}." for number in range(first, first + count))
+    if not count:  # a model of pictures and text has no layers of its own
+        return ()
+    first = config.num_hidden_layers
+    return ("model.mtp_layers.", *(f"model.layers.{number}." for number in range(first, first + count)))
 
 
 def stored(folder: Path, config: Any) -> dict[str, TensorInfo]:

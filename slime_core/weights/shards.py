@@ -73,10 +73,12 @@ class Shards(Mapping[str, "torch.Tensor"]):
                 file; TOK48 a dtype that does not load here.
         """
         if (folder / INDEX).is_file():
-            return cls(_indexed(folder))
-        if (folder / SINGLE).is_file():
-            return cls(read_header(folder / SINGLE))
-        raise _no_weights(folder)
+            infos = _indexed(folder)
+        elif (folder / SINGLE).is_file():
+            infos = read_header(folder / SINGLE)
+        else:
+            raise _no_weights(folder)
+        return cls({name: info for name, info in infos.items() if not name.endswith(COMPUTED)})
 
     def __getitem__(self, name: str) -> torch.Tensor:
         import torch
@@ -106,6 +108,8 @@ class Shards(Mapping[str, "torch.Tensor"]):
         return len(self.infos)
 
 
+COMPUTED = ".rotary_emb.inv_freq"
+"""Frequencies that some folders store beside their weights; models compute them."""
 PICKLES = ("*.bin", "*.pt", "*.pth")
 RESAVE = "from transformers import AutoModelForCausalLM as M; M.from_pretrained('{0}').save_pretrained('{0}')"
 

@@ -65,6 +65,7 @@ ROUTED = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 2.5,
 }
+SIGMOID = {"num_local_experts": 4, "num_experts_per_tok": 2, "scoring_func": "sigmoid", "use_qk_norm": True}
 LATENT = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
@@ -91,8 +92,11 @@ FAMILIES = {
     "glm4_moe": {"model_type": "glm4_moe", **ROUTED, "use_qk_norm": True, "attention_bias": True},
     "glm4_moe_lite": {"model_type": "glm4_moe_lite", **LATENT, "rms_norm_eps": 1e-3},
     "deepseek_v3": {"model_type": "deepseek_v3", **LATENT, "rope_parameters": YARN, "rms_norm_eps": 1e-3},
+    "kimi_k2": {"model_type": "kimi_k2", **LATENT, "n_group": 1, "rope_parameters": YARN | {"beta_fast": 1.0}},
+    "mimo": {"model_type": "mimo", "attention_bias": True, "rope_theta": 640000},
+    "minimax_m2": {"model_type": "minimax_m2", **SIGMOID, "rotary_dim": 4, "rope_theta": 1e4},
 }
-SPARSE = ("qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3")
+SPARSE = ("qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "kimi_k2", "minimax_m2")
 GROUPED = {"moe_grouped_gemm": True}
 WITHIN = {"gradient_accumulation_fusion": True}  # the default on GPUs, no flag: the ranks set it
 HALVES = {"make_vocab_size_divisible_by": 2}  # ids on both ranks; else the second has filling alone
@@ -176,14 +180,19 @@ def draw(name: str, root: Path) -> None:
     """Save the family's model under ``root/NAME/model``, and its gradients as a folder of the same names."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from slime_core.weights.native_configs import native_config
+
     torch.manual_seed(7)
-    config = AutoConfig.for_model(**{**COMMON, **FAMILIES[name]})
+    values = {**COMMON, **FAMILIES[name]}
+    config = native_config(values) or AutoConfig.for_model(**values)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor.ndim == 1 and "inv_freq" not in key:  # norms, biases: away from 1 and 0
                 tensor.add_(torch.randn_like(tensor) * 0.1)
     model.save_pretrained(root / name / "model")
+    file = root / name / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": values["model_type"]}))
     found, total = [], torch.zeros(())
     for micro in packs():
         edges = zip(micro.cu_seqlens[:-1], micro.cu_seqlens[1:], strict=True)
@@ -211,9 +220,9 @@ class Folder:
 
     @property
     def config(self):
-        from transformers import AutoConfig
+        from slime_core.weights.folder import read_config
 
-        return AutoConfig.from_pretrained(self.path)
+        return read_config(self.path)
 
     def tensors(self):
         from slime_core.weights.shards import Shards

@@ -47,6 +47,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "glm4_moe": {"model_type": "glm4_moe", **ROUTED, "use_qk_norm": True, "attention_bias": True},
     "glm4_moe-plain": {"model_type": "glm4_moe", **ROUTED, "routed_scaling_factor": 2.5},
     "glm4_moe_lite": {"model_type": "glm4_moe_lite", **LATENT, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "minimax_m2": {"model_type": "minimax_m2", "num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": {"model_type": "deepseek_v3", **LATENT, "rope_parameters": YARN},
     "deepseek_v3-halves": {"model_type": "deepseek_v3", **LATENT, "rope_interleave": False},
     "deepseek_v3-direct": {"model_type": "deepseek_v3", **LATENT, "q_lora_rank": None, "rope_interleave": False},

@@ -1,9 +1,11 @@
 """Presets against published figures and against transformers, and their flags against slime's own reading of them."""
 
+import re
 import shlex
 
 import pytest
 
+from slime_core.weights.native_configs import native_config
 from slime_megatron.agreement import disagreements
 from slime_megatron.flags import flags, problems
 from slime_models.arguments import model_args, pattern
@@ -36,8 +38,13 @@ PUBLISHED = {  # billions on the model cards: all, all but embeddings, one token
     "glm-4.5-air": (106, None, 12),
     "glm-4.5": (355, None, 32),
     "deepseek-v3": (671, None, 37),
+    "kimi-k2": (1026, None, 32),
+    "kimi-k2-thinking": (1026, None, 32),
+    "mimo-7b-rl": (7.62, None, None),
+    "minimax-m2": (229, None, 10),
 }
-BESIDE_EMBEDDINGS = ("glm-4.5-air", "glm-4.5")  # their cards count a token's parameters without them
+ABSENT = {"glm-4.5-air": 1.0, "glm-4.5": 1.0, "minimax-m2": 1.0, "kimi-k2": 0.5, "kimi-k2-thinking": 0.5}
+"""The share of embedding and output matrix that a card leaves out of a token's parameters."""
 STORED = {  # parameters in the published safetensors files
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
@@ -52,7 +59,7 @@ STORED = {  # parameters in the published safetensors files
     "llama3.2-3b": 3_212_749_824,
     "glm-4-9b-0414": 9_400_279_040,
 }
-MOVED = {"rope_theta", "rope_scaling", "partial_rotary_factor", "head_dim"}
+MOVED = {"rope_theta", "rope_scaling", "partial_rotary_factor", "head_dim", "num_nextn_predict_layers"}
 """What config.json may hold and a config class of transformers keeps elsewhere, or reads where it is there."""
 
 
@@ -68,7 +75,7 @@ def test_the_parameters_of_a_preset_are_the_published_ones(name):
     assert counts.total / 1e9 == pytest.approx(total, rel=0.02)
     assert counts.total == STORED.get(name, counts.total)
     assert beside is None or counts.beside_embeddings / 1e9 == pytest.approx(beside, rel=0.02)
-    embeddings = counts.total - counts.beside_embeddings if name in BESIDE_EMBEDDINGS else 0
+    embeddings = (counts.total - counts.beside_embeddings) * ABSENT.get(name, 0.0)
     assert (counts.active - embeddings) / 1e9 == pytest.approx(active or total, rel=0.02)
 
 
@@ -84,8 +91,11 @@ def test_every_size_that_was_promised_is_there():
         "llama3.": "1-8b 1-70b 2-1b 2-3b",
         "glm-4": "-9b-0414 .5-air .5",
         "deepseek-": "v3",
+        "kimi-k2": ",-thinking",
+        "mimo-": "7b-rl",
+        "minimax-": "m2",
     }
-    assert {stem + size for stem, text in sizes.items() for size in text.split()} == set(presets())
+    assert {stem + size for stem, text in sizes.items() for size in re.split("[ ,]", text)} == set(presets())
 
 
 @pytest.mark.parametrize("name", presets())
@@ -93,7 +103,8 @@ def test_a_preset_reads_as_the_config_that_transformers_makes_of_it(name):
     from transformers import AutoConfig
 
     preset = presets()[name]
-    config, bridge = AutoConfig.for_model(**vars(preset.config)), bridge_of(preset)
+    values, bridge = vars(preset.config), bridge_of(preset)
+    config = native_config(values) or AutoConfig.for_model(**values)
     assert bridge.megatron(config) == bridge.megatron(preset.config)
     assert bridge.sizes(config) == bridge.sizes(preset.config)
     unknown = [key for key in vars(preset.config) if key not in MOVED and not hasattr(type(config)(), key)]
@@ -170,4 +181,5 @@ def test_layers_with_experts_are_written_in_runs():
 
 
 def test_numbers_are_told_with_three_digits():
-    assert [short(n) for n in (494_032_768, 4_022_468_096, 235_093_634_560)] == ["494M", "4.02B", "235B"]
+    numbers = (494_032_768, 4_022_468_096, 235_093_634_560, 1_026_408_232_448)
+    assert [short(n) for n in numbers] == ["494M", "4.02B", "235B", "1.03T"]

@@ -106,6 +106,7 @@ class Bridge:
     fields: Mapping[str, str | Given | Callable[[Any], Any]]
     attention: Literal["gqa", "mla"] = "gqa"
     sandwich: bool = False  # norms after attention and MLP too
+    wide_qk_norms: bool = False  # one norm of all heads' queries, one of all their keys
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of config attributes that a folder may leave out
     only: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 

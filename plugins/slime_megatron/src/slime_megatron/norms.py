@@ -6,6 +6,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from torch import nn
 from torch._dynamo import maybe_mark_dynamic
 
@@ -47,6 +52,23 @@ class Norm(nn.Module):
         maybe_mark_dynamic(rows, 0)  # packs differ in length; the width is the model's
         normed: torch.Tensor = RMS_NORM(rows, self.weight, self.eps)
         return normed.view(x.shape)
+
+
+class SharedNorm(nn.Module):
+    """RMSNorm of columns that tensor-parallel ranks share: this rank's columns, by the mean square of all."""
+
+    def __init__(self, config: TransformerConfig, columns: int, group: Any) -> None:
+        super().__init__()
+        self.eps, self.columns, self.group = config.layernorm_epsilon, columns, group
+        self.weight = nn.Parameter(torch.ones(columns // group.size(), dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., columns of this rank] to the same."""
+        y = x.float()
+        total = reduce_from_tensor_model_parallel_region(y.square().sum(-1, keepdim=True), group=self.group)
+        total = copy_to_tensor_model_parallel_region(total, group=self.group)  # each rank's columns give a gradient
+        return self.weight * (y * torch.rsqrt(total / self.columns + self.eps)).to(x.dtype)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -17,7 +18,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from slime_megatron.attention import CoreAttention
 from slime_megatron.experts import grouped_spec
 from slime_megatron.latent import EPSILON, LatentAttention
-from slime_megatron.norms import Norm, wide_add
+from slime_megatron.norms import Norm, SharedNorm, wide_add
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -47,6 +48,21 @@ class SandwichLayer(TransformerLayer):  # type: ignore[misc]
         return getattr(self, norm)(hidden if bias is None else hidden + bias), None
 
 
+class WideNormAttention(SelfAttention):  # type: ignore[misc]
+    """Attention that norms the queries of all heads together, and their keys (MiniMax-M2)."""
+
+    def __init__(self, config: TransformerConfig, submodules: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, submodules, *args, **kwargs)
+        tp = self.pg_collection.tp
+        self.q_norm = SharedNorm(config, config.num_attention_heads * config.kv_channels, tp)
+        self.k_norm = SharedNorm(config, config.num_query_groups * config.kv_channels, tp)
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        """q [T, 1, heads, d], k and v [T, 1, groups, d] of this rank, before they are turned."""
+        query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
+        return self.q_norm(query.flatten(2)).view_as(query), self.k_norm(key.flatten(2)).view_as(key), value
+
+
 class ExpertRouter(TopKRouter):  # type: ignore[misc]
     """megatron-core 0.16's own gate calls Transformer Engine, also where that is not installed."""
 
@@ -71,6 +87,10 @@ def block_spec(config: TransformerConfig, bridge: Bridge) -> Any:
             layer.module = SandwichLayer
         if config.fp32_residual_connection:
             layer.submodules.self_attn_bda = layer.submodules.mlp_bda = wide_add
+        if bridge.wide_qk_norms:
+            attention = layer.submodules.self_attention
+            attention.module = WideNormAttention
+            attention.submodules.q_layernorm = attention.submodules.k_layernorm = IdentityOp
         _replace(layer, grouped=grouped, latent=not has_transformer_engine() or config.layernorm_epsilon != EPSILON)
     if not has_transformer_engine():
         block.layer_norm = Norm

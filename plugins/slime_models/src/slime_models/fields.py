@@ -44,6 +44,16 @@ def rotary_base(config: Any) -> int | float:
     return int(theta) if theta.is_integer() else theta
 
 
+def rotated_part(default: float) -> Callable[[Any], float]:
+    """A reader of the part of each head that is rotated; ``default`` where the config is silent."""
+
+    def read(config: Any) -> float:
+        return float(rope(config).get("partial_rotary_factor", getattr(config, "partial_rotary_factor", default)))
+
+    read.__name__ = "rotated_part"
+    return read
+
+
 def llama3_scaling(config: Any) -> bool:
     """Whether angles are scaled as Llama 3.1 does.
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from slime_convert.bridge import Bridge, BridgeRow, Given
-from slime_models.fields import DECODER, ONLY, no_scaling, rope
+from slime_models.fields import DECODER, ONLY, no_scaling, rotated_part
 from slime_models.routing import DEEPSEEK_EXPERTS
 from slime_models.rows import (
     ATTENTION,
@@ -22,12 +21,6 @@ from slime_models.rows import (
     SHARED_EXPERTS,
     TO,
 )
-
-
-def rotated_part(config: Any) -> float:
-    """The part of each head that is rotated, one half where the config is silent."""
-    return float(rope(config).get("partial_rotary_factor", getattr(config, "partial_rotary_factor", 0.5)))
-
 
 GLM4 = Bridge(
     family="glm4",
@@ -46,7 +39,7 @@ GLM4 = Bridge(
     fields={
         **DECODER,
         "add_qkv_bias": "attention_bias",
-        "rotary_percent": rotated_part,
+        "rotary_percent": rotated_part(0.5),
         "rotary_interleaved": Given(True),
         "rope_scaling": no_scaling,
     },
@@ -73,7 +66,7 @@ GLM4_MOE = Bridge(
         **DEEPSEEK_EXPERTS,
         "add_qkv_bias": "attention_bias",
         "qk_layernorm": "use_qk_norm",
-        "rotary_percent": rotated_part,
+        "rotary_percent": rotated_part(0.5),
         "rope_scaling": no_scaling,
     },
     defaults={"attention_bias": False, "use_qk_norm": False, "routed_scaling_factor": 1.0},

@@ -63,5 +63,6 @@ def count(bridge: Bridge, config: Any) -> ParameterCounts:
 
 
 def short(number: int) -> str:
-    """``4.02B``, ``494M``: three digits."""
-    return f"{number / 1e9:.3g}B" if number >= 1e9 else f"{number / 1e6:.3g}M"
+    """``1.03T``, ``4.02B``, ``494M``: three digits."""
+    unit, name = next((unit, name) for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M")) if number >= unit)
+    return f"{number / unit:.3g}{name}"

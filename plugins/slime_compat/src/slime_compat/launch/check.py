@@ -43,7 +43,7 @@ FAMILIES = {
     "qwen3.6": "qwen3_5",
 }
 """How folders of slime's scripts begin -> the model_type of their config.json, first match first."""
-QUANTISED = re.compile(r"fp8|int4|int8|awq|gptq|^deepseek-(?:r1|v3)(?!.*(?:distill|bf16))")
+QUANTISED = re.compile(r"fp8|int4|int8|awq|gptq|^(?:deepseek-r1|deepseek-v3|kimi-k2|minimax-m2)(?!.*(?:distill|bf16))")
 """In names of folders whose weights are quantised."""
 _WORDS = re.compile(r"\$\{\w+(\[@\])?\}")
 """A variable or an array that is a word, or several, by itself."""
