@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from slime_core.plugins.files import FOLDER_PACKAGE
+
 if TYPE_CHECKING:
     from slime_core.report import Report
 
@@ -30,7 +32,8 @@ class ReportHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Pass the record on."""
-        text = f"{record.name.partition('.')[0]}: {record.getMessage().strip()}"
+        source = record.filename if record.name.startswith(FOLDER_PACKAGE) else record.name.partition(".")[0]
+        text = f"{source}: {record.getMessage().strip()}"
         if text in self._noted:
             return
         self._noted.add(text)

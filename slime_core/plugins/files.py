@@ -6,20 +6,26 @@ import hashlib
 import importlib.util
 import sys
 import traceback
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
 from slime_core.errors import text_of
 from slime_core.plugins.boundary import CORE_FOLDER
 
+FOLDER_PACKAGE = "_slime_folder_"
+"""What the names of modules of files begin with."""
+
 
 def import_file(file: Path) -> ModuleType:
     """The module of ``file``; what lies beside it can be imported too, after everything else.
 
+    ``from .name import x`` in it imports what lies beside it, without the folder's ``__init__.py``.
+
     Raises:
         Exception: whatever the file raises, SystemExit included; ImportError where Python cannot read such a file.
     """
-    name = f"_slime_file_{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
+    name = f"{_package(file.parent)}.{file.stem}"
     if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(file):
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
@@ -34,6 +40,16 @@ def import_file(file: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def _package(folder: Path) -> str:
+    """The name of an empty package whose modules are a folder's files."""
+    name = f"{FOLDER_PACKAGE}{hashlib.blake2b(str(folder).encode(), digest_size=4).hexdigest()}"
+    if name not in sys.modules:
+        spec = ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = [str(folder)]
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+    return name
 
 
 def add_to_path(folder: Path) -> None:

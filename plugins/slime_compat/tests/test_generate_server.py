@@ -57,6 +57,7 @@ def test_ids_or_text_give_the_same_answer_in_sglangs_shape(ask, tokenizer):
     assert meta["finish_reason"] == {"type": "stop"}
     assert (meta["prompt_tokens"], meta["completion_tokens"], meta["weight_version"]) == (4, 2, "2")
     for answer in (by_ids, by_text):
+        assert answer["meta_info"].pop("e2e_latency") >= 0
         del answer["meta_info"]["id"]
     assert by_ids == by_text
 
@@ -105,6 +106,24 @@ def test_no_new_tokens_means_the_log_probs_of_the_prompt(ask, tokenizer):
     assert all(entry[0] < 0 for entry in scored[1:])
 
 
+@pytest.mark.parametrize(("start", "count"), [(0, 4), (2, 2), (3, 1), (4, 0), (-1, 0), (None, 0)])
+def test_log_probs_of_the_prompt_come_beside_new_tokens_from_where_they_are_asked_for(ask, tokenizer, start, count):
+    """The first of them is None, as SGLang has it."""
+    ids = tokenizer.encode("1+1=", add_special_tokens=False)
+    (answer,) = ask({"input_ids": ids, "sampling_params": {}, "return_logprob": True, "logprob_start_len": start})
+    scored = answer["meta_info"].get("input_token_logprobs", [])
+    assert [entry[1] for entry in scored] == ids[len(ids) - count :]
+    assert [entry[0] is None for entry in scored] == [number == 0 for number in range(count)]
+    assert answer["text"] == "2"
+
+
+def test_a_stream_is_one_event_with_the_whole_answer(ask):
+    (text,) = ask({"text": "1+1=", "sampling_params": {}, "stream": True})
+    event, end = text.strip().split("\n\n")
+    assert json.loads(event.removeprefix("data: "))["text"] == "2"
+    assert end == "data: [DONE]"
+
+
 @pytest.mark.parametrize(
     ("payload", "status", "told"),
     [
@@ -115,9 +134,7 @@ def test_no_new_tokens_means_the_log_probs_of_the_prompt(ask, tokenizer):
         ({"text": "1+1=", "sampling_params": {"repetition_penalty": 1.2}}, 400, "repetition_penalty=1.2"),
         ({"text": "1+1=", "sampling_params": {"json_schema": "{}"}}, 400, "json_schema"),
         ({"text": "1+1=", "sampling_params": {"max_new_tokens": "many"}}, 400, "sampling_params"),
-        ({"text": "1+1=", "stream": True}, 400, "stream"),
         ({"text": "1+1=", "image_data": ["a.png"], "top_logprobs_num": 2}, 400, "image_data, top_logprobs_num"),
-        ({"text": "1+1=", "return_logprob": True, "logprob_start_len": 0}, 400, "logprob_start_len"),
         ([1], 400, "not a JSON object"),
     ],
 )

@@ -127,6 +127,11 @@ def test_a_teachers_answers_survive_a_run_that_is_killed_before_they_are_taken_o
     assert [step["rollout/samples"] for step in steps(rows)] == [4, 4]
 
 
+def test_a_loop_of_ones_own_reads_streams_and_imports_its_neighbour(train):
+    rows = train(rollout_function="loop_shape.py:generate_rollout", custom_rm="rollout_shape.py:reward_func")
+    assert [step["reward/mean"] for step in steps(rows)] == [1.5, 1.5]
+
+
 SFT = ("--loss-type", "sft_loss", "--input-key", "m", "--label-key=", "--n-samples-per-prompt", "1")
 
 

@@ -33,6 +33,14 @@ def test_a_file_is_imported_once_and_may_import_its_neighbours(write):
     assert locate(f"{path}:one", "key")() is locate(f"{path}:two", "key")()
 
 
+def test_a_relative_import_of_a_file_names_what_lies_beside_it(write, tmp_path):
+    (tmp_path / "__init__.py").write_text("raise ValueError")
+    write("from .second_neighbour import VALUE\n", "first_neighbour.py")
+    write("VALUE = 3\n", "second_neighbour.py")
+    path = write("from .first_neighbour import VALUE\ndef fn():\n    return VALUE\n")
+    assert locate(f"{path}:fn", "key")() == 3
+
+
 @pytest.mark.parametrize(
     ("path", "code", "why", "fix"),
     [

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slime_compat import sglang
-from slime_compat.handlers import HttpError, Request
+from slime_compat.handlers import LOOPBACK, Events, HttpError, Request
 from slime_compat.loopback import LoopbackServer, require_token
 from slime_core.errors import SlimeError
 from slime_core.plugins.boundary import hook_loop
 from slime_core.seeds import seed_of
-from slime_core.types import GenerateRequest
+from slime_core.types import Completion, GenerateRequest
 
 if TYPE_CHECKING:
     from slime_core.compat.session import GenerationCall
@@ -45,6 +46,7 @@ class GenerateServer:
                 self._server = None
             if self._server is None:
                 routes = dict.fromkeys(("POST /generate", "PUT /generate"), self._handle)
+                routes["GET /workers"] = self._workers
                 self._server = (
                     LoopbackServer(
                         routes, loop or hook_loop() or asyncio.get_running_loop(), require_token(self._token)
@@ -61,7 +63,10 @@ class GenerateServer:
             self._server = None
 
     async def _handle(self, request: Request) -> Any:
-        """Serve one `/generate` payload; runs on the engine's loop. Lists of prompts give lists of responses."""
+        """Serve one `/generate` payload; runs on the engine's loop. Lists of prompts give lists of responses.
+
+        A stream is one event, with the whole answer.
+        """
         payload = request.payload
         sglang.check(payload)
         ids, text = payload.get("input_ids"), payload.get("text")
@@ -75,7 +80,13 @@ class GenerateServer:
         answers = await asyncio.gather(
             *(self._one(tokens, prompt_params, payload) for tokens, prompt_params in zip(prompts, params, strict=True))
         )
-        return answers if many else answers[0]
+        answer = answers if many else answers[0]
+        return Events([answer]) if payload.get("stream") else answer
+
+    async def _workers(self, request: Request) -> Any:
+        """What slime's router has: this server alone."""
+        assert self._server is not None
+        return {"workers": [{"url": f"http://{LOOPBACK}:{self._server[0].port}"}]}
 
     def _tokens(self, prompt: Any, is_text: bool) -> list[int]:
         ctx = self._context()
@@ -88,20 +99,19 @@ class GenerateServer:
     async def _one(
         self, tokens: list[int], sampling_params: dict[str, Any], payload: dict[str, Any]
     ) -> dict[str, Any]:
-        ctx = self._context()
+        ctx, start = self._context(), time.monotonic()
         engine: Any = ctx.engine
         call = self._calls.get(sampling_params.get("sampling_seed", -1))
         params = sglang.from_dict(sampling_params)
         try:
-            if params.max_new_tokens == 0:
-                return await self._scored(tokens, payload)
+            scored = await self._scored(tokens, payload)
             request = GenerateRequest(
                 id=f"door/{self._number()}",
                 tokens=tokens,
                 params=params,
-                seed=self._seed(tokens, sampling_params, call),
+                seed=self._seed(tokens, sampling_params, call) if params.max_new_tokens else 0,
             )
-            done = await engine.generate(request)
+            done = await engine.generate(request) if params.max_new_tokens else _nothing(request)
         except SlimeError as error:
             if call is not None:
                 call.error = error
@@ -113,25 +123,19 @@ class GenerateServer:
             text = ctx.tokenizer.decode(
                 done.tokens, skip_special_tokens=bool(sampling_params.get("skip_special_tokens", True))
             )
-        log_probs = bool(payload.get("return_logprob"))
-        return sglang.answer(done, len(tokens), text, log_probs=log_probs, version=engine.version)
+        log_probs, seconds = bool(payload.get("return_logprob")), time.monotonic() - start
+        answer = sglang.answer(done, len(tokens), text, log_probs=log_probs, version=engine.version, seconds=seconds)
+        answer["meta_info"] |= {"input_token_logprobs": scored} if scored else {}
+        return answer
 
-    async def _scored(self, tokens: Sequence[int], payload: dict[str, Any]) -> dict[str, Any]:
-        """No new tokens: the log-probs of the prompt itself, as a teacher returns them."""
+    async def _scored(self, tokens: Sequence[int], payload: dict[str, Any]) -> list[list[Any]]:
+        """The log-probs of the prompt itself from ``logprob_start_len`` on, the first of them None."""
+        start = payload.get("logprob_start_len", -1)
+        if not payload.get("return_logprob") or start in (None, -1):
+            return []
         engine: Any = self._context().engine
-        start = max(1, int(payload.get("logprob_start_len", 0)))
-        values = await engine.score(tokens, start) if start < len(tokens) else []
-        scored = [None, *map(float, values)] if start == 1 else list(map(float, values))
-        meta = {
-            "id": f"door/{self._number()}",
-            "finish_reason": {"type": "length", "length": 0},
-            "prompt_tokens": len(tokens),
-            "completion_tokens": 0,
-            "weight_version": str(engine.version),
-            "output_token_logprobs": [],
-            "input_token_logprobs": sglang.entries(tokens[len(tokens) - len(scored) :], scored),
-        }
-        return {"text": "", "output_ids": [], "meta_info": meta}
+        values = await engine.score(tokens, start + 1) if start + 1 < len(tokens) else []
+        return sglang.entries(tokens[start:], [None, *map(float, values)][: len(tokens) - start])
 
     def _seed(self, tokens: Sequence[int], params: dict[str, Any], call: GenerationCall | None) -> int:
         """A draw's key: the sample's, and for the k-th continuation of the same tokens another one."""
@@ -154,3 +158,8 @@ class GenerateServer:
         if self._server is None:
             raise HttpError(503, "the run has ended")
         return self._server[1]
+
+
+def _nothing(request: GenerateRequest) -> Completion:
+    """The completion of a request for no new tokens."""
+    return Completion(id=request.id, tokens=[], log_probs=[], plain_log_probs=[], finish="length", versions=[])

@@ -10,7 +10,7 @@ from slime_core.types import Completion, SamplingParams
 
 DEFAULT_NEW_TOKENS = 128  # SGLang's own
 PAYLOAD = {"text", "input_ids", "sampling_params", "return_logprob", "logprob_start_len"}
-PAYLOAD |= {"rid", "log_metrics", "priority"}  # change no answer
+PAYLOAD |= {"rid", "log_metrics", "priority", "stream"}  # change no answer
 EMPTY: tuple[Any, ...] = (None, False, 0, "", [], {}, -1)
 _OURS = {"max_new_tokens", "temperature", "top_p", "top_k", "stop", "stop_token_ids", "ignore_eos"}
 _OTHERS = {"sampling_seed", "no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens"}
@@ -29,20 +29,11 @@ def check(payload: Mapping[str, Any]) -> None:
     """Refuse what would change the answer and is not served.
 
     Raises:
-        HttpError: a key of SGLang's that the run's engine does not have, unless its value is empty, 0 or false;
-            log-probs of the prompt together with new tokens.
+        HttpError: a key of SGLang's that the run's engine does not have, unless its value is empty, 0 or false.
     """
     odd = [name for name, value in payload.items() if name not in PAYLOAD and value not in EMPTY]
     if odd:
         raise HttpError(400, f"{', '.join(odd)}: not supported by the run's engine, which takes text; leave it out")
-    params = payload.get("sampling_params") or {}
-    scores = payload.get("return_logprob") and payload.get("logprob_start_len", -1) != -1
-    if scores and any(one.get("max_new_tokens") != 0 for one in (params if isinstance(params, list) else [params])):
-        raise HttpError(
-            400,
-            "logprob_start_len: log-probs of the prompt come without new tokens; leave it out, or send another "
-            "request with max_new_tokens 0",
-        )
 
 
 def from_dict(params: Mapping[str, Any]) -> SamplingParams:
@@ -74,7 +65,9 @@ def from_dict(params: Mapping[str, Any]) -> SamplingParams:
         raise HttpError(400, f"sampling_params: {error}") from error
 
 
-def answer(done: Completion, prompt_tokens: int, text: str, *, log_probs: bool, version: int) -> dict[str, Any]:
+def answer(
+    done: Completion, prompt_tokens: int, text: str, *, log_probs: bool, version: int, seconds: float
+) -> dict[str, Any]:
     """SGLang's answer to one request; log-probs are those of the distribution drawn from."""
     weight_version = max(done.versions, default=version)
     reason: dict[str, Any] = {"type": done.finish}
@@ -86,6 +79,7 @@ def answer(done: Completion, prompt_tokens: int, text: str, *, log_probs: bool, 
         "prompt_tokens": prompt_tokens,
         "completion_tokens": len(done.tokens),
         "cached_tokens": 0,
+        "e2e_latency": seconds,
         "weight_version": str(weight_version),
     }
     if log_probs:

@@ -18,6 +18,7 @@ from slime_compat.served.evaluation import EvalDatasetConfig, build_eval_dataset
 from slime_compat.served.filters import MetricGatherer, call_dynamic_filter, should_drop_dynamic_filter_output
 from slime_compat.served.generation import (
     GenerateState,
+    _prepare_prompt_ids,
     generate,
     generate_and_rm,
     generate_and_rm_group,
@@ -224,6 +225,7 @@ def generate_rollout(
 
 __all__ = [
     "GenerateState",
+    "_prepare_prompt_ids",
     "abort",
     "eval_rollout",
     "eval_rollout_single_dataset",

@@ -111,6 +111,12 @@ def require_text(sample: Sample) -> None:
         raise ValueError(f"sample {sample.id} has {kinds}, and /generate takes text only; take multimodal_keys away")
 
 
+def _prepare_prompt_ids(sample: Sample, tokenizer: Any, processor: Any = None) -> list[int]:
+    """The sample's tokens, or those of its prompt where it has none; raises as :func:`require_text`."""
+    require_text(sample)
+    return sample.tokens or list(tokenizer.encode(sample.prompt, add_special_tokens=False))
+
+
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """One model turn: continue the sample's tokens (or its prompt's) and append what came.
 
@@ -119,9 +125,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     state = GenerateState(args)
     if sample.status not in (Status.PENDING, Status.ABORTED):
         raise ValueError(f"sample {sample.id} is {sample.status}; only pending and aborted samples are generated")
-    require_text(sample)
-    if not sample.tokens:
-        sample.tokens = list(state.tokenizer.encode(sample.prompt, add_special_tokens=False))
+    sample.tokens = _prepare_prompt_ids(sample, state.tokenizer)
     params = {**sampling_params, "max_new_tokens": sampling_params["max_new_tokens"] - sample.response_length}
     if params["max_new_tokens"] <= 0:
         sample.status = Status.TRUNCATED
@@ -207,4 +211,11 @@ async def generate_and_rm_group(
     return results
 
 
-__all__ = ["GenerateState", "generate", "generate_and_rm", "generate_and_rm_group", "get_model_url"]
+__all__ = [
+    "GenerateState",
+    "_prepare_prompt_ids",
+    "generate",
+    "generate_and_rm",
+    "generate_and_rm_group",
+    "get_model_url",
+]

@@ -5,7 +5,14 @@ from __future__ import annotations
 import socket
 from typing import Any
 
+import httpx
+
 from slime_compat.http import get, post
+
+_http_client = httpx.AsyncClient(
+    timeout=None, trust_env=False, verify=False, limits=httpx.Limits(max_keepalive_connections=0)
+)
+"""For event loops of any kind: a connection is a request's."""
 
 
 def is_port_available(port: int) -> bool:
@@ -43,6 +50,7 @@ def init_http_client(args: Any) -> None:
 
 
 __all__ = [
+    "_http_client",
     "find_available_port",
     "get",
     "get_rollout_num_engines",
