@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -65,6 +66,28 @@ def tiny_model(
     if weights:
         model: Any = ModelFolder.open(path, init_weights="random").build_model(seed=seed)
         model.save_pretrained(str(path))
+    return path
+
+
+def fp8_model(path: Path, origin: Path) -> Path:
+    """Write a model folder in fp8, in the form of published ones, of a folder with float weights; ``path`` again.
+
+    Example:
+        folder = ModelFolder.open(fp8_model(tmp_path / "fp8", tiny_model(tmp_path / "model", hidden=256)))
+    """
+    from safetensors.torch import save_file
+
+    from slime_core.weights.fp8 import SCALE, BlockFormat
+    from slime_core.weights.shards import SINGLE, Shards
+
+    shutil.copytree(origin, path, ignore=shutil.ignore_patterns("*.safetensors*"))
+    block_format, tensors = BlockFormat(), dict(Shards.open(origin))
+    for name in filter(block_format.covers, list(tensors)):
+        scales = block_format.scales(tensors[name])
+        tensors |= {name: block_format.quantise(tensors[name], scales), f"{name}{SCALE}": scales}
+    save_file(tensors, path / SINGLE, metadata={"format": "pt"})
+    config = json.loads((origin / "config.json").read_bytes())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": block_format.table()}))
     return path
 
 

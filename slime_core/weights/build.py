@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 import numpy as np
@@ -246,10 +247,15 @@ def load_converted(
     from transformers import AutoModelForCausalLM
 
     kwargs: dict[str, Any] = {"dtype": torch_dtype(dtype), "trust_remote_code": trust_remote_code}
-    kwargs |= _attention(config, attn_implementation)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        str(folder),
-        config=copy.deepcopy(config),
+    kwargs |= _attention(config, attn_implementation) | {"config": copy.deepcopy(config)}
+    model_class: Any = AutoModelForCausalLM
+    source: str | None = str(folder)
+    shards = Shards.open(folder)
+    if any(info.stored for info in shards.infos.values()):  # transformers would make layers of another kind
+        model_class = type(skeleton(config, trust_remote_code=trust_remote_code))
+        source, kwargs["state_dict"] = None, {name: UnreadTensor(shards, name) for name in shards}
+    loaded: Any = model_class.from_pretrained(
+        source,
         local_files_only=True,
         use_safetensors=True,
         output_loading_info=True,
@@ -265,6 +271,17 @@ def load_converted(
     if not fit_result or info.get("conversion_errors"):
         raise misfit(fit_result, folder)
     return _evaluating(model)
+
+
+@dataclass(slots=True, frozen=True)
+class UnreadTensor:
+    """A tensor that transformers reads from its folder when it takes all of it."""
+
+    shards: Shards
+    name: str
+
+    def __getitem__(self, whole: EllipsisType) -> torch.Tensor:
+        return self.shards[self.name]
 
 
 @torch.no_grad()

@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from slime_core.errors import ConfigError, DataError
+from slime_core.weights.fp8 import BlockFormat
+from slime_core.weights.int4 import PackedFormat
 from slime_core.weights.native_configs import LAYERS, native_config
-from slime_core.weights.shards import Shards
+from slime_core.weights.shards import Shards, storage_form
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +55,7 @@ class ModelFolder:
 
     path: Path
     config: Any  # transformers.PreTrainedConfig
+    stored_in: BlockFormat | PackedFormat | None  # of quantised weights
     eos_token_ids: tuple[int, ...]  # ids that end a response, ascending
     vocab_size: int  # rows of the embedding: every id below it is legal
     context_len: int  # positions the model was made for
@@ -86,6 +89,9 @@ class ModelFolder:
         """
         folder = cls(resolve(path), trust_remote_code=trust_remote_code, init_weights=init_weights)
         folder.config = read_config(folder.path, trust_remote_code=trust_remote_code)
+        folder.stored_in = storage_form(_read_json(folder.path / "config.json"))
+        if folder.stored_in:
+            folder._note(f"weights are {folder.stored_in.form}: they train as floats, and what a run writes is not")
         text = folder.config.get_text_config()
         folder.vocab_size = int(text.vocab_size)
         folder._check_tokenizer(stop_token_ids)
@@ -189,6 +195,8 @@ class ModelFolder:
 def read_config(path: Path, *, trust_remote_code: bool = False) -> Any:
     """The config of a local model folder (transformers.PreTrainedConfig); its tokenizer and weights are not looked at.
 
+    Of a quantised folder it is that of the model which is trained, without ``quantization_config``.
+
     Raises:
         DataError: TOK00 no config, or none that can be used; TOK45 code of its own; TOK48 quantised.
     """
@@ -250,7 +258,7 @@ def parameter_count(folder: Path) -> int:
         raw = text_config(folder)
         dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "")
         if size:
-            return int(size // (2 if "16" in dtype else 4))
+            return int(size // (1 if raw.get("quantization_config") else 2 if "16" in dtype else 4))
         hidden, layers = raw["hidden_size"], raw["num_hidden_layers"]
         embedding = raw["vocab_size"] * hidden * (1 if raw.get("tie_word_embeddings") else 2)
         return int(embedding + layers * (4 * hidden * hidden + 3 * hidden * raw["intermediate_size"]))
@@ -314,14 +322,15 @@ def _refuse_remote_code(folder: Path, model_type: str) -> None:
 
 def _refuse_quantised(folder: Path, raw: Mapping[str, Any]) -> None:
     config = raw.get("quantization_config")
-    if not config:
+    if not config or storage_form(raw):
         return
     method = config.get("quant_method", "unknown method") if isinstance(config, dict) else config
     raise DataError(
         f"{folder.name} is quantised ({method})",
         code="TOK48",
         where=f"{folder / 'config.json'}: quantization_config",
-        why="only float weights can be trained",
+        why="loadable are float weights, fp8 with weight_block_size (DeepSeek V3, Qwen3-*-FP8), and symmetric int4 of "
+        "compressed-tensors",
         fix="name the unquantised model",
     )
 
@@ -357,6 +366,8 @@ def _load_config(folder: Path, raw: Mapping[str, Any], trust_remote_code: bool) 
         )
         config.name_or_path = str(folder)
         int(config.get_text_config().vocab_size)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
     except Exception as error:  # whatever a config class raises on bad values
         raise DataError(
             "config.json is not one that transformers can use",

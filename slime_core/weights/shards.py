@@ -2,7 +2,8 @@
 
     8 bytes n, little endian | n bytes JSON {name: {dtype, shape, data_offsets: [begin, end]}} | tensor bytes, no gaps
 
-Tensors are read with plain reads, never mapped, so that a file cut short later is an error and not a crash.
+Tensors are read with plain reads, never mapped, so that a file cut short later is an error and not a crash. Quantised
+weights (`fp8.BlockFormat`, `int4.PackedFormat`) are read as bfloat16; their scales are not tensors of their own.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_core.errors import DataError
+from slime_core.weights.fp8 import BlockFormat
+from slime_core.weights.int4 import PACKED, PackedFormat
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +27,9 @@ MAX_HEADER_BYTES = 100_000_000
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+FP8 = "F8_E4M3"  # with scales beside it
+WIDE = {"F64": 8, "F32": 4, "I64": 8, "I32": 4}
+SIZES = WIDE | {"F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, FP8: 1}
 """Bytes an element of every dtype that loads here."""
 
 TORCH_NAMES = {
@@ -38,6 +43,7 @@ TORCH_NAMES = {
     "I8": "int8",
     "U8": "uint8",
     "BOOL": "bool",
+    FP8: "float8_e4m3fn",
 }
 
 
@@ -51,6 +57,26 @@ class TensorInfo:
     shape: tuple[int, ...]
     begin: int
     end: int
+    stored: StoredWeight | None = None  # of a quantised weight, which has the values' dtype and shape
+
+    def rows(self, first: int, count: int) -> TensorInfo:
+        """Where ``count`` rows lie; of a quantised weight ``first`` is the first of those that share a scale."""
+        size = (self.end - self.begin) // self.shape[0]
+        begin, stored = self.begin + first * size, self.stored
+        if stored is not None:
+            height = stored.form.height
+            scales = stored.scales.rows(first // height, -(-count // height))
+            stored = replace(stored, numbers=stored.numbers.rows(first, count), scales=scales)
+        return replace(self, shape=(count, *self.shape[1:]), begin=begin, end=begin + count * size, stored=stored)
+
+
+@dataclass(slots=True, frozen=True)
+class StoredWeight:
+    """What a quantised weight is computed from."""
+
+    form: BlockFormat | PackedFormat
+    numbers: TensorInfo
+    scales: TensorInfo
 
 
 class Shards(Mapping[str, "torch.Tensor"]):
@@ -78,12 +104,22 @@ class Shards(Mapping[str, "torch.Tensor"]):
             infos = read_header(folder / SINGLE)
         else:
             raise _no_weights(folder)
+        infos = _with_values(infos, folder)
         return cls({name: info for name, info in infos.items() if not name.endswith(COMPUTED)})
 
     def __getitem__(self, name: str) -> torch.Tensor:
         import torch
 
         info = self.infos[name]
+        if info.stored is None:
+            return self._read(info)
+        numbers, scales = self._read(info.stored.numbers), self._read(info.stored.scales)
+        return info.stored.form.dequantise(numbers, scales, torch.bfloat16)
+
+    def _read(self, info: TensorInfo) -> torch.Tensor:
+        """A tensor as it is stored."""
+        import torch
+
         tensor = torch.empty(info.shape, dtype=getattr(torch, TORCH_NAMES[info.dtype]))
         if info.end == info.begin:
             return tensor
@@ -95,10 +131,10 @@ class Shards(Mapping[str, "torch.Tensor"]):
                 while done < len(view):
                     count = file.readinto(view[done:])
                     if not count:
-                        raise _damaged(info.file, f"the file ends inside tensor {name}")
+                        raise _damaged(info.file, f"the file ends inside tensor {info.name}")
                     done += count
         except OSError as error:
-            raise _damaged(info.file, f"tensor {name} cannot be read: {error}") from error
+            raise _damaged(info.file, f"tensor {info.name} cannot be read: {error}") from error
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -264,6 +300,65 @@ def _indexed(folder: Path) -> dict[str, TensorInfo]:
             fix="fetch the folder again, or save it with model.save_pretrained(FOLDER)",
         )
     return infos
+
+
+def _with_values(infos: dict[str, TensorInfo], folder: Path) -> dict[str, TensorInfo]:
+    """The tensors of a folder, each quantised weight with its scales and under its own name."""
+    quantised = [info for info in infos.values() if info.dtype == FP8 or info.name.endswith(PACKED)]
+    if not quantised:
+        return infos
+    form = _form(folder, quantised[0])
+    for numbers in quantised:
+        name, scales, others = form.names(numbers.name)
+        stored = StoredWeight(form, numbers, _scales(numbers, infos.get(scales), form))
+        for other in (numbers.name, scales, *others):
+            infos.pop(other, None)
+        infos[name] = replace(numbers, name=name, dtype="BF16", shape=form.shape(numbers.shape), stored=stored)
+    return infos
+
+
+def storage_form(config: Mapping[str, Any]) -> BlockFormat | PackedFormat | None:
+    """How the quantised weights of a config.json are stored; None where it has none, or others than load here."""
+    return BlockFormat.of(config) or PackedFormat.of(config)
+
+
+def _form(folder: Path, weight: TensorInfo) -> BlockFormat | PackedFormat:
+    try:
+        form = storage_form(json.loads((folder / "config.json").read_bytes()))
+    except (OSError, ValueError):
+        form = None
+    if form is None or isinstance(form, BlockFormat) != (weight.dtype == FP8):
+        raise DataError(
+            f"tensor {weight.name} is {weight.dtype}, and config.json does not say how it is quantised",
+            code="TOK48",
+            where=str(folder / "config.json"),
+            why='loadable is "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}, and '
+            f"{PackedFormat.form}",
+            fix="fetch config.json again, or name the folder of the float weights",
+        )
+    return form
+
+
+def _scales(numbers: TensorInfo, scales: TensorInfo | None, form: BlockFormat | PackedFormat) -> TensorInfo:
+    """The scales of a quantised weight, after dtype and shape have been checked."""
+    reason = ""
+    if len(numbers.shape) != 2:
+        reason = f"it has shape {list(numbers.shape)}, and scales are of matrices"
+    elif scales is None:
+        reason = f"there is no {form.names(numbers.name)[1]}"
+    elif scales.shape != (shape := form.scale_shape(form.shape(numbers.shape))):
+        reason = f"{scales.name} has shape {list(scales.shape)}; {form.form} needs {list(shape)}"
+    elif scales.dtype not in ("F32", "F16", "BF16"):
+        reason = f"{scales.name} is {scales.dtype}"
+    if scales is None or reason:
+        raise DataError(
+            f"tensor {numbers.name} is quantised and has no scales that fit",
+            code="TOK46",
+            where=str(numbers.file),
+            why=reason,
+            fix="fetch the folder again, or name that of the float weights",
+        )
+    return scales
 
 
 def _damaged(file: Path, why: str) -> DataError:

@@ -10,6 +10,8 @@ from small_family import write_folder
 
 from slime_core.testing import tiny_model
 from slime_core.testing.families import family_model
+from slime_core.testing.models import fp8_model
+from slime_core.weights.shards import Shards
 
 pytestmark = pytest.mark.integration
 
@@ -55,6 +57,19 @@ def test_a_model_goes_to_megatrons_format_and_back(cli, hf, tmp_path):
     one, other = tensors(hf), tensors(tmp_path / "hf")
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_model_in_fp8_goes_to_megatrons_format_and_back_as_floats(cli, hf, tmp_path):
+    model = fp8_model(tmp_path / "fp8", tiny_model(tmp_path / "m", hidden=256))
+    assert cli("convert", "hf-to-dist", model, "dist", "--verify", "--workers", "2").code == 0
+    done = cli("convert", "dist-to-hf", "dist", "hf", "--origin-hf-dir", model, "--verify")
+    assert done.code == 0, done.err
+    one, other = dict(Shards.open(model)), tensors(tmp_path / "hf")
+    assert other["model.layers.0.self_attn.k_proj.weight"].dtype == torch.bfloat16
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (config["dtype"], "quantization_config" in config) == ("bfloat16", False)
 
 
 def test_layers_that_predict_further_ahead_come_back_from_the_origin(cli, tmp_path):

@@ -61,7 +61,8 @@ class HfWriting:
             if file.is_file() and not any(file.match(form) for form in WEIGHTS)
         }
         config = json.loads(small["config.json"])
-        if config.get("dtype", config.get("torch_dtype")) != self.dtype:
+        quantised = config.pop("quantization_config", None)  # what is written is not
+        if quantised or config.get("dtype", config.get("torch_dtype")) != self.dtype:
             config.pop("torch_dtype", None)
             small["config.json"] = (json.dumps({**config, "dtype": self.dtype}, indent=2) + "\n").encode()
         if len(self._groups) > 1:

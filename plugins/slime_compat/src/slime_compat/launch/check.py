@@ -24,6 +24,7 @@ from slime_core.config.problems import Problem, dotted, error_of
 from slime_core.errors import ConfigError, DataError, PluginError, SlimeError
 from slime_core.plugins import load_plugins, option_models
 from slime_core.plugins.backends import trainer_of
+from slime_core.weights.shards import storage_form
 
 SECTIONS = ("rollout", "train", "reward", "eval", "report")
 """Those with keys that name functions."""
@@ -43,8 +44,8 @@ FAMILIES = {
     "qwen3.6": "qwen3_5",
 }
 """How folders of slime's scripts begin -> the model_type of their config.json, first match first."""
-QUANTISED = re.compile(r"fp8|int4|int8|awq|gptq|^(?:deepseek-r1|deepseek-v3|kimi-k2|minimax-m2)(?!.*(?:distill|bf16))")
-"""In names of folders whose weights are quantised."""
+QUANTISED = re.compile(r"int8|awq|gptq")
+"""In names of folders whose weights are quantised in a way that does not load."""
 _WORDS = re.compile(r"\$\{\w+(\[@\])?\}")
 """A variable or an array that is a word, or several, by itself."""
 
@@ -231,7 +232,8 @@ def _require_model(folder: Path, plugins: Any) -> None:
     """
     try:
         table = json.loads((folder / "config.json").read_bytes())
-        family, quantised = str(table.get("model_type", "")), "quantization_config" in table
+        family = str(table.get("model_type", ""))
+        quantised = "quantization_config" in table and storage_form(table) is None
     except (OSError, ValueError):
         name = "" if UNKNOWN.search(folder.name) else folder.name.lower()
         quantised = bool(QUANTISED.search(name))
