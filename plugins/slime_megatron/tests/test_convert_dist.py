@@ -60,7 +60,7 @@ def test_a_model_goes_to_megatrons_format_and_back(cli, hf, tmp_path):
 
 
 def test_a_model_in_fp8_goes_to_megatrons_format_and_back_as_floats(cli, hf, tmp_path):
-    model = fp8_model(tmp_path / "fp8", tiny_model(tmp_path / "m", hidden=256))
+    model = fp8_model(tmp_path / "fp8", tiny_model(tmp_path / "m", hidden=192))
     assert cli("convert", "hf-to-dist", model, "dist", "--verify", "--workers", "2").code == 0
     done = cli("convert", "dist-to-hf", "dist", "hf", "--origin-hf-dir", model, "--verify")
     assert done.code == 0, done.err
