@@ -392,6 +392,7 @@ class MicroBatch:
     weight: NDArray[np.float32]  # R, the token's weight in the loss of the whole optimizer step; 0 where masked
     columns: Columns = field(default_factory=dict)  # R each
     temperature: NDArray[np.float32] | None = None  # R
+    filler: bool = False  # passed only because other ranks have a micro-batch more
 
 
 @dataclass(slots=True, kw_only=True)

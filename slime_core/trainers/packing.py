@@ -140,6 +140,7 @@ def micro_batch(batch: Batch, members: Ints, real: bool, prompt_of: Ints, weight
         weight=weights[response],
         columns=columns,
         temperature=np.repeat(batch.temperature[members], counts) if batch.temperature is not None else None,
+        filler=not real,
     )
 
 

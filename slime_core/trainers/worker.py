@@ -23,6 +23,7 @@ from slime_core.memory import first_line, is_out_of_memory, trim
 from slime_core.profile import StepProfile
 from slime_core.trainers.batch import check_columns, check_tokens, stamp_of
 from slime_core.trainers.data_parallel import CRITIC_COLUMNS, DataParallelRank, Partitioner, RankBatch, agreed, pack
+from slime_core.trainers.expert_load import ExpertLoad
 from slime_core.trainers.offload import HostStaging, Offload
 from slime_core.trainers.optimizer_step import (
     LossSums,
@@ -92,6 +93,7 @@ class Worker(ABC):
         self.guard = NonFiniteGuard(errors=errors if rank == 0 else None)
         self.profile = StepProfile((errors or Path()).parent / "profile", config.report.profile if errors else 0)
         self.senders = Senders(self.device, folder.path, config)
+        self.expert_load = ExpertLoad()  # of a dense model
         self.stage: Config | None = None
         self.steps = 0  # calls of step in this stage
 
@@ -109,6 +111,7 @@ class Worker(ABC):
         self.train = train.model_copy(update={"dtype": self.train.dtype})
         self.stage = stage.model_copy(update={"train": self.train})
         self.staging.before_change()
+        self.expert_load.check(train.moe_router_bias_update_rate)
         needs = self.plugins.needs(train)
         self.loss, self.steps = self.plugins.loss(train.loss_type), 0
         self.guard.most, self.guard.in_a_row = train.max_nonfinite_steps, 0
@@ -237,10 +240,12 @@ class Worker(ABC):
         bad: list[int] = []
         if not alone:
             sums = LossSums(rank_batch, self.device)
+            self.expert_load.reset()
             self.run_backward(micros, sums)
             norm = self.actor.norm()  # first: what waits for the device finds the sums there
             totals, bad = self.finish(sums)
             metrics = {n: v if n == "loss" else v / weight for n, v in totals.items()} | {"grad_norm": norm}
+            metrics |= self.expert_load.gather(self.world)
         if self.critic is not None:
             sums = LossSums(rank_batch, self.device)
             self.critic_backward(others, sums)
@@ -267,6 +272,8 @@ class Worker(ABC):
             return StepOutcome("critic_only", metrics)
         norm = metrics["grad_norm"]
         metrics["lr"] = self.actor.update(norm) if norm else self.actor.rate
+        if norm:
+            self.expert_load.update_biases(self.train.moe_router_bias_update_rate)
         self.zero_grad()
         return StepOutcome("made" if norm else "no_gradient", metrics)
 

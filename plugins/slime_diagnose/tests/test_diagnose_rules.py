@@ -112,6 +112,10 @@ FAULTS: dict[str, list[History]] = {
         history({"train_rollout_logprob_abs_diff": rising(0.01, 0.09)}),
         history({"train_rollout_logprob_abs_diff": 0.5, "staleness/mean": 1.0}),
     ],
+    "experts-collapse": [
+        history({"moe/load_max_violation": rising(0.8, 5.0), "moe/dead_experts": 0.0}),
+        history({"moe/load_max_violation": 1.5, "moe/dead_experts": rising(0.0, 0.3)}),
+    ],
     "lr-zero": [history({"lr": 0.0}), history({"lr": lambda step: 1e-3 if step < 30 else 0.0})],
     "warmup-too-long": [
         history(flags=["--lr-warmup-iters", "61"]),
@@ -157,6 +161,7 @@ HEALTHY: dict[str, History] = {
     ),
     "entropy that falls with learning": history({"entropy": lambda step: 0.4 * 0.9**step}),
     "a KL that is usual": history({"kl_loss": rising(0.001, 0.08)}),
+    "experts of a narrow task": history({"moe/load_max_violation": 4.0, "moe/dead_experts": 0.3}),
     "the gap of bfloat16": history({"train_rollout_logprob_abs_diff": rising(0.012, 0.03)}),
     "GSPO": history({"clip_fraction": 0.6}, ["--advantage-estimator", "gspo"]),
     "a warm-up of the whole stage": history(flags=["--lr-warmup-iters", "60"]),

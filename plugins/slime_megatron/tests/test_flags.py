@@ -27,7 +27,7 @@ UNREACHED = {
     "pipeline_model_parallel_comm_backend use_ring_exchange_p2p perform_initialization masked_softmax_fusion "
     "persist_layer_norm apply_rope_fusion fused_single_qkv_rope clone_scatter_output_in_embedding",
     "the layout sets them": "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage",
-    "[train] sets them": "lr min_lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad",
+    "[train] sets them": "lr min_lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad moe_router_bias_update_rate",
     "another name is refused": "use_te_rng_tracker overlap_p2p_comm_warmup_flush fp4_param fp8_param fp8_wgrad "
     "microbatch_group_size_per_vp_stage muon_split_qkv average_in_collective gradient_reduce_div_fusion nccl_ub "
     "use_kitchen use_kitchen_attention kitchen_attention_backend heterogeneous_block_specs",

@@ -128,6 +128,9 @@ class TrainSection(Section):
     adam_beta2: float = key(0.98, "AdamW.", SCHEDULE, ge=0, lt=1)
     adam_eps: float = key(1e-8, "AdamW.", SCHEDULE, gt=0)
     clip_grad: float = key(1.0, "Global gradient norm; 0 is off.", SCHEDULE, ge=0)
+    moe_router_bias_update_rate: float = key(
+        0.0, "How far an optimizer step moves router biases against the load of their experts.", SCHEDULE, ge=0
+    )
     num_steps_per_rollout: int = key(1, "Optimizer steps a rollout.", SCHEDULE, ge=1)
     global_batch_size: int = key(0, "Rollouts an optimizer step; 0 follows num_steps_per_rollout.", SCHEDULE, ge=0)
     max_tokens_per_gpu: int = key(

@@ -1,7 +1,8 @@
 """A worker's state in a folder: safetensors by parameter name, and JSON; and the model folder at the end of a run.
 
-parameters moments (moment1.NAME, moment2.NAME) reference critic critic_moments, each one file KIND.safetensors or,
-written by W ranks, files KIND-R-of-W.safetensors of whole tensors   trainer.json   generators.json or -R-of-W.json
+parameters moments (moment1.NAME, moment2.NAME) router_biases reference reference_router_biases critic critic_moments,
+each one file KIND.safetensors or, written by W ranks, files KIND-R-of-W.safetensors of whole tensors
+trainer.json   generators.json or -R-of-W.json
 
 save: gather each tensor on the rank that owns it -> host memory -> return; files are written behind (`offload`)
 restore: this rank's rows of every tensor, whatever the number of ranks that wrote them
@@ -38,6 +39,7 @@ PARAMETERS, MOMENTS, REFERENCE, CRITIC, CRITIC_MOMENTS = (
     "critic",
     "critic_moments",
 )
+BIASES, REFERENCE_BIASES = "router_biases", "reference_router_biases"
 STATE, GENERATORS = "trainer.json", "generators"
 SHOWN = 4  # differences of each sort in a message
 
@@ -129,10 +131,20 @@ def _parts(worker: Worker) -> list[StatePart]:
     if worker.critic is not None:
         parts += _of(worker.critic.learner, CRITIC, CRITIC_MOMENTS)
     if worker.frozen.reference is not None:
-        parameters = worker.actor.parameters()
-        kind = REFERENCE
-        parts += [StatePart(kind, n, f"{kind}.{n}", t, parameters[n]) for n, t in worker.frozen.reference.items()]
+        reference = worker.frozen.reference
+        for name, parameter in worker.actor.parameters().items():
+            parts.append(StatePart(REFERENCE, name, f"{REFERENCE}.{name}", reference[name], parameter))
+    for kind, biases in _biases(worker).items():
+        parts += [StatePart(kind, name, kind, bias, bias) for name, bias in biases.items()]
     return parts
+
+
+def _biases(worker: Worker) -> dict[str, Tensors]:
+    """Router biases of the policy and of the reference, by the kind of their file."""
+    biases, reference = worker.actor.biases(), worker.frozen.reference
+    if reference is None:
+        return {BIASES: biases}
+    return {BIASES: biases, REFERENCE_BIASES: {name: reference[name] for name in biases}}
 
 
 def _of(learner: FsdpLearner, kind: str, moments: str) -> list[StatePart]:
@@ -189,13 +201,16 @@ def restore(worker: Worker, path: Path) -> None:
     reference: Tensors | None = None
     if state["reference"] and worker.frozen.reference is not None:
         reference = read_shards(path, REFERENCE, worker.actor.parameters())
+    biases = _read_biases(worker, path)
     random = _generators(worker, path)
     worker.staging.before_change()
     worker.actor.put(*actor, steps=int(state["optimizer_steps"]))
     if worker.critic is not None and critic is not None:
         worker.critic.learner.put(*critic, steps=int(state["critic_optimizer_steps"]))
     if reference is not None:
-        worker.frozen.reference = reference
+        worker.frozen.reference |= reference
+    for bias, stored in biases:
+        bias.copy_(stored)
     worker.steps, worker.guard.in_a_row = int(state.get("steps", 0)), int(state.get("nonfinite_in_a_row", 0))
     set_generators(random)
 
@@ -210,6 +225,16 @@ def _read(path: Path, learner: FsdpLearner, kind: str, moments: str, steps: int)
     read = read_shards(path, moments, both)
     first, second = ({name: read[f"{which}.{name}"] for name in parameters} for which in ("moment1", "moment2"))
     return stored, first, second
+
+
+def _read_biases(worker: Worker, path: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Router biases, each with what is stored: nothing where none is, as in checkpoints of older versions."""
+    pairs = []
+    for kind, biases in _biases(worker).items():
+        if biases and any(path.glob(f"{kind}*.safetensors")):
+            stored = read_shards(path, kind, biases)
+            pairs += [(bias, stored[name]) for name, bias in biases.items()]
+    return pairs
 
 
 def _generators(worker: Worker, path: Path) -> dict[str, Any]:

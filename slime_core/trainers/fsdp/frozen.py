@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slime_core.trainers import roles
+from slime_core.trainers.fsdp.experts import router_biases
 from slime_core.trainers.fsdp.model import FsdpPolicy, local, own_part, shard
 
 if TYPE_CHECKING:
@@ -50,13 +51,15 @@ class FsdpFrozen:
 
     def _reference(self, path: str, policy: FsdpLearner) -> Tensors:
         if not path:
-            return {name: tensor.clone() for name, tensor in policy.locals().items()}
+            return {name: tensor.clone() for name, tensor in (policy.locals() | policy.biases()).items()}
         folder = roles.open_model("train.ref_load", path, self._folder)
         parameters = policy.parameters()
-        reference = dict(folder.build_model("float32").to(self._device).named_parameters())  # type: ignore[arg-type]
+        model = folder.build_model("float32").to(self._device)  # type: ignore[arg-type]
+        reference = dict(model.named_parameters())
         policys, references = ({name: tuple(p.shape) for name, p in one.items()} for one in (parameters, reference))
         roles.same_tensors("train.ref_load", folder, policys, references, self._folder)
-        return {name: own_part(tensor.detach(), parameters[name]).clone() for name, tensor in reference.items()}
+        weights = {name: own_part(tensor.detach(), parameters[name]).clone() for name, tensor in reference.items()}
+        return weights | router_biases(model)
 
     def _begin_teacher(self, train: Any) -> None:
         if self.teacher is None or self._teacher_path != train.teacher_load:

@@ -26,9 +26,11 @@ from torch.utils.checkpoint import checkpoint
 
 from slime_core.algorithms.shared.logprobs import BlockLoss, linear_log_probs, linear_loss, logits_log_probs
 from slime_core.trainers.compiling import Choice, Compiled, pays
+from slime_core.trainers.expert_load import ExpertLoad, copies_of_rows
 from slime_core.trainers.fingerprint import all_sums, digest
 from slime_core.trainers.fsdp.attention import NAME, PackSegments, register, take
 from slime_core.trainers.fsdp.exact import ExactPass
+from slime_core.trainers.fsdp.experts import router_biases
 from slime_core.trainers.fsdp.fused import fuse
 from slime_core.trainers.fsdp.fused_cuda import GpuLayer
 from slime_core.trainers.fsdp.masters import Masters
@@ -70,6 +72,7 @@ class FsdpPolicy(nn.Module):
         self.fused = False
         self.compiled = False
         self.exact: ExactPass | None = None
+        self.expert_load = ExpertLoad()
         self._compiled: dict[Callable[..., Any], Compiled] = {}
         for number, layer in enumerate(layers(hf)):
             self._choose_forward(layer, number)
@@ -270,21 +273,34 @@ def backward(
     Raises:
         TrainerError: a loss of another shape, or without a gradient.
     """
-    if within_forward(policy, loss, train):
-        rows = np.flatnonzero(micro.weight > 0)
-        loss_part = MicroBatchLoss(loss, train, micro, rows, sums.device)
-        place = torch.from_numpy(rows)
-        row_selection = ResponseTokens(
-            to_device(micro.predict[rows], sums.device),
-            to_device(micro.target[rows], sums.device),
-            temperature[place.to(temperature.device)] if temperature is not None else None,
-        )
-        (total,) = policy(*on_device(micro, sums.device), row_selection, loss_part)
-    else:
-        loss_part = MicroBatchLoss(loss, train, micro, np.arange(len(micro.weight)), sums.device)
-        total = loss_part(slice(None), *forward(policy, micro, temperature, sums.device))
+    with policy.expert_load.counting(copies_of_rows(micro)):
+        total, loss_part = _loss_of(policy, loss, train, micro, temperature, sums.device)
     total.backward()
     sums.add({"loss": total, **loss_part.metric_sums}, loss_part.mark_nonfinite)
+
+
+def _loss_of(
+    policy: FsdpPolicy,
+    loss: Loss,
+    train: Any,
+    micro: MicroBatch,
+    temperature: torch.Tensor | None,
+    device: torch.device,
+) -> tuple[torch.Tensor, MicroBatchLoss]:
+    """The pack's share of the loss."""
+    if within_forward(policy, loss, train):
+        rows = np.flatnonzero(micro.weight > 0)
+        loss_part = MicroBatchLoss(loss, train, micro, rows, device)
+        place = torch.from_numpy(rows)
+        row_selection = ResponseTokens(
+            to_device(micro.predict[rows], device),
+            to_device(micro.target[rows], device),
+            temperature[place.to(temperature.device)] if temperature is not None else None,
+        )
+        (total,) = policy(*on_device(micro, device), row_selection, loss_part)
+        return total, loss_part
+    loss_part = MicroBatchLoss(loss, train, micro, np.arange(len(micro.weight)), device)
+    return loss_part(slice(None), *forward(policy, micro, temperature, device)), loss_part
 
 
 def within_forward(policy: FsdpPolicy, loss: Loss, train: Any) -> bool:
@@ -445,6 +461,10 @@ class FsdpLearner:
         """Parameters by their names in a model folder, tied ones once; DTensors on several ranks."""
         return self.module.learning()
 
+    def biases(self) -> Tensors:
+        """Router biases by their names in a model folder, which every rank has whole."""
+        return router_biases(self.module.hf)
+
     def locals(self) -> Tensors:
         """This rank's shards of the parameters."""
         return {name: local(p.detach()) for name, p in self.parameters().items()}
@@ -475,9 +495,22 @@ class FsdpLearner:
 
     @contextmanager
     def computing_with(self, weights: Tensors) -> Iterator[None]:
-        """The model computes with these ``weights``, in shards by name, inside the block."""
+        """The model computes with these ``weights``, in shards by name, inside the block; router biases are whole."""
+        biases = self.biases()
+        copies = {name: bias.clone() for name, bias in biases.items()}
+        for name, bias in biases.items():
+            bias.copy_(weights[name])
+        try:
+            with self._parameters_from(weights):
+                yield
+        finally:
+            for name, bias in biases.items():
+                bias.copy_(copies[name])
+
+    @contextmanager
+    def _parameters_from(self, weights: Tensors) -> Iterator[None]:
         if (masters := self.module.masters) is not None:
-            masters.refresh({f"hf.{name}": weight for name, weight in weights.items()})
+            masters.refresh({f"hf.{name}": weights[name] for name in self.parameters()})
             try:
                 yield
             finally:

@@ -16,6 +16,7 @@ from slime_core.trainers.data_parallel import DataParallelRank, RankBatch
 from slime_core.trainers.fsdp import checkpoint, publishing
 from slime_core.trainers.fsdp.critic import FsdpCritic
 from slime_core.trainers.fsdp.exact import ExactPass, fixed_sums
+from slime_core.trainers.fsdp.experts import router_biases, watch
 from slime_core.trainers.fsdp.frozen import FsdpFrozen
 from slime_core.trainers.fsdp.model import (
     FsdpLearner,
@@ -63,6 +64,7 @@ class FsdpWorker(Worker):
         if self.train.true_on_policy_mode:
             self.policy.exact = ExactPass(self.policy)
         self.policy.choose_compiling(self.train.compile)
+        self.expert_load = self.policy.expert_load = watch(self.policy.hf)
         shard(self.policy, self.mesh, self.dtype)
         self.actor: FsdpLearner = FsdpLearner(self.policy, self.rank, self.world)
         self.frozen: FsdpFrozen = FsdpFrozen(self.folder, self.mesh, self.dtype, self.device)
@@ -154,6 +156,8 @@ class FsdpWorker(Worker):
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(weights[name])
+            for name, bias in router_biases(model).items():
+                bias.copy_(self.actor.biases()[name])
         return model
 
     def smaller(self) -> Sequence[str]:

@@ -1,6 +1,6 @@
 """Write a model folder from a checkpoint of the FSDP trainer, by rows: no model with weights is built.
 
-checkpoints/step-N/trainer/parameters*.safetensors (float32, whole tensors, of any number of ranks)
+checkpoints/step-N/trainer/{parameters,router_biases}*.safetensors (float32, whole tensors, of any number of ranks)
     -> names and shapes compared with the model's -> experts' stacks cut -> shards, index, config, tokenizer
 """
 
@@ -43,6 +43,8 @@ def fsdp_to_hf(checkpoint: Path, target: Path, origin: Path | None, how: How) ->
     trainer = step / "trainer" if (step / "trainer").is_dir() else step
     try:
         infos = files.tensors_of(trainer, files.PARAMETERS)
+        if any(trainer.glob(f"{files.BIASES}*.safetensors")):
+            infos |= files.tensors_of(trainer, files.BIASES)
     except StorageError as error:
         error.fix = NAME_ONE if error.code == "STO111" else ANOTHER
         raise
@@ -68,7 +70,7 @@ def _check_marks(step: Path, used: set[Path], manifest: Mapping[str, Any], *, fu
     """Compare files with the manifest: sizes, and with ``full`` hashes."""
     for name, mark in manifest.get("files", {}).items():
         file = step / name
-        if file not in used and not file.name.startswith(files.PARAMETERS):
+        if file not in used and not file.name.startswith((files.PARAMETERS, files.BIASES)):
             continue
         if not file.is_file():
             raise StorageError(f"{step.name} lacks {name}", code="STO111", where=str(step), fix=ANOTHER)
@@ -83,7 +85,7 @@ def _check_marks(step: Path, used: set[Path], manifest: Mapping[str, Any], *, fu
 
 
 def _check_fit(model: Any, infos: Mapping[str, TensorInfo], folder: Path, trainer: Path) -> dict[str, StoredRows]:
-    """Buffers of the model that its folder stores and no trainer changes; names and shapes must be the model's."""
+    """Buffers that the model's folder stores and the checkpoint does not; names and shapes must be the model's."""
     ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in ties}
     parameters = {name for name, _ in model.named_parameters()} - set(ties)

@@ -113,7 +113,6 @@ EXPERTS = (
     ),
     _sets("moe_aux_loss_coeff", list, "Its weight."),
     _sets("moe_z_loss_coeff", float, "Weight of a loss on the router's logits."),
-    _sets("moe_router_bias_update_rate", float, "How fast the bias of experts follows their load."),
     _sets("moe_per_layer_logging", bool, "These losses by layer."),
 )
 

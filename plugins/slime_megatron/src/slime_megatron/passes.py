@@ -7,6 +7,7 @@ sequences; tensor-parallel ranks have them all. Sums count once a data-parallel 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,14 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from slime_core.trainers import roles
+from slime_core.trainers.expert_load import ExpertLoad, copies_of_rows
 from slime_core.trainers.optimizer_step import LossSums, MicroBatchLoss, to_device
-from slime_megatron.packing import Pack, make_pack
+from slime_megatron.balance import auxiliary_losses
+from slime_megatron.packing import Pack, make_pack, owned
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from slime_core.protocols import Loss
     from slime_core.types import MicroBatch
     from slime_megatron.model import PackedGPT
@@ -32,6 +37,7 @@ class MicroBatchInputs:
 
     micro: MicroBatch
     pack: Pack
+    copies: NDArray[np.int64]  # of its rows, `expert_load.copies_of_rows`, 0 of filling
     temperature: torch.Tensor | None  # [R]
 
 
@@ -44,6 +50,7 @@ class Passes:
     def __init__(self, wrapped: Any, stage: PackedGPT, device: torch.device) -> None:
         self.wrapped, self.stage, self.device = wrapped, stage, device
         self.chunk = 0
+        self.expert_load = ExpertLoad()
 
     def scores(self, micros: Sequence[MicroBatch]) -> list[tuple[torch.Tensor, ...]]:
         """What the stage's ``score`` gives for each micro-batch, [R] each, on the last stage; nothing on others."""
@@ -85,32 +92,35 @@ class Passes:
 
         def step(works: Iterator[MicroBatchInputs], model: Any) -> tuple[torch.Tensor, Any]:
             work = next(works)
-            return model(work.pack), lambda hidden: last(work, hidden)
+            with nullcontext() if forward_only else self.expert_load.counting(work.copies):
+                hidden = model(work.pack)
+            return hidden, lambda hidden: last(work, hidden)
 
-        outputs: list[Any] = get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=iter([self._work(micro) for micro in micros]),
-            model=[self.wrapped],
-            num_microbatches=len(micros),
-            seq_length=1,  # of no use where lengths vary
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
+        works = [self._work(micro) for micro in micros]
+        rows = sum(len(work.copies) for work in works)
+        with nullcontext() if forward_only else auxiliary_losses(self.stage.config, rows, self.device):
+            outputs: list[Any] = get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=iter(works),
+                model=[self.wrapped],
+                num_microbatches=len(works),
+                seq_length=1,  # of no use where lengths vary
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
         return outputs
 
     def _work(self, micro: MicroBatch) -> MicroBatchInputs:
         config = self.stage.config
-        pack = make_pack(
-            micro,
-            cp=parallel_state.get_context_parallel_world_size(),
-            rank=parallel_state.get_context_parallel_rank(),
-            multiple=config.tensor_model_parallel_size if config.sequence_parallel else 1,
-            device=self.device,
-        )
+        cp, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+        tp = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        pack = make_pack(micro, cp=cp, rank=rank, multiple=tp, device=self.device)
+        copies = np.pad(copies_of_rows(micro), (0, pack.rows - len(micro.tokens)))[owned(pack.rows, cp, rank)]
         temperature = micro.temperature
         return MicroBatchInputs(
             micro,
             pack,
+            copies.reshape(tp, -1)[parallel_state.get_tensor_model_parallel_rank() if tp > 1 else 0],
             None if temperature is None or (temperature == 1).all() else to_device(temperature, self.device),
         )
 

@@ -237,7 +237,6 @@ def _defaults(device: str, sizes: Sizes, train: TrainSection, *, grouped: bool) 
             "moe_permute_fusion": engine,
             "moe_router_load_balancing_type": "none",
             "moe_router_dtype": "fp32",
-            "moe_router_bias_update_rate": 0.0,
             "moe_aux_loss_coeff": 0.0,
         }
     return defaults
@@ -267,6 +266,7 @@ def _fixed(layout: Layout, train: TrainSection, device: str, *, mla: bool, share
         "persist_layer_norm": False,
         "apply_rope_fusion": False,  # rows of a pack have positions of their own
         "batch_p2p_comm": False,
+        "moe_router_bias_update_rate": 0.0,  # biases move once a step was made: `expert_load`
         "cuda_graph_scope": (),  # megatron-core's default warns that it is an old one
         "use_cpu_initialization": device == "cpu",
     }

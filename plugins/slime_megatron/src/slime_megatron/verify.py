@@ -33,18 +33,16 @@ WHOLE_UP_TO = 10**9  # parameters of a model that ranks hold whole, in float32, 
 def gradients(worker: MegatronWorker, rank_batch: RankBatch, micros: list[MicroBatch]) -> tuple[float, Tensors]:
     """See `Worker.gradients`: named as in the model folder, whole on every rank; a collective."""
     tensors = worker.policy.tensors
-    buffers = {n: h.tensor.clone() for n, h in tensors.by_name.items() if not isinstance(h.tensor, torch.nn.Parameter)}
     sums = LossSums(rank_batch, worker.device)
     worker.actor.zero_grad()
     worker.policy.passes.backward(micros, worker.loss, worker.train, sums)
     loss = worker.finish(sums)[0]["loss"]
     worker.actor.gather_gradients()
-    parameters: dict[str, Any] = {n: h.tensor for n, h in tensors.by_name.items() if n not in buffers}
+    local = {name: shard.tensor for name, shard in tensors.by_name.items()}
+    parameters: dict[str, Any] = {n: tensor for n, tensor in local.items() if isinstance(tensor, torch.nn.Parameter)}
     grads = {name: parameter.main_grad for name, parameter in parameters.items()}
     whole = _everywhere(tensors.like(grads), worker)
     worker.actor.zero_grad()
-    for name, buffer in buffers.items():  # a bias of experts follows their load
-        tensors.by_name[name].tensor.copy_(buffer)
     return loss, {name: grad.double().cpu() for name, grad in whole.items()}
 
 

@@ -21,6 +21,7 @@ from slime_core.trainers.verify import Slow
 from slime_core.trainers.worker import Tensors, Worker
 from slime_core.weights.flops import Flops
 from slime_megatron import exporting, restoring, saving, verify
+from slime_megatron.balance import watch
 from slime_megatron.critic import MegatronCritic
 from slime_megatron.fingerprint import fingerprint
 from slime_megatron.frozen import MegatronFrozen
@@ -63,6 +64,7 @@ class MegatronWorker(Worker):
         self.actor: MegatronLearner = MegatronLearner(self.policy.stage)
         self.actor.wrap(build(self.settings))
         self.policy.learn(self.actor.ddp)
+        self.expert_load = self.policy.passes.expert_load = watch(self.policy.stage)
         self.frozen: MegatronFrozen = MegatronFrozen(self.folder)
         self.run: ModelContext
 

@@ -42,6 +42,7 @@ RULES: dict[str, Rule] = {
     "kl-explodes": policy.kl_explodes,
     "ratio-explodes": policy.ratio_explodes,
     "engine-gap": policy.engine_gap,
+    "experts-collapse": policy.experts_collapse,
     "lr-zero": optimizer.lr_zero,
     "warmup-too-long": optimizer.warmup_too_long,
     "lr-too-small": optimizer.lr_too_small,

@@ -28,6 +28,9 @@ APART, FURTHER, FLOOR = 0.1, 3.0, 0.03
 """Mean |log-prob of trainer - of engine| a token: the level, and the growth above a floor, at which runs break.
 THUDM's slime has 0.01 to 0.04 with SGLang in bfloat16; verl's pull request 2953 and open-instruct's issue 1473 have
 runs that broke."""
+CROWDED, IDLE = 2.0, 0.1
+"""Largest load over the mean, minus 1, and growth of the share of experts without a token; by judgement, and growth
+alone: a narrow task has an uneven load from its first step."""
 
 
 def entropy_collapses(history: History) -> Diagnosis | None:
@@ -111,6 +114,25 @@ def ratio_explodes(history: History) -> Diagnosis | None:
         fix="lower --lr, or take fewer optimizer steps a rollout (num_steps_per_rollout)"
         + (", or lower --max-staleness" if staleness > 0 else ""),
         key="train.lr",
+    )
+
+
+def experts_collapse(history: History) -> Diagnosis | None:
+    """The load of experts is twice as uneven as at first and above `CROWDED`; or `IDLE` more of them have no token."""
+    violation = course_of(history.values("moe/load_max_violation"))
+    dead = course_of(history.values("moe/dead_experts"))
+    if violation is None or dead is None:
+        return None
+    crowded = violation.up and violation.late > max(CROWDED, DOUBLED * violation.early)
+    if not crowded and not (dead.up and dead.late > dead.early + IDLE):
+        return None
+    return Diagnosis(
+        severity="warning",
+        summary=f"tokens crowd into few experts: the fullest has {1 + violation.late:.2g} times the mean load",
+        evidence=(f"moe/load_max_violation {violation}", f"moe/dead_experts {dead}"),
+        fix="lower --lr; routers with a bias (DeepSeek-V3, GLM-4.5): --moe-router-bias-update-rate 0.001; "
+        "with Megatron also --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.001",
+        key="train.moe_router_bias_update_rate",
     )
 
 

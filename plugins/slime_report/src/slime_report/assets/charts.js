@@ -40,6 +40,8 @@ slime.charts = (() => {
       { title: "Clipped tokens", match: /^((?:dual_|value_)?clip_fraction|ratio_overflow|.*clip.*fraction.*)$/, zero: true, why: "Share of trained tokens whose ratio was clipped." },
       { title: "Loss", lines: [{ label: "loss", metric: "loss" }, { label: "value loss", metric: "value_loss" }], why: "Mean over the optimizer steps of the step." },
       { title: "Gradient norm", lines: [{ label: "norm", metric: "grad_norm" }, { label: "critic", metric: "critic_grad_norm" }], zero: true, why: "Before clipping." },
+      { title: "Load of experts", lines: [{ label: "violation", metric: "moe/load_max_violation" }, { label: "worst layer", metric: "moe/load_max_violation/worst_layer" }, { label: "dead experts", metric: "moe/dead_experts" }], zero: true,
+        why: "Largest load over the mean load of a layer, minus 1; and the share of experts without a token." },
       { title: "Learning rate", lines: [{ label: "lr", metric: "lr" }, { label: "critic", metric: "critic_lr" }], zero: true, why: "Of the optimizer." },
     ]],
     ["Trainer and engine", [
