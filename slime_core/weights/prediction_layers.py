@@ -14,10 +14,17 @@ from slime_core.durable import storage_error
 from slime_core.weights.shards import INDEX, Shards, TensorInfo
 
 FILE = "model-prediction-layers.safetensors"
+BESIDE = ("qwen3_next",)
+"""Families whose config.json does not count them."""
 
 
 def prefixes(config: Any) -> tuple[str, ...]:
-    """How names of such layers' tensors begin: ``model.layers.N.``, N from ``num_hidden_layers`` on, or as in MiMo."""
+    """How names of such layers' tensors begin: ``model.layers.N.``, N from ``num_hidden_layers`` on, or as in MiMo.
+
+    Those of `BESIDE` begin with ``mtp.``.
+    """
+    if getattr(config, "model_type", "") in BESIDE:
+        return ("mtp.",)
     count = int(getattr(config, "num_nextn_predict_layers", 0) or 0)
     if not count:  # a model of pictures and text has no layers of its own
         return ()

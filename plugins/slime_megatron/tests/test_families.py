@@ -82,12 +82,26 @@ LATENT = {
     "num_key_value_heads": 8,
     "head_dim": 4,
 }
+HYBRID = {
+    "num_hidden_layers": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-3,
+}
 FAMILIES = {
     "llama": {"model_type": "llama", "rope_parameters": LLAMA3},
     "mistral": {"model_type": "mistral", "sliding_window": None},
     "qwen2-tied": {"model_type": "qwen2", "head_dim": 4, "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3"},
     "qwen3_moe": {"model_type": "qwen3_moe", **EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [0]},
+    "qwen3_next": {"model_type": "qwen3_next", **HYBRID, "mlp_only_layers": [1]},
     "glm4": {"model_type": "glm4"},
     "glm4_moe": {"model_type": "glm4_moe", **ROUTED, "use_qk_norm": True, "attention_bias": True},
     "glm4_moe_lite": {"model_type": "glm4_moe_lite", **LATENT, "rms_norm_eps": 1e-3},
@@ -96,7 +110,7 @@ FAMILIES = {
     "mimo": {"model_type": "mimo", "attention_bias": True, "rope_theta": 640000},
     "minimax_m2": {"model_type": "minimax_m2", **SIGMOID, "rotary_dim": 4, "rope_theta": 1e4},
 }
-SPARSE = ("qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "kimi_k2", "minimax_m2")
+SPARSE = ("qwen3_moe", "qwen3_next", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "kimi_k2", "minimax_m2")
 GROUPED = {"moe_grouped_gemm": True}
 WITHIN = {"gradient_accumulation_fusion": True}  # the default on GPUs, no flag: the ranks set it
 HALVES = {"make_vocab_size_divisible_by": 2}  # ids on both ranks; else the second has filling alone
@@ -190,6 +204,8 @@ def draw(name: str, root: Path) -> None:
         for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor.ndim == 1 and "inv_freq" not in key:  # norms, biases: away from 1 and 0
                 tensor.add_(torch.randn_like(tensor) * 0.1)
+            if key.endswith("A_log"):  # states that last: drawn as transformers does they fade within a token
+                tensor.uniform_(-4, -1)
     model.save_pretrained(root / name / "model")
     file = root / name / "model" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": values["model_type"]}))

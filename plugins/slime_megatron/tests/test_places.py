@@ -24,13 +24,16 @@ ENTRIES = {
     "vocabulary": (("e",), ((13, 6),)),
     "rope_heads": (("h",), ((48, 6),)),
     "rope_tail": (("t",), ((20, 6),)),
+    "gated_qkv": (("q", "k", "v"), ((32, 6), (8, 6), (8, 6))),
+    "sections": (("s",), ((20, 1, 6),)),
 }
 
 
 def made(name):
     """An entry with the folder's tensors, which hold different numbers."""
     hf, shapes = ENTRIES[name]
-    entry = Entry("x", hf, name.split()[0], shapes=shapes)
+    sections = (8, 8, 4) if name == "sections" else ()
+    entry = Entry("x", hf, name.split()[0], shapes=shapes, sections=sections)
     tensors = []
     for number, shape in enumerate(shapes):
         count = torch.Size(shape).numel()

@@ -29,6 +29,11 @@ ROUTED = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }  # fmt: skip
+LINEAR = {
+    "num_hidden_layers": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}  # fmt: skip
+GATED = {**EXPERTS, "shared_expert_intermediate_size": 24}
 LATENT = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16,
     "n_shared_experts": 2, "first_k_dense_replace": 1, "q_lora_rank": 12, "kv_lora_rank": 20, "qk_nope_head_dim": 8,
@@ -42,6 +47,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3"},
     "qwen3_moe": {"model_type": "qwen3_moe", **EXPERTS, "decoder_sparse_step": 2},
     "qwen3_moe-mixed": {"model_type": "qwen3_moe", **EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    "qwen3_next": {"model_type": "qwen3_next", **LINEAR, **GATED, "mlp_only_layers": [1]},
     "glm4": {"model_type": "glm4"},
     "glm4-unbiased": {"model_type": "glm4", "attention_bias": False},
     "glm4_moe": {"model_type": "glm4_moe", **ROUTED, "use_qk_norm": True, "attention_bias": True},

@@ -21,20 +21,26 @@ if TYPE_CHECKING:
 
     import torch
 
-Kind = Literal["whole", "rows", "columns", "qkv", "gate_up", "vocabulary", "rope_heads", "rope_tail"]
+Kind = Literal[
+    "whole", "rows", "columns", "qkv", "gated_qkv", "gate_up", "sections", "vocabulary", "rope_heads", "rope_tail"
+]
 """How Hugging Face tensors make one of Megatron's, and how tensor-parallel ranks share it.
 
 whole       one tensor, the same on every rank
 rows        one tensor, rows dealt to ranks (column-parallel layers)
 columns     one tensor, columns dealt to ranks (row-parallel layers)
 qkv         q, k, v; by key-value head: its query heads, its key head, its value head; groups dealt to ranks
+gated_qkv   the same where a row of q's tensor has a head's query rows over its gate rows: by key-value head, its query
+            heads, their gates, its key head, its value head
 gate_up     gate over up, of two tensors or already of one; a rank has its rows of gate over its rows of up
+sections    one tensor of several over each other (`BridgeRow.sections`); a rank has its rows of each
 vocabulary  one tensor, rows filled up with zeros to a multiple that the ranks divide
 rope_heads  one tensor of heads, dealt to ranks; the rotary rows at the end of each head, stored as two halves
             (a b c, A B C), become the pairs that Megatron's latent attention turns (a A, b B, c C)
 rope_tail   the same for a tensor with one such end (the key that all heads share); rows dealt to ranks
 """
-On = Literal["all", "dense", "moe"]
+On = Literal["all", "dense", "moe", "full", "linear"]
+GATES = {"qkv": 0, "gated_qkv": 1}  # gates of a query head
 ROPE = ("rope_heads", "rope_tail")
 
 
@@ -42,9 +48,11 @@ ROPE = ("rope_heads", "rope_tail")
 class BridgeRow:
     """A line of the table: ``{layer}`` and ``{expert}`` stand for numbers.
 
-    ``on`` says in which layers the row is there, ``when`` names an attribute of the config that must be true (or
-    false: ``not NAME``; several with ``and``). ``shape`` gives the Hugging Face shapes in words of
-    :func:`dimensions`, one for all tensors or one each: ``"q hidden, kv hidden, kv hidden"``.
+    ``on`` says in which layers the row is there: those with dense MLPs or with experts, with full or with linear
+    attention. ``when`` names an attribute of the config that must be true (or false: ``not NAME``; several with
+    ``and``). ``shape`` gives the Hugging Face shapes in words of :func:`dimensions`, one for all tensors or one each:
+    ``"q hidden, kv hidden, kv hidden"``. ``sections`` gives the rows of each part of a tensor of that kind, in these
+    words.
 
     Example:
         Row("decoder.layers.{layer}.mlp.linear_fc2.weight", ("model.layers.{layer}.mlp.down_proj.weight",), "columns",
@@ -57,6 +65,7 @@ class BridgeRow:
     on: On = "all"
     when: str = ""
     shape: str = ""
+    sections: str = ""
 
 
 @dataclass(slots=True, frozen=True)
@@ -72,6 +81,7 @@ class Entry:
     layer: int = -1
     expert: int = -1
     shapes: tuple[tuple[int, ...], ...] = ()
+    sections: tuple[int, ...] = ()
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -87,6 +97,7 @@ class Sizes:
     padded_vocab: int  # rows that a whole tensor has
     experts: int = 0
     moe_layers: frozenset[int] = frozenset()
+    linear_layers: frozenset[int] = frozenset()  # those with linear attention
     tied: bool = False
     rope: int = 0  # rotary rows of a head with latent attention
     ahead: tuple[str, ...] = ()  # beginnings of names in the folder that Megatron's model does without
@@ -107,6 +118,7 @@ class Bridge:
     attention: Literal["gqa", "mla"] = "gqa"
     sandwich: bool = False  # norms after attention and MLP too
     wide_qk_norms: bool = False  # one norm of all heads' queries, one of all their keys
+    linear_apart: bool = False  # linear attention projects q, k, v, their gates and numbers by four matrices, not two
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of config attributes that a folder may leave out
     only: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
@@ -116,8 +128,9 @@ class Bridge:
         rows = [row for row in self.rows if holds(row.when, config, self.defaults)]
         entries = [e for row in rows if "{layer}" not in row.megatron for e in _filled(row, -1, sizes)]
         for layer in range(sizes.layers):
-            sort = "moe" if layer in sizes.moe_layers else "dense"
-            of_layer = [row for row in rows if "{layer}" in row.megatron and row.on in ("all", sort)]
+            mlp = "moe" if layer in sizes.moe_layers else "dense"
+            attention = "linear" if layer in sizes.linear_layers else "full"
+            of_layer = [row for row in rows if "{layer}" in row.megatron and row.on in ("all", mlp, attention)]
             entries += [entry for row in of_layer for entry in _filled(row, layer, sizes)]
         return entries
 
@@ -152,6 +165,7 @@ class Bridge:
             padded_vocab=-(-vocab // multiple) * multiple,
             experts=experts,
             moe_layers=frozenset(n for n, moe in enumerate(sparse) if moe and experts),
+            linear_layers=frozenset(n for n, linear in enumerate(fields.get("linear_attention_freq", ())) if linear),
             tied=bool(getattr(config, "tie_word_embeddings", False)),
             rope=words.get("rope", 0),
             ahead=prefixes(config),
@@ -208,6 +222,21 @@ def dimensions(fields: Mapping[str, Any], vocab: int) -> dict[str, int]:
             "kv": heads * (plain + value),
             "value": heads * value,
         }
+    if "linear_num_key_heads" in fields:
+        values, width = (int(fields[f"linear_{name}"]) for name in ("num_value_heads", "value_head_dim"))
+        key, value = int(fields["linear_num_key_heads"]) * int(fields["linear_key_head_dim"]), values * width
+        dimensions |= {
+            "one": 1,
+            "q_gated": 2 * heads * head,  # a head's query and its gate
+            "linear_key": key,
+            "linear_value": value,
+            "linear_head": width,
+            "linear_heads": values,
+            "linear_qkv": 2 * key + value,
+            "linear_qkvz": 2 * key + 2 * value,
+            "linear_ba": 2 * values,
+            "linear_conv": fields["linear_conv_kernel_dim"],
+        }
     return {name: int(number) for name, number in dimensions.items() if number is not None}
 
 
@@ -239,18 +268,20 @@ def holds(when: str, config: Any, defaults: Mapping[str, Any]) -> bool:
 def _filled(row: BridgeRow, layer: int, sizes: Sizes) -> Iterator[Entry]:
     dimensions = [tuple(sizes.words[word] for word in text.split()) for text in row.shape.split(",") if text]
     shapes = tuple(dimensions * len(row.hf) if len(dimensions) == 1 else dimensions)
+    sections = tuple(sizes.words[word] for word in row.sections.split())
     for expert in range(sizes.experts) if "{expert}" in row.megatron else (-1,):
         numbers = {"layer": layer, "expert": expert}
         hf = tuple(name.format(**numbers) for name in row.hf)
-        yield Entry(row.megatron.format(**numbers), hf, row.kind, layer, expert, shapes)
+        yield Entry(row.megatron.format(**numbers), hf, row.kind, layer, expert, shapes, sections)
 
 
 def join(entry: Entry, tensors: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
     """The whole Megatron tensor of Hugging Face's, in the order of ``entry.hf``."""
     import torch
 
-    if entry.kind == "qkv":
-        parts = [t.reshape(sizes.groups, -1, *t.shape[1:]) for t in tensors]
+    if entry.kind in GATES:
+        q = _regrouped(tensors[0], (sizes.groups, sizes.heads // sizes.groups, 1 + GATES[entry.kind]))
+        parts = [t.reshape(sizes.groups, -1, *t.shape[1:]) for t in (q, *tensors[1:])]
         return torch.cat(parts, dim=1).reshape(-1, *tensors[0].shape[1:])
     if entry.kind == "gate_up":
         return torch.cat(list(tensors))
@@ -264,16 +295,22 @@ def join(entry: Entry, tensors: Sequence[torch.Tensor], sizes: Sizes) -> torch.T
 
 def part(entry: Entry, whole: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
     """The Hugging Face tensors of a whole Megatron tensor, ordered as ``entry.hf``; the inverse of :func:`join`."""
-    if entry.kind == "qkv":
-        grouped = whole.reshape(sizes.groups, -1, *whole.shape[1:])
-        one = grouped.shape[1] // (sizes.heads // sizes.groups + 2)  # rows of a head: 1 or head_dim
-        pieces = grouped.split([grouped.shape[1] - 2 * one, one, one], dim=1)
-        return [piece.reshape(-1, *whole.shape[1:]) for piece in pieces]
+    if entry.kind in GATES:
+        grouped, per_query = whole.reshape(sizes.groups, -1, *whole.shape[1:]), 1 + GATES[entry.kind]
+        queries = per_query * sizes.heads // sizes.groups
+        one = grouped.shape[1] // (queries + 2)  # rows of a head: 1 or head_dim
+        q, k, v = (x.reshape(-1, *whole.shape[1:]) for x in grouped.split([queries * one, one, one], dim=1))
+        return [_regrouped(q, (sizes.groups, per_query, sizes.heads // sizes.groups)), k, v]
     if entry.kind == "gate_up":
         return list(whole.chunk(len(entry.hf)))
     if entry.kind in ROPE:
         return [_turned(entry, whole, sizes, (sizes.rope // 2, 2))]
     return [whole[: sizes.vocab]] if entry.kind == "vocabulary" else [whole]
+
+
+def _regrouped(tensor: torch.Tensor, groups: tuple[int, int, int]) -> torch.Tensor:
+    """The tensor with the second and the third of these axes of its rows exchanged."""
+    return tensor.reshape(*groups, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
 def _turned(entry: Entry, tensor: torch.Tensor, sizes: Sizes, halves: tuple[int, int]) -> torch.Tensor:
@@ -292,14 +329,19 @@ def whole_shape(entry: Entry, sizes: Sizes) -> tuple[int, ...]:
     return (rows, *entry.shapes[0][1:])
 
 
+def sections(entry: Entry, rows: int) -> list[int]:
+    """Rows of each part of a whole tensor of so many, where a rank has its rows of each; else none."""
+    return [rows // 2] * 2 if entry.kind == "gate_up" else list(entry.sections)
+
+
 def shard(entry: Entry, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     """What one of ``size`` tensor-parallel ranks holds of a whole tensor."""
     import torch
 
     if size == 1 or entry.kind == "whole":
         return whole
-    if entry.kind == "gate_up":
-        return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
+    if heights := sections(entry, len(whole)):
+        return torch.cat([section.chunk(size)[rank] for section in whole.split(heights)])
     return whole.chunk(size, dim=1 if entry.kind == "columns" else 0)[rank]
 
 
@@ -309,9 +351,9 @@ def unshard(entry: Entry, shards: Sequence[torch.Tensor]) -> torch.Tensor:
 
     if len(shards) == 1 or entry.kind == "whole":
         return shards[0]
-    if entry.kind == "gate_up":
-        halves = [shard_.chunk(2) for shard_ in shards]
-        return torch.cat([half[0] for half in halves] + [half[1] for half in halves])
+    if heights := sections(entry, sum(map(len, shards))):
+        parts = [one.split([height // len(shards) for height in heights]) for one in shards]
+        return torch.cat([part for section in zip(*parts, strict=True) for part in section])
     return torch.cat(list(shards), dim=1 if entry.kind == "columns" else 0)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from slime_convert.bridge import Given
@@ -84,6 +84,7 @@ def _actual(kind: type, field: str, bridge: Bridge, hf_config: Any, fields: Mapp
         "kv_channels": sizes.head_dim,
         "multi_latent_attention": bridge.attention == "mla",
         "sandwich": bridge.sandwich,
+        "experimental_attention_variant": "gated_delta_net" if sizes.linear_layers else None,
         "share_embeddings_and_output_weights": sizes.tied,
         "max_sequence_length": getattr(hf_config, "max_position_embeddings", None),
     }
@@ -94,7 +95,9 @@ def _actual(kind: type, field: str, bridge: Bridge, hf_config: Any, fields: Mapp
 
 def _same(field: str, claimed: Any, actual: Any, sizes: Sizes) -> bool:
     if field == "moe_layer_freq":
-        return _moe_layers(claimed, sizes.layers) == sizes.moe_layers
+        return _layers(claimed, sizes.layers, lambda n, freq: n % freq == 0) == sizes.moe_layers
+    if field == "linear_attention_freq":
+        return _layers(claimed, sizes.layers, lambda n, freq: (n + 1) % freq > 0) == sizes.linear_layers
     if isinstance(claimed, bool) or isinstance(actual, bool):
         return bool(claimed) == bool(actual)
     if actual is None:
@@ -108,18 +111,21 @@ def _same(field: str, claimed: Any, actual: Any, sizes: Sizes) -> bool:
     return str(getattr(actual, "__name__", actual)) == str(claimed)
 
 
-def _moe_layers(freq: Any, layers: int) -> frozenset[int] | None:
-    """Layers with experts by Megatron's way to write them: ``2``, ``[0, 1, 1]`` or ``"[0]*1+[1]*2"``."""
+def _layers(freq: Any, layers: int, has: Callable[[int, int], bool]) -> frozenset[int] | None:
+    """Layers with experts or linear attention by Megatron's way to write them: ``2``, ``[0, 1]``, ``"[0]*1+[1]*2"``.
+
+    ``has`` says what one number means for a layer.
+    """
     if isinstance(freq, str):
         try:
             freq = _expression(ast.parse(freq, mode="eval").body)
         except (SyntaxError, ValueError, TypeError, RecursionError):
             return None
     if isinstance(freq, int):
-        return frozenset(n for n in range(layers) if n % freq == 0) if freq > 0 else None
+        return frozenset(n for n in range(layers) if has(n, freq)) if freq > 0 else None
     if not isinstance(freq, (list, tuple)) or len(freq) != layers:
         return None
-    return frozenset(n for n, moe in enumerate(freq) if moe)
+    return frozenset(n for n, one in enumerate(freq) if one)
 
 
 def _expression(node: ast.expr) -> Any:

@@ -7,6 +7,7 @@ are summed as that stack.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -142,7 +143,7 @@ def _sums(
         return totals.index_add_(0, places, both.to(device))
     source = _rows(alike_piece, tensors.sizes, device)[row:last]
     number = source >> BITS
-    start = (source & (1 << BITS) - 1) * (piece.whole[1] if len(piece.whole) > 1 else 1) + piece.column
+    start = (source & (1 << BITS) - 1) * math.prod(piece.whole[1:]) + piece.column
     start += torch.tensor([spot.begin for spot in spots(entry, tensors)], device=device)[number.clamp(min=0)]
     most, at = max(1, (AT_ONCE if values.is_cuda else AT_ONCE_ON_CPU) // width), begin
     while at < end:

@@ -227,6 +227,10 @@ def of_model(layout: Layout, sizes: Sizes, fields: Mapping[str, Any]) -> Iterato
     )
     if not fields.get("multi_latent_attention"):
         yield from _divides("tp", layout.tp, sizes.groups, "key-value heads", "linear_qkv is dealt by key-value head")
+    if sizes.linear_layers:
+        heads = int(fields["linear_num_key_heads"])
+        reason = "the tensors of linear attention are dealt by key head"
+        yield from _divides("tp", layout.tp, heads, "key heads of linear attention", reason)
     if dense and fields.get("ffn_hidden_size"):
         ffn = int(fields["ffn_hidden_size"])
         yield from _divides("tp", layout.tp, ffn, "rows of ffn_hidden_size", "mlp.linear_fc1 is dealt by row")

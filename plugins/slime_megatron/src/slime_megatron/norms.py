@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Norm(nn.Module):
-    """RMSNorm or LayerNorm of the last axis, by ``config.normalization``.
+    """RMSNorm or LayerNorm of the last axis, by ``config.normalization``; weights may be around 0 (1 is added).
 
     megatron-core's own without Apex and Transformer Engine refuses sequence parallelism: a rank sees some rows there,
     and the gradient of the weight is summed over ranks where ``weight.sequence_parallel`` says so.
@@ -31,7 +31,8 @@ class Norm(nn.Module):
         super().__init__()
         self.eps = eps
         self.compiled = False  # `PackedGPT.choose_compiling`
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.offset = float(config.layernorm_zero_centered_gamma)
+        self.weight = nn.Parameter(torch.full((hidden_size,), 1 - self.offset, dtype=config.params_dtype))
         self.bias = None
         if config.normalization == "LayerNorm":
             self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
@@ -42,15 +43,16 @@ class Norm(nn.Module):
         """[..., hidden] to the same in the weight's dtype: residuals may be float32 beside others."""
         dtype = self.weight.dtype
         if self.bias is not None:
-            weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+            weight, bias = (self.weight + self.offset).to(x.dtype), self.bias.to(x.dtype)
             return nn.functional.layer_norm(x, x.shape[-1:], weight, bias, self.eps).to(dtype)
         if x.dtype == dtype == torch.float32:
-            return nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+            weight = self.weight + self.offset if self.offset else self.weight
+            return nn.functional.rms_norm(x, x.shape[-1:], weight, self.eps)
         if not self.compiled:
-            return rms_norm(x, self.weight, self.eps)
+            return rms_norm(x, self.weight, self.eps, self.offset)
         rows = x.flatten(0, -2)
         maybe_mark_dynamic(rows, 0)  # packs differ in length; the width is the model's
-        normed: torch.Tensor = RMS_NORM(rows, self.weight, self.eps)
+        normed: torch.Tensor = RMS_NORM(rows, self.weight, self.eps, self.offset)
         return normed.view(x.shape)
 
 
@@ -71,10 +73,12 @@ class SharedNorm(nn.Module):
         return self.weight * (y * torch.rsqrt(total / self.columns + self.eps)).to(x.dtype)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis, in the weight's dtype (arXiv:1910.07467)."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * (offset + weight) over the last axis, in the weight's dtype (arXiv:1910.07467)."""
     y = x.float()
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    if offset:  # rounded once: a weight around 0 has more digits than its sum with 1
+        return ((offset + weight.float()) * y).to(weight.dtype)
     return weight * y.to(weight.dtype)
 
 

@@ -48,6 +48,7 @@ class Pack(PackedSeqParams):
     cu_q: torch.Tensor | None = None  # int32: boundaries of spans in this rank's rows
     cu_k: torch.Tensor | None = None  # int32: boundaries of what they see in ``keys``
     keys: torch.Tensor | None = None  # rows of gathered keys, span after span; None where that is all of them in order
+    query_rows: torch.Tensor | None = None  # which of ``keys`` are the spans' own rows; None where all of them are
     most_q: int = 0
     most_k: int = 0
     local: torch.Tensor | None = None  # which of the pack's response rows this rank predicts
@@ -81,6 +82,8 @@ def make_pack(micro: MicroBatch, *, cp: int, rank: int, multiple: int, device: t
     local = np.flatnonzero(at >= 0)
     whole = len(keys) == total and bool((keys == np.arange(total)).all())
     counts = [len(rows) for rows in key_positions]
+    ends = np.cumsum(counts)
+    query_rows = [np.arange(end - (b - a), end) for end, (a, b) in zip(ends, spans, strict=True)]
 
     def put(values: NDArray[Any], dtype: Any = np.int64) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values.astype(dtype))).to(device, non_blocking=True)
@@ -94,6 +97,7 @@ def make_pack(micro: MicroBatch, *, cp: int, rank: int, multiple: int, device: t
         cu_q=put(np.concatenate([[0], np.cumsum([b - a for a, b in spans])]), np.int32),
         cu_k=put(np.concatenate([[0], np.cumsum(counts)]), np.int32),
         keys=None if whole else put(keys),
+        query_rows=put(np.concatenate(query_rows)) if sum(counts) > sum(map(len, query_rows)) else None,
         most_q=max((b - a for a, b in spans), default=0),
         most_k=max(counts, default=0),
         local=put(local),

@@ -1,8 +1,9 @@
 """Where the elements of a rank's shard lie: in the whole Megatron tensor, and in the tensors of the model folder.
 
 A rank's shard is counted flat, row by row. Any run of it is at most three boxes of the whole tensor for each run of
-rows (the end of a row, whole rows, the begin of a row), and two runs of rows where gate lies over up. So what an
-optimizer shares as flat ranges is written in the coordinates of whole tensors, and read at any other layout.
+rows (the end of a row, whole rows, the begin of a row), and several tensors that lie over each other (gate over up)
+have a run of rows each. So what an optimizer shares as flat ranges is written in the coordinates of whole tensors, and
+read at any other layout.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from slime_convert.bridge import Entry, Sizes, join, shard
+from slime_convert.bridge import Entry, Sizes, join, sections, shard
 from slime_core.errors import PluginError
 
 BITS = 40  # of a row number beside the number of its tensor
@@ -36,7 +37,7 @@ class Box:
 
 @dataclass(slots=True, frozen=True)
 class ShardPiece:
-    """Shard ``rank`` of ``size`` that share a tensor; ``shape`` is the shard's, of one axis or two."""
+    """Shard ``rank`` of ``size`` that share a tensor; ``shape`` is the shard's: rows, columns, axes of 1 between."""
 
     entry: Entry
     shape: tuple[int, ...]
@@ -64,10 +65,12 @@ class ShardPiece:
         rows = self.shape[0]
         if self.size == 1 or self.entry.kind in ("whole", "columns"):
             return [(0, rows, 0)]
-        if self.entry.kind == "gate_up":
-            half = rows // 2
-            return [(0, half, self.rank * half), (half, half, (self.size + self.rank) * half)]
-        return [(0, rows, self.rank * rows)]
+        runs, first = [], 0
+        for height in sections(self.entry, rows * self.size) or [rows * self.size]:
+            count = height // self.size
+            runs.append((first, count, first * self.size + self.rank * count))
+            first += count
+        return runs
 
     def boxes(self, begin: int, end: int) -> Iterator[Box]:
         """Elements ``begin`` to ``end`` of the shard as boxes of the whole tensor, in order."""
@@ -84,7 +87,9 @@ class ShardPiece:
                 if len(self.shape) == 1:
                     yield Box(at, (whole_row,), (rows,))
                 else:
-                    yield Box(at, (whole_row, self.column + inside), (rows, columns))
+                    between = len(self.shape) - 2
+                    offsets = (whole_row, *[0] * between, self.column + inside)
+                    yield Box(at, offsets, (rows, *[1] * between, columns))
                 at += rows * columns
 
     def source_rows(self, sizes: Sizes) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +14,12 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 
 from slime_megatron.attention import CoreAttention
 from slime_megatron.experts import grouped_spec
 from slime_megatron.latent import EPSILON, LatentAttention
+from slime_megatron.linear_attention import LinearAttention
 from slime_megatron.norms import Norm, SharedNorm, wide_add
 
 if TYPE_CHECKING:
@@ -94,7 +96,18 @@ def block_spec(config: TransformerConfig, bridge: Bridge) -> Any:
         _replace(layer, grouped=grouped, latent=not has_transformer_engine() or config.layernorm_epsilon != EPSILON)
     if not has_transformer_engine():
         block.layer_norm = Norm
+    if config.linear_attention_freq:
+        first = get_transformer_layer_offset(config)
+        linear = config.linear_attention_freq[first : first + len(block.layer_specs)]
+        specs = zip(block.layer_specs, linear, strict=True)
+        block.layer_specs = [_linear(layer, bridge) if is_linear else layer for layer, is_linear in specs]
     return block
+
+
+def _linear(layer: ModuleSpec, bridge: Bridge) -> ModuleSpec:
+    """The layer with linear attention, whose norm is within."""
+    attention = ModuleSpec(LinearAttention, params={"apart": bridge.linear_apart})
+    return replace(layer, submodules=replace(layer.submodules, input_layernorm=IdentityOp, self_attention=attention))
 
 
 def _replace(spec: Any, *, grouped: bool, latent: bool) -> None:

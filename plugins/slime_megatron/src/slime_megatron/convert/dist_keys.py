@@ -5,8 +5,8 @@
     decoder.layers.3.mlp.experts.experts.linear_fc2.weight [5 of 8]           layers apart
 
 As in megatron-core 0.16 (TransformerBlock, SequentialMLP and MLP, `sharded_state_dict`). Layers are apart where they
-are not all alike: `moe_layer_freq` a list, or above 1. Written are these; read are also experts apart, and gate and up
-apart (`weight_w`, `weight_v`), which is megatron-core's `singleton_local_shards`.
+are not all alike: `moe_layer_freq` a list or above 1, or some with linear attention. Written are these; read are also
+experts apart, and gate and up apart (`weight_w`, `weight_v`), which is megatron-core's `singleton_local_shards`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from slime_convert.bridge import Entry, Sizes
 
 LAYERS = "decoder.layers."
 LOCAL_EXPERTS = re.compile(r"mlp\.experts\.local_experts\.\d+\.")
-PLAIN = ("embedding.", "output_layer.", "mlp.router.")  # modules that keep no state beside their weights
+PLAIN = ("embedding.", "output_layer.", "mlp.router.", "self_attention.linear_attn.")
+"""Modules that keep no state beside their weights."""
 OPTIMIZER = re.compile(r"(chained_\d+\.)?(optimizer\b|param_state)")
 BESIDE = ("reference.", "critic.")  # before the keys of a run's other models
 Attention = Literal["gqa", "mla"]
@@ -61,7 +62,7 @@ class DistPlace:
 def apart(fields: Mapping[str, Any]) -> bool:
     """Whether each layer has keys of its own; ``fields`` are those of `Bridge.megatron`."""
     freq = fields.get("moe_layer_freq", 1)
-    return isinstance(freq, list) or freq > 1
+    return isinstance(freq, list) or freq > 1 or "linear_attention_freq" in fields
 
 
 def places(entry: Entry, sizes: Sizes, attention: Attention, layers_apart: bool) -> list[DistPlace]:
