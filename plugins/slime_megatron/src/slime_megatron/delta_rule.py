@@ -48,8 +48,8 @@ def gated_delta_rule(
     ).to(v.device)
 
     def chunked(x: torch.Tensor) -> torch.Tensor:  # [T, heads, ...] to [chunks, heads, CHUNK, ...]; filling is 0
-        filled = x.new_zeros(CHUNK * sum(counts), *x.shape[1:], dtype=torch.float32).index_copy(0, rows, x.float())
-        return filled.unflatten(0, (-1, CHUNK)).transpose(1, 2)
+        filled = torch.zeros(CHUNK * sum(counts), *x.shape[1:], device=x.device).index_copy(0, rows, x.float())
+        return filled.view(-1, CHUNK, *x.shape[1:]).transpose(1, 2)
 
     scale = q.shape[-1] ** -0.5
     q, k, values, fading, strength = map(chunked, (_unit(q) * scale, _unit(k), v, fading, strength))

@@ -53,7 +53,8 @@ class LinearAttention(MegatronModule):  # type: ignore[misc]
             hidden = gather_from_sequence_parallel_region(hidden, group=self.tp)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=self.tp)
-        return self.linear_attn(hidden, kwargs["packed_seq_params"])
+        output, bias = self.linear_attn(hidden, kwargs["packed_seq_params"])
+        return output, bias
 
 
 class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
@@ -94,7 +95,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
             tp_group=tp,
         )
 
-    def forward(self, hidden: torch.Tensor, pack: Pack) -> tuple[torch.Tensor, None]:
+    def forward(self, hidden: torch.Tensor, pack: Pack) -> tuple[Any, Any]:
         """[T, 1, hidden], all rows of a context-parallel rank, to its rows, or this tensor-parallel rank's of them."""
         qkv, z, b, a = self._projected(hidden[:, 0])
         rows = torch.cat([qkv, b, a], dim=-1)
@@ -112,7 +113,8 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
         if pack.query_rows is not None:
             out = out.index_select(0, pack.query_rows)
         out = self.norm(out, z.unflatten(-1, (self.heads, -1)))
-        return self.out_proj(out.flatten(1)[:, None])
+        output, bias = self.out_proj(out.flatten(1)[:, None])
+        return output, bias
 
     def _projected(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """q over k over v, z, and the numbers of strength and of fading, each [T, of this rank's heads]."""
