@@ -49,6 +49,7 @@ class DataParallelRank:
     size: int  # data-parallel ranks
     flops: Flops
     context_parallel: int = 1  # ranks that share each sequence
+    multiple: int = 1  # of which the micro-batches of an optimizer step are a multiple
     tokens: int = FEW_TOKENS  # of a rank's micro-batch, where the [train] section does not say
 
     def most_tokens(self, train: Any) -> int:
@@ -72,7 +73,7 @@ class RankBatch:
     real: NDArray[np.bool_]  # S
     places: NDArray[np.int64]  # S, index in the whole Batch
     rounds: list[int]  # by optimizer step: micro-batches of every rank
-    longest: list[int]  # by optimizer step: samples of the rank that has most
+    longest: list[int]  # by optimizer step: the same, of one sequence each
     ids: list[str]  # of all samples of the whole Batch, for errors
     stamp: int  # checksum of the whole Batch
     trained: float  # trainable tokens of the whole Batch
@@ -89,12 +90,14 @@ class BatchSplit:
     """How batches are divided over data-parallel ``ranks``.
 
     ``num_steps`` optimizer steps of rollouts in batch order are as equal as they can be; ``global_batch_size``
-    rollouts a step decide instead where given, and the last step takes the rest. ``max_tokens`` a micro-batch.
+    rollouts a step decide instead where given, and the last step takes the rest. ``max_tokens`` a micro-batch, of
+    which there are a ``multiple``.
     """
 
     flops: Flops
     ranks: int = 1
     max_tokens: int = 1
+    multiple: int = 1
     num_steps: int = 1
     global_batch_size: int = 0
     aggregation: str = "rollout_mean"  # this and the divisor: `aggregate.token_weights`
@@ -117,8 +120,8 @@ class BatchSplit:
         rounds = [max(fewest_packs(batch, r, prompt_of, self.max_tokens) for r in ranks) for ranks in assigned]
         names = json.dumps([batch.version, batch.stage, batch.sample_ids, sorted(batch.columns)])
         whole: dict[str, Any] = {
-            "rounds": rounds,
-            "longest": [max(map(len, ranks)) for ranks in assigned],
+            "rounds": [self._rounded(count) for count in rounds],
+            "longest": [self._rounded(max(map(len, ranks))) for ranks in assigned],
             "ids": batch.sample_ids,
             "stamp": zlib.crc32(names.encode()),
             "trained": float(trainable.sum()),
@@ -143,6 +146,10 @@ class BatchSplit:
                 )
             )
         return rank_batches
+
+    def _rounded(self, count: int) -> int:
+        """A number of micro-batches, up to a multiple."""
+        return -(-count // self.multiple) * self.multiple
 
 
 def assign_samples(batch: Batch, samples: Ints, prompt_of: Ints, flops: Flops, ranks: int) -> list[Ints]:
@@ -274,6 +281,7 @@ class Partitioner:
             flops=self.dp_rank.flops,
             ranks=self.dp_rank.size,
             max_tokens=self.dp_rank.most_tokens(train),
+            multiple=self.dp_rank.multiple,
             num_steps=train.num_steps_per_rollout,
             global_batch_size=train.global_batch_size,
             aggregation=train.loss_aggregation,

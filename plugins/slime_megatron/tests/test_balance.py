@@ -19,6 +19,7 @@ LAYOUTS = {
     "data": {},
     "tensor": TENSOR,
     "pipeline, layers made again": PIPELINE | RECOMPUTED,
+    "pipeline, interleaved": PIPELINE | {"pipeline_model_parallel_layout": "E|t|t|L"},
     "context": {"context_parallel_size": 2},
     "expert": {"expert_model_parallel_size": 2, "moe_grouped_gemm": True},
 }

@@ -29,7 +29,7 @@ UNREACHED = {
     "the layout sets them": "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage",
     "[train] sets them": "lr min_lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad moe_router_bias_update_rate",
     "another name is refused": "use_te_rng_tracker overlap_p2p_comm_warmup_flush fp4_param fp8_param fp8_wgrad "
-    "microbatch_group_size_per_vp_stage muon_split_qkv average_in_collective gradient_reduce_div_fusion nccl_ub "
+    "muon_split_qkv average_in_collective gradient_reduce_div_fusion nccl_ub "
     "use_kitchen use_kitchen_attention kitchen_attention_backend heterogeneous_block_specs",
     "parts of what is refused": "fp8_quantizer_factory fp8_dot_product_attention fp8_multi_head_attention "
     "tp_only_amax_red num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp4_quantizer_factory mtp_standalone "
@@ -72,7 +72,7 @@ def paths():
 def test_every_flag_sets_a_field_that_exists(installed, path):
     config, _, name = path.partition(".")
     own = {
-        "layout": {field.name for field in dataclasses.fields(Layout)} | {"sequence"},
+        "layout": {field.name for field in dataclasses.fields(Layout)} | {"sequence", "of_chunk"},
         "vocabulary": {"multiple"},
         "bridge": {"sandwich"},
     }
@@ -186,7 +186,7 @@ def test_names_and_types_load_no_torch_and_no_megatron():
         pytest.param({"fp8_format": "e4m3"}, "CFG04", "--fp8-format", "--dtype bfloat16", id="fp8"),
         pytest.param({"moe_token_dispatcher_type": "allgather"}, "CFG03", "allgather", "alltoall", id="allgather"),
         pytest.param(
-            {"num_layers_per_virtual_pipeline_stage": 2}, "CFG04", "virtual", "1F1B", id="interleaved-pipeline"
+            {"virtual_pipeline_model_parallel_size": 2}, "CFG04", "virtual", "--num-virtual-stages", id="old-name"
         ),
         pytest.param({"save": "x"}, "CFG04", "--save cannot", "--resume", id="save"),
         pytest.param({"use-distributed-optimizer": 3}, "CFG02", "use_distributed_optimizer", "true", id="dashes"),

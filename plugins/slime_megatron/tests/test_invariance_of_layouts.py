@@ -10,12 +10,18 @@ from slime_core.testing import tiny_model
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("megatron-invariance")]
 
 SIZES = (17, 40, 10_000)
-CASES = {"dense": tuple(SETTINGS), "experts": ("clip",)}
+CASES = {"dense": tuple(SETTINGS), "experts": ("clip",), "deep": ("clip",)}
 GROUPED = {"moe_grouped_gemm": True}
+INTERLEAVED = {
+    "pipeline_model_parallel_size": 4,
+    "num_virtual_stages_per_pipeline_rank": 2,
+    "microbatch_group_size_per_virtual_pipeline_stage": 5,
+}
 LAYOUTS = {  # model, flags
     "data": ("dense", {}),
     "tensor": ("dense", TENSOR),
     "pipeline": ("dense", PIPELINE),
+    "pipeline, interleaved": ("deep", INTERLEAVED),
     "context": ("dense", {"context_parallel_size": 2}),
     "experts": ("experts", {"expert_model_parallel_size": 2}),
     "experts, grouped": ("experts", GROUPED | {"expert_model_parallel_size": 2}),
@@ -31,9 +37,10 @@ RARE = ("data", "experts", "experts, grouped", "halves of experts, grouped")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A dense model and a mixture of experts."""
+    """A dense model, one of more layers, and a mixture of experts."""
     root = tmp_path_factory.mktemp("models")
     tiny_model(root / "dense", tied=True)
+    tiny_model(root / "deep", layers=8)
     mixture(root / "experts")
     return root
 
@@ -41,9 +48,10 @@ def models(tmp_path_factory):
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=pytest.mark.nightly) if name in RARE else name for name in LAYOUTS]
 )
-def test_every_cut_on_two_ranks_agrees_with_the_slow_way(models, zygote, tmp_path, layout):
+def test_every_cut_on_two_ranks_or_four_agrees_with_the_slow_way(models, zygote, tmp_path, layout):
     model, flags = LAYOUTS[layout]
-    found, _ = run_ranks(zygote, tmp_path, verified, 2, tmp_path, str(models / model), flags, CASES[model])
+    world = 4 if model == "deep" else 2
+    found, *_ = run_ranks(zygote, tmp_path, verified, world, tmp_path, world, str(models / model), flags, CASES[model])
     assert len(found) == len(CASES[model]) * len(SIZES)
     for case in CASES[model]:
         counts = [found[f"{case}-{size}"]["micro_batches"] for size in SIZES]
@@ -54,9 +62,9 @@ def test_every_cut_on_two_ranks_agrees_with_the_slow_way(models, zygote, tmp_pat
             assert max(one["gradient_error"], one["loss_error"]) < 1e-5, (case, size, one)
 
 
-def verified(rank, root, model, flags, cases):
+def verified(rank, root, world, model, flags, cases):
     """Errors against the slow way in float64, by setting and size of micro-batches."""
-    worker, found = make_worker(config_of(model, flags), rank, 2, root / "meeting"), {}
+    worker, found = make_worker(config_of(model, flags), rank, world, root / "meeting"), {}
     for case in cases:
         for size in SIZES:
             worker.begin(config_of(model, flags, **{**SETTINGS[case], "max_tokens_per_gpu": size}))

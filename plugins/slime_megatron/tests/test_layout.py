@@ -1,6 +1,7 @@
 """Who has which coordinates and layers, as megatron-core deals them; what does not divide is refused with what would."""
 
 import warnings
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -10,6 +11,8 @@ from slime_core.errors import ConfigError
 from slime_megatron.layout import (
     ALONE,
     FLAGS,
+    OF_CHUNK,
+    PATTERN,
     Coordinates,
     Layout,
     check,
@@ -36,8 +39,8 @@ EXPERTS = Sizes(
 OF_EXPERTS = {"ffn_hidden_size": 6144, "moe_ffn_hidden_size": 768}
 
 
-def layout(world=16, **table):
-    return Layout.of({FLAGS.get(name, name): value for name, value in table.items()}, world)
+def layout(world=16, layers=0, **table):
+    return Layout.of({FLAGS.get(name, name): value for name, value in table.items()}, world, layers)
 
 
 def refused(asked, sizes=DENSE, fields=FIELDS, **options):
@@ -54,6 +57,7 @@ def megatron():
         from megatron.core.transformer import TransformerConfig, transformer_block, transformer_layer
     return {
         "ranks": parallel_state.RankGenerator,
+        "state": parallel_state,
         "config": TransformerConfig,
         "layers": transformer_block.get_num_layers_to_build,
         "offset": transformer_layer.get_transformer_layer_offset,
@@ -118,13 +122,30 @@ def test_coordinates_are_megatrons(megatron, sizes):
         ),
         pytest.param(7, {"pp": 4, "account_for_embedding_in_pipeline_split": True}, [1, 2, 2, 2], id="embedding"),
         pytest.param(7, {"pp": 4, "account_for_loss_in_pipeline_split": True}, [2, 2, 2, 1], id="loss"),
+        pytest.param(8, {"pp": 2, "vp": 2}, [2, 2, 2, 2], id="interleaved"),
+        pytest.param(12, {"pp": 2, OF_CHUNK: 2}, [2, 2, 2, 2, 2, 2], id="interleaved-by-layers"),
+        pytest.param(
+            8, {"pp": 2, "vp": 2, "decoder_first_pipeline_num_layers": 2}, [1, 3, 1, 3], id="interleaved-first"
+        ),
+        pytest.param(
+            6,
+            {"pp": 2, OF_CHUNK: 2, "account_for_embedding_in_pipeline_split": True,
+             "account_for_loss_in_pipeline_split": True},
+            [1, 2, 2, 1],
+            id="interleaved-both-count",
+        ),
+        pytest.param(8, {"pp": 2, PATTERN: "Et*3|(tt|)*2t,L"}, [3, 2, 2, 1], id="pattern"),
+        pytest.param(3, {"pp": 2, PATTERN: "E|t|tt|L"}, [0, 1, 2, 0], id="pattern-without-layers"),
+        pytest.param(5, {"pp": 2, PATTERN: "Ettt|ttL"}, [3, 2], id="pattern-of-stages"),
     ],
-)
-def test_layers_of_stages_are_megatrons(megatron, layers, options, counts):
-    asked = layout(12 if options["pp"] == 3 else 8, **options)
-    stages = asked.stages(layers)
-    assert [len(stage) for stage in stages] == counts
-    assert [layer for stage in stages for layer in stage] == list(range(layers))
+)  # fmt: skip
+def test_chunks_of_layers_are_megatrons(megatron, layers, options, counts):
+    asked = layout(12 if options["pp"] == 3 else 8, layers, **options)
+    chunks = asked.chunks(layers)
+    assert [len(chunk) for chunk in chunks] == counts
+    assert [layer for chunk in chunks for layer in chunk] == list(range(layers))
+    assert asked.stages(layers) == [sum(counts[stage :: asked.pp]) for stage in range(asked.pp)]
+    assert not list(of_model(asked, replace(DENSE, layers=layers), FIELDS))
     import torch
 
     config = megatron["config"](
@@ -132,6 +153,8 @@ def test_layers_of_stages_are_megatrons(megatron, layers, options, counts):
         hidden_size=8,
         num_attention_heads=2,
         pipeline_model_parallel_size=asked.pp,
+        virtual_pipeline_model_parallel_size=asked.vp if asked.vp > 1 else None,
+        pipeline_model_parallel_layout=asked.pattern or None,
         pipeline_dtype=torch.float32,
         cuda_graph_scope=[],
         num_layers_in_first_pipeline_stage=asked.first,
@@ -139,8 +162,18 @@ def test_layers_of_stages_are_megatrons(megatron, layers, options, counts):
         account_for_embedding_in_pipeline_split=asked.embedding_counts,
         account_for_loss_in_pipeline_split=asked.loss_counts,
     )
-    assert [megatron["layers"](config, pp_rank=stage) for stage in range(asked.pp)] == counts
-    assert [megatron["offset"](config, pp_rank=stage) for stage in range(asked.pp)] == [s.start for s in stages]
+    for number, chunk in enumerate(chunks):
+        place = {"vp_stage": number // asked.pp if asked.vp > 1 else None, "pp_rank": number % asked.pp}
+        if asked.pattern:
+            megatron["state"].set_virtual_pipeline_model_parallel_world_size(
+                config.virtual_pipeline_model_parallel_size
+            )
+            assert config.pipeline_model_parallel_layout.get_layer_id_list(**place) == list(chunk)
+        else:
+            assert (megatron["layers"](config, **place), megatron["offset"](config, **place)) == (
+                len(chunk),
+                chunk.start,
+            )
 
 
 def test_expert_tensors_are_shared_as_others_unless_told():
@@ -164,6 +197,15 @@ def test_ranks_that_do_not_divide_say_how_many_there_are_and_how_many_would_do()
         "--tensor-model-parallel-size 2 --context-parallel-size 3",
         "or 4 or 8 ranks: actor_num_nodes * actor_num_gpus_per_node",
     ]
+
+
+def test_chunks_that_flags_count_differently_or_that_do_not_divide_are_refused():
+    with pytest.raises(ConfigError, match=r"are 2 by num_virtual_stages\w+ and 4 by num_layers_per_virtual") as caught:
+        Layout.of({FLAGS["pp"]: 2, FLAGS["vp"]: 2, OF_CHUNK: 1}, 2, layers=8)
+    assert caught.value.fix == "keep one of them"
+    with pytest.raises(ConfigError, match=r"num_layers_per_virtual_pipeline_stage = 3 does not divide") as caught:
+        Layout.of({FLAGS["pp"]: 2, OF_CHUNK: 3}, 2, layers=8)
+    assert caught.value.fix == "one of 1, 2"
 
 
 @pytest.mark.parametrize(
@@ -213,6 +255,42 @@ def test_ranks_that_do_not_divide_say_how_many_there_are_and_how_many_would_do()
             "is 1",
             "",
             id="one-stage",
+        ),
+        pytest.param(
+            {"vp": 2},
+            DENSE,
+            FIELDS,
+            "an interleaved pipeline, and there is one stage",
+            "is 1",
+            "none of these flags",
+            id="interleaved-one-stage",
+        ),
+        pytest.param(
+            {"pp": 4, "vp": 3},
+            DENSE,
+            FIELDS,
+            "num_virtual_stages_per_pipeline_rank = 3 does not divide the 7 layers of a pipeline stage",
+            "equally many",
+            "--pipeline-model-parallel-size 4",
+            id="chunks",
+        ),
+        pytest.param(
+            {"pp": 2, "vp": 4, "decoder_first_pipeline_num_layers": 8},
+            replace(DENSE, layers=18),
+            FIELDS,
+            "num_virtual_stages_per_pipeline_rank = 4 does not divide the 10 layers of a pipeline stage",
+            "equally many",
+            "",
+            id="chunks-of-the-last",
+        ),
+        pytest.param(
+            {"pp": 4, PATTERN: "Ettt|tm||L|"},
+            DENSE,
+            FIELDS,
+            "pipeline_model_parallel_layout = 'Ettt|tm||L|' cannot be had",
+            "it has 5 chunks for 4 stages; it must have E, then t for each of the 28 layers, then L; a chunk is empty",
+            "--pipeline-model-parallel-size 4",
+            id="pattern",
         ),
         pytest.param(
             {"ep": 2},

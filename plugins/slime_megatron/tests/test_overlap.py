@@ -15,19 +15,20 @@ from slime_core.testing import tiny_model
 pytest.importorskip("megatron.core", reason="an optional extra: pip install slime-rl[megatron]")
 pytestmark = [pytest.mark.integration, pytest.mark.nightly]
 
-LAYOUTS = {"data": (2, {}, False), "pipeline": (4, PIPELINE, True)}
+INTERLEAVED = PIPELINE | {"num_layers_per_virtual_pipeline_stage": 1}
+LAYOUTS = {"data": (2, {}, False), "pipeline": (4, PIPELINE, True), "interleaved": (4, INTERLEAVED, False)}
 OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 5000}
 ROLES = ("reference", "policy")
 TRAIN = {"advantage_estimator": "ppo", "critic_lr": 1e-3, "kl_loss_coef": 0.05, "clip_grad": 0.0, "lr": 1e-2}
 """No clipping: the sum of squares over other shards rounds otherwise, and would be in every weight."""
 
 
-@pytest.fixture(scope="module", params=["data", "pipeline"])
+@pytest.fixture(scope="module", params=LAYOUTS)
 def ranks(request, zygote, tmp_path_factory):
     """What the ranks of a layout found; an output matrix of its own is one that no module's pass waits for."""
     root = tmp_path_factory.mktemp("root")
     world, flags, tied = LAYOUTS[request.param]
-    tiny_model(root / "model", tied=tied)
+    tiny_model(root / "model", tied=tied, layers=4 if request.param == "interleaved" else 2)
     return run_ranks(zygote, tmp_path_factory.mktemp("said"), with_and_without, world, root, world, flags)
 
 
@@ -52,7 +53,7 @@ def with_and_without(rank, root, world, flags):
         "wrong": differences(run(ranks, root / "overlapped"), plain),
         "compared": len(plain.found),
         "micro_batches": len(ranks.worker.packs(rank_batch_of(ranks.worker, ranks.batch))[0]),
-        "buckets": len(ranks.worker.actor.ddp.bucket_groups),
+        "buckets": sum(len(ddp.bucket_groups) for ddp in ranks.worker.actor.wrapped),
         "ungathered": ungathered(ranks),
     }
 

@@ -370,7 +370,7 @@ def loaded(ranks, path):
     """Names of weights that megatron-core's own loading gives otherwise than they are."""
     from megatron.core import dist_checkpointing
 
-    stage = ranks.worker.policy.stage
+    (stage,) = ranks.worker.policy.stage
     mine = {name: tensor.detach().clone() for name, tensor in stage.named_parameters()}
     wanted = stage.sharded_state_dict()
     given = dist_checkpointing.load({"model": wanted}, str(path))["model"]

@@ -48,6 +48,7 @@ LATENT = {
     "v_head_dim": "v_head_dim",
     "rope_type": Given("rope"),
 }
+GROUP_FLAG = "microbatch_group_size_per_virtual_pipeline_stage"
 BRIDGE = Bridge(family="tiny", rows=(), fields=FIELDS)
 CONFIG = {
     "num_hidden_layers": 4,
@@ -346,7 +347,7 @@ def test_settings_of_another_model_leave_out_what_describes_the_policy():
     found = settings_of(teacher, BRIDGE, run)
     assert found.transformer["hidden_size"] == 64
     assert found.transformer["recompute_granularity"] == "full"
-    assert (found.layout.pp, found.layout.first, found.layout.stages(6)) == (2, None, (range(3), range(3, 6)))
+    assert (found.layout.pp, found.layout.first, found.layout.stages(6)) == (2, None, [3, 3])
     assert made(table, world=2).layout.first == 1
 
 
@@ -371,7 +372,24 @@ def test_pipelines_exchange_sequences_of_different_lengths():
     found = made({"pipeline-model-parallel-size": 2, "decoder_last_pipeline_num_layers": 1}, world=2)
     config = built(found).transformer
     assert (config.variable_seq_lengths, config.num_layers_in_last_pipeline_stage) == (True, 1)
-    assert found.layout.stages(4) == (range(3), range(3, 4))
+    assert found.layout.stages(4) == [3, 1]
+
+
+def test_interleaved_pipelines_overlap_and_take_micro_batches_in_groups():
+    flags = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
+    plain, grouped = made(flags, world=2), made({**flags, GROUP_FLAG: 3}, world=2)
+    assert (plain.layout.vp, plain.pack_multiple, grouped.pack_multiple) == (2, 2, 3)
+    config, other = built(plain).transformer, built(grouped).transformer
+    assert (config.virtual_pipeline_model_parallel_size, config.microbatch_group_size_per_vp_stage) == (2, 2)
+    assert (config.overlap_p2p_comm, other.microbatch_group_size_per_vp_stage) == (True, 3)
+    assert made(world=2).pack_multiple == made({"pipeline_model_parallel_size": 2}, world=2).pack_multiple == 1
+    error = refused({**flags, GROUP_FLAG: 1}, world=2)
+    assert (error.code, error.fix) == ("CFG03", f"set {GROUP_FLAG} to an integer >= 2")
+
+
+def test_a_pattern_of_chunks_reaches_megatron_core():
+    found = made({"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|t|t|tL"}, world=2)
+    assert built(found).transformer.pipeline_model_parallel_layout.virtual_pipeline_model_parallel_size == 2
 
 
 def test_the_vocabulary_is_filled_to_a_multiple_that_ranks_divide():

@@ -16,11 +16,13 @@ SPLITS = {
     "data": {},
     "embedding": PIPELINE | {"account_for_embedding_in_pipeline_split": True},
     "loss": PIPELINE | {"account_for_loss_in_pipeline_split": True},
+    "interleaved": PIPELINE | {"pipeline_model_parallel_layout": "Et|t|t|L"},
 }
 LAYERS = {
     "data": [[1, 2, 3], [1, 2, 3]],
     "embedding": [[1], [2, 3]],
     "loss": [[1, 2], [3]],
+    "interleaved": [[1, 3], [2]],
     "embedding again": [[1], [2, 3]],
 }
 
@@ -41,7 +43,7 @@ def test_the_embedding_or_the_output_counts_as_a_layer_and_log_probs_are_the_sam
         assert found["splits"][split]["fingerprint"] == ranks[0]["splits"]["data"]["fingerprint"]
 
 
-@pytest.mark.parametrize("split", ["embedding", "loss", "embedding again"])
+@pytest.mark.parametrize("split", ["embedding", "loss", "interleaved", "embedding again"])
 def test_one_split_goes_on_with_the_checkpoint_of_another(ranks, split):
     for found in ranks:
         saved, restored = found["splits"][split]["restored"]
@@ -78,7 +80,7 @@ def splits(rank, root):
     for name in (*SPLITS, "embedding"):
         ranks = Ranks(root, "dense", SPLITS[name], rank, 2)
         seen = found[f"{name} again" if name in found else name] = {}
-        seen["layers"] = [layer.layer_number for layer in ranks.worker.policy.stage.decoder.layers]
+        seen["layers"] = [n.layer_number for chunk in ranks.worker.policy.stage for n in chunk.decoder.layers]
         scored = log_probs(ranks)
         first = scored if first is None else first
         seen["log_probs"] = float(np.abs(scored - first).max())

@@ -114,6 +114,16 @@ def test_a_rank_without_a_sample_in_a_step_gets_the_shortest_and_trains_on_no_ro
     assert trained.weight.shape == (3,)
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_micro_batches_are_a_multiple_and_each_row_is_trained_once(alone):
+    batch = long_tailed(32)
+    for one in BatchSplit(flops=FLOPS, ranks=3, max_tokens=300, num_steps=2, multiple=64).partition(batch):
+        steps = pack(one, max_tokens=300, alone=alone)
+        assert [len(micros) for micros in steps] == [64, 64]
+        rows = np.concatenate([micro.response for micros in steps for micro in micros])
+        np.testing.assert_array_equal(np.sort(rows), np.flatnonzero(np.repeat(one.real, one.batch.response_lengths)))
+
+
 def test_with_one_rank_the_batch_is_not_copied():
     batch = long_tailed(64)
     (rank_batch,) = BatchSplit(flops=FLOPS, max_tokens=100).partition(batch)

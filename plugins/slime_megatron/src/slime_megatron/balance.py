@@ -20,17 +20,17 @@ from slime_core.trainers.expert_load import ExpertLoad
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-    from slime_megatron.model import PackedGPT
+    from slime_megatron.model import ModelStage
 
 COEFFICIENTS = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
 
 
-def watch(stage: PackedGPT) -> ExpertLoad:
+def watch(stage: ModelStage) -> ExpertLoad:
     """Have every router of the stage count its rows by expert; layers are numbered in the whole model."""
     config, routers = stage.config, dict[int, Any]()
     if not config.num_moe_experts:
         return ExpertLoad()
-    for layer in stage.decoder.layers:
+    for layer in (layer for chunk in stage.chunks for layer in chunk.decoder.layers):
         if hasattr(layer.mlp, "router"):
             routers[layer.layer_number - 1] = layer.mlp.router
     biased = bool(config.moe_router_enable_expert_bias)

@@ -29,7 +29,7 @@ class MegatronCritic:
         self.model, self._folder = build_values(path, policy, critic, settings, run)
         self.learner = MegatronLearner(self.model.stage)
         self.learner.wrap(build(self._settings(settings, run)))
-        self.model.learn(self.learner.ddp)
+        self.model.learn(self.learner.wrapped)
 
     def begin(self, train: Any, optimizer_steps: int, settings: MegatronSettings, run: ModelContext) -> None:
         """A stage: a fresh optimizer; warms up to ``critic_lr`` and decays as the policy's rate does."""

@@ -58,15 +58,11 @@ IDLE = (
     ),
     *_idle("init_method_std embedding_init_method_std", "weights come from rollout.hf_checkpoint", float),
     *_idle("init_method_xavier_uniform no_initialization", "weights come from rollout.hf_checkpoint"),
-    *_idle("no_overlap_p2p_communication", "only interleaved pipelines overlap"),
+    *_idle("no_overlap_p2p_communication", "chunks of an interleaved pipeline compute while what they sent travels"),
     *_idle("no_one_logger no_log_loss_scale_to_tensorboard", "slime reports by [report]"),
     *_idle("log_interval distributed_timeout_minutes", "slime reports each step and sets its own timeouts", int),
 )
 
-_INTERLEAVED = (
-    "the interleaved schedule needs a multiple of the stages as micro-batches, and the number of packs varies; "
-    "leave it out, --pipeline-model-parallel-size alone gives 1F1B"
-)
 _TYPES = "models compute in bfloat16 or float32; --dtype bfloat16"
 _DATA = "data comes from [data]; --prompt-data FILE.jsonl"
 _FSDP = "this is Megatron's own sharding; --train-backend fsdp shards parameters"
@@ -74,12 +70,15 @@ _LOOP = "slime runs its own loop, nothing of megatron.training; "
 _SAVES = _LOOP + "slime run --resume RUN_DIR, and --save-interval N"
 
 REFUSED = (
+    *_refused("virtual_pipeline_model_parallel_size", "it is an old name; --num-virtual-stages-per-pipeline-rank N"),
+    *_refused("overlap_p2p_comm", "chunks of an interleaved pipeline do so anyway; leave it out"),
     *_refused(
-        "virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
-        "num_virtual_stages_per_pipeline_rank microbatch_group_size_per_virtual_pipeline_stage overlap_p2p_comm "
-        "overlap_p2p_communication_warmup_flush overlap_param_gather_with_optimizer_step "
-        "pipeline_model_parallel_layout",
-        _INTERLEAVED,
+        "overlap_p2p_communication_warmup_flush",
+        "stages send the length of each pack before the pack; leave it out",
+    ),
+    *_refused(
+        "overlap_param_gather_with_optimizer_step",
+        "a step is made once its norm is known to be finite; --overlap-param-gather",
     ),
     *_refused(
         "fp16 loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis fp16_lm_cross_entropy "

@@ -20,6 +20,20 @@ DTYPES = ("fp32", "bf16", "fp16", "fp8")
 LAYOUT = (
     _sets("tensor_model_parallel_size", int, "Ranks that share each tensor.", "layout.tp"),
     _sets("pipeline_model_parallel_size", int, "Stages of layers.", "layout.pp"),
+    _sets("num_virtual_stages_per_pipeline_rank", int, "Chunks of layers of a stage.", "layout.vp"),
+    _sets("num_layers_per_virtual_pipeline_stage", int, "Layers of each of them.", "layout.of_chunk"),
+    _sets(
+        "pipeline_model_parallel_layout",
+        str,
+        "What each chunk has, in Megatron-LM's letters.",
+        "layout.pattern",
+    ),
+    _sets(
+        "microbatch_group_size_per_virtual_pipeline_stage",
+        int,
+        "Micro-batches that a chunk takes in a row; by default as many as stages.",
+        "transformer.microbatch_group_size_per_vp_stage",
+    ),
     _sets("context_parallel_size", int, "Ranks that share each sequence.", "layout.cp"),
     _sets("expert_model_parallel_size", int, "Ranks that share the experts.", "layout.ep"),
     _sets("expert_tensor_parallel_size", int, "Ranks that share each expert's tensors.", "layout.etp"),

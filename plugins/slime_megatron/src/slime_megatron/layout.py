@@ -3,11 +3,13 @@
     rank = tp + TP * (cp + CP * (dp + DP * pp))           dense layers, megatron-core's order tp-cp-ep-dp-pp
     rank = etp + ETP * (ep + EP * (edp + EDP * pp))       experts
 
-Everything here is arithmetic, so a layout is refused before any process starts.
+A stage has one chunk of layers, or several (an interleaved pipeline): in the order of layers chunk c is of stage
+c % PP. Everything here is arithmetic, so a layout is refused before any process starts.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
@@ -25,9 +27,11 @@ FLAGS = {
     "pp": "pipeline_model_parallel_size",
     "cp": "context_parallel_size",
     "ep": "expert_model_parallel_size",
+    "vp": "num_virtual_stages_per_pipeline_rank",
     "etp": "expert_tensor_parallel_size",
 }
 """Field of a layout -> its flag."""
+OF_CHUNK, PATTERN = "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout"
 ALONE = "none of these flags: the ranks share the batch alone"
 SHOWN = 3  # layouts that a message offers
 
@@ -60,17 +64,22 @@ class Layout:
     cp: int = 1  # ranks that share each sequence
     ep: int = 1  # ranks that share the experts
     etp: int = 1  # ranks that share each expert's tensors
+    vp: int = 1  # chunks of layers of a stage
+    pattern: str = ""  # Megatron-LM's way to write what each chunk has: "Ett|tt|tt|tL"
     first: int | None = None  # layers of the first stage, where it has its own number
     last: int | None = None  # and of the last
     embedding_counts: bool = False  # the embedding counts as a layer of the first stage
     loss_counts: bool = False  # the output layer counts as one of the last
 
     @classmethod
-    def of(cls, table: Mapping[str, Any], world: int) -> Layout:
+    def of(cls, table: Mapping[str, Any], world: int, layers: int = 0) -> Layout:
         """The layout that a [megatron] table asks for; expert_tensor_parallel_size is by default the tensor's.
 
+        Args:
+            layers: of the model, which num_layers_per_virtual_pipeline_stage divides.
+
         Raises:
-            ConfigError: CFG03 a size below 1.
+            ConfigError: CFG03 a size below 1, CFG04 a chunk of layers that the stages do not divide into.
         """
         sizes = {field: table.get(flag, 1) for field, flag in FLAGS.items()}
         if table.get(FLAGS["etp"]) is None:
@@ -83,14 +92,54 @@ class Layout:
                     where=f"megatron.{FLAGS[field]}",
                     fix=f"set {FLAGS[field]} to an integer >= 1",
                 )
-        return cls(
+        layout = cls(
             world=world,
             **sizes,
+            pattern=table.get(PATTERN, ""),
             first=table.get("decoder_first_pipeline_num_layers"),
             last=table.get("decoder_last_pipeline_num_layers"),
             embedding_counts=bool(table.get("account_for_embedding_in_pipeline_split", False)),
             loss_counts=bool(table.get("account_for_loss_in_pipeline_split", False)),
         )
+        return replace(layout, vp=layout._chunks(table, layers))
+
+    def _chunks(self, table: Mapping[str, Any], layers: int) -> int:
+        """Chunks of a stage, by whichever flags say it."""
+        counts = {FLAGS["vp"]: self.vp} if FLAGS["vp"] in table else {}
+        if table.get(OF_CHUNK) is not None:
+            counts[OF_CHUNK] = self._chunks_of(table[OF_CHUNK], layers)
+        if self.pattern:
+            counts[PATTERN] = max(1, len(self.pattern_rows()) // self.pp)
+        if len(set(counts.values())) > 1:
+            raise ConfigError(
+                "chunks of a pipeline stage are " + " and ".join(f"{n} by {name}" for name, n in counts.items()),
+                code="CFG04",
+                where=", ".join(f"megatron.{name}" for name in counts),
+                why="each of these flags says how many there are",
+                fix="keep one of them",
+            )
+        return next(iter(counts.values()), 1)
+
+    def _chunks_of(self, size: int, layers: int) -> int:
+        """Chunks of a stage that have ``size`` layers each."""
+        counted = layers + self.embedding_counts + self.loss_counts
+        if size > 0 and counted % (self.pp * size) == 0:
+            return counted // (self.pp * size)
+        sizes = [n for n in range(1, counted // self.pp) if counted % (self.pp * n) == 0]
+        raise ConfigError(
+            f"{OF_CHUNK} = {size} does not divide the layers of a pipeline stage",
+            code="CFG04",
+            where=f"megatron.{OF_CHUNK}",
+            why=f"{counted} layers are on {self.pp} stages",
+            fix="one of " + ", ".join(map(str, sizes)) if sizes else f"leave {OF_CHUNK} out",
+        )
+
+    def pattern_rows(self) -> list[str]:
+        """The letters of each chunk, in the order of layers: E the embedding, t a layer, L the output."""
+        text = self.pattern.replace(",", "")
+        for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):  # a group in brackets first, then a letter
+            text = re.sub(repeated, lambda match: match[1] * int(match[2]), text)
+        return text.split("|") if text else []
 
     @property
     def model(self) -> int:
@@ -125,22 +174,31 @@ class Layout:
         """The rank with these dense coordinates."""
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
-    def stages(self, layers: int) -> tuple[range, ...]:
-        """The layers of each pipeline stage, in order; sizes must have been checked."""
-        if self.pp == 1:
-            return (range(layers),)
-        counts = [layers // self.pp] * self.pp
-        if self.embedding_counts or self.loss_counts:
-            counts = [(layers + self.embedding_counts + self.loss_counts) // self.pp] * self.pp
-            counts[0] -= self.embedding_counts
-            counts[-1] -= self.loss_counts
-        elif self.first is not None or self.last is not None:
+    def chunks(self, layers: int) -> tuple[range, ...]:
+        """Chunks of layers in their order, of each stage in turn; sizes must have been checked."""
+        counts = self._counts(layers)
+        starts = [sum(counts[:chunk]) for chunk in range(len(counts))]
+        return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
+
+    def stages(self, layers: int) -> list[int]:
+        """How many layers each pipeline stage has."""
+        counts = self._counts(layers)
+        return [sum(counts[stage :: self.pp]) for stage in range(self.pp)]
+
+    def _counts(self, layers: int) -> list[int]:
+        """Layers of each chunk."""
+        if self.pattern:
+            return [row.count("t") for row in self.pattern_rows()]
+        counts = [(layers + self.embedding_counts + self.loss_counts) // self.pp] * self.pp
+        if self.first is not None or self.last is not None:
             middle, edges = self._middle(layers)
             counts = [edges // middle if middle else 0] * self.pp
             counts[0] = self.first if self.first is not None else counts[0]
             counts[-1] = self.last if self.last is not None else counts[-1]
-        starts = [sum(counts[:stage]) for stage in range(self.pp)]
-        return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
+        counts = [count // self.vp for count in counts] * self.vp
+        counts[0] -= self.embedding_counts
+        counts[-1] -= self.loss_counts
+        return counts
 
     def _middle(self, layers: int) -> tuple[int, int]:
         """Stages that have no number of their own, and the layers that are left for them."""
@@ -157,7 +215,7 @@ class Layout:
 
 @dataclass(slots=True, frozen=True)
 class Fault:
-    """One reason why a layout does not fit: what, why, and the fields of the layout that it is about."""
+    """One reason why a layout does not fit: what, why, and the fields of the layout, or flags, that it is about."""
 
     what: str
     why: str
@@ -190,7 +248,7 @@ def check(
         faults.append(Fault(message, "tensor-parallel ranks would route the same tokens twice", ("tp",)))
     if not faults:
         return
-    names = [FLAGS[name] for name in dict.fromkeys(name for fault in faults for name in fault.fields)]
+    names = [FLAGS.get(name, name) for name in dict.fromkeys(name for fault in faults for name in fault.fields)]
     places = [(origins.of_own(("megatron", name)) if origins else "") or f"megatron.{name}" for name in names]
     first, *more = faults
     lines = [f"{fault.what}: {fault.why}" for fault in more]
@@ -256,12 +314,16 @@ def _divides(field: str, size: int, count: int, of: str, why: str) -> Iterator[F
 
 
 def _of_layers(layout: Layout, layers: int) -> Iterator[Fault]:
-    pp, counts = layout.pp, [n for n in (layout.first, layout.last) if n is not None]
+    pp, vp, counts = layout.pp, layout.vp, [n for n in (layout.first, layout.last) if n is not None]
     counted = layers + layout.embedding_counts + layout.loss_counts
     if pp == 1:
+        reason = "pipeline_model_parallel_size is 1"
         if counts:
-            reason = "pipeline_model_parallel_size is 1"
             yield Fault("layers of a first or last pipeline stage, and there is one stage", reason, ("pp",))
+        if vp > 1:
+            yield Fault("an interleaved pipeline, and there is one stage", reason, ("pp", "vp"))
+    elif layout.pattern:
+        yield from _of_pattern(layout, layers)
     elif counts and counted != layers:
         reason = "the first names numbers, the other counts"
         yield Fault("decoder_*_pipeline_num_layers and account_for_*_in_pipeline_split are both set", reason, ("pp",))
@@ -272,9 +334,32 @@ def _of_layers(layout: Layout, layers: int) -> Iterator[Fault]:
                 f"{layers} layers less {' and '.join(map(str, counts))} leave {edges} for {middle} pipeline stages"
             )
             yield Fault(message, "stages between the first and the last have equally many, at least one", ("pp",))
+        elif uneven := [count for count in replace(layout, vp=1).stages(layers) if count % vp]:
+            message = f"{FLAGS['vp']} = {vp} does not divide the {uneven[0]} layers of a pipeline stage"
+            yield Fault(message, "a stage's chunks have equally many, at least one", ("vp",))
     elif counted % pp or counted // pp < 1 + max(layout.embedding_counts, layout.loss_counts):
         message = f"pipeline_model_parallel_size = {pp} does not divide {counted} layers"
         yield Fault(message, _uneven(layers, pp), ("pp",))
+    elif counted // pp % vp or counted // (pp * vp) < 1 + max(layout.embedding_counts, layout.loss_counts):
+        message = f"{FLAGS['vp']} = {vp} does not divide the {counted // pp} layers of a pipeline stage"
+        yield Fault(message, "a stage's chunks have equally many, at least one", ("vp",))
+
+
+def _of_pattern(layout: Layout, layers: int) -> Iterator[Fault]:
+    """Whether the letters of a pattern are a pipeline of the model's layers."""
+    rows = layout.pattern_rows()
+    letters = "".join(rows)
+    reasons = []
+    if len(rows) % layout.pp:
+        reasons.append(f"it has {len(rows)} chunks for {layout.pp} stages")
+    if letters != f"E{'t' * layers}L":
+        reasons.append(f"it must have E, then t for each of the {layers} layers, then L")
+    if "" in rows:
+        reasons.append("a chunk is empty")
+    if layout.first is not None or layout.last is not None or layout.embedding_counts or layout.loss_counts:
+        reasons.append("decoder_*_pipeline_num_layers and account_for_*_in_pipeline_split say otherwise")
+    if reasons:
+        yield Fault(f"{PATTERN} = {layout.pattern!r} cannot be had", "; ".join(reasons), (PATTERN,))
 
 
 def _uneven(layers: int, pp: int) -> str:
@@ -313,14 +398,18 @@ def nearest_layouts(layout: Layout, sizes: Sizes, fields: Mapping[str, Any], mos
         followed = tp if layout.etp == layout.tp else layout.etp
         for etp in dict.fromkeys((followed, 1, tp)) if sizes.experts else (tp,):
             one = replace(layout, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp)
-            if pp != layout.pp:
-                one = replace(one, first=None, last=None)
-            if not any(True for _ in of_ranks(one)) and not any(True for _ in of_model(one, sizes, fields)):
-                layouts.append(one)
+            plain = replace(one, first=None, last=None, pattern="", vp=1)
+            for candidate in dict.fromkeys((one if pp == layout.pp else replace(plain, vp=layout.vp), plain)):
+                if not any(True for _ in of_ranks(candidate)) and not any(
+                    True for _ in of_model(candidate, sizes, fields)
+                ):
+                    layouts.append(candidate)
+                    break
     return sorted(layouts, key=lambda one: _distance(one, layout))[:most]
 
 
 def _distance(one: Layout, other: Layout) -> tuple[float, float, float]:
-    steps = [abs(log2(getattr(one, name) / getattr(other, name))) for name in FLAGS]
+    *steps, of_experts = [abs(log2(getattr(one, name) / getattr(other, name))) for name in FLAGS]
     etp_follows = (one.etp == one.tp) == (other.etp == other.tp)
-    return sum(steps[:4]) + (0 if etp_follows else steps[4]), float(sum(step > 0 for step in steps)), -float(one.tp)
+    steps.append(0 if etp_follows else of_experts)
+    return sum(steps), float(sum(step > 0 for step in steps)), -float(one.tp)

@@ -19,7 +19,7 @@ from slime_core.trainers.optimizer_step import Schedule
 from slime_megatron import offloading
 
 if TYPE_CHECKING:
-    from slime_megatron.model import PackedGPT
+    from slime_megatron.model import ModelStage
     from slime_megatron.settings import Built
 
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class MegatronLearner:
     """``begin`` gives it a fresh optimizer; a step that is not made advances neither Adam nor the schedule."""
 
-    stage: PackedGPT
-    ddp: Any = None
+    stage: ModelStage
+    wrapped: list[Any] = field(default_factory=list)  # megatron-core's DistributedDataParallel of each chunk
     optimizer: Any = None
     schedule: Schedule = field(default_factory=lambda: Schedule(peak=0.0))
     clip_grad: float = 0.0
@@ -38,26 +38,28 @@ class MegatronLearner:
     def wrap(self, built: Built) -> None:
         """Make the gradient buffers; once."""
         config = self.stage.config
-        self.ddp = DistributedDataParallel(config, built.ddp, self.stage)
-        config.no_sync_func = self.ddp.no_sync
+        self.wrapped = [DistributedDataParallel(config, built.ddp, chunk) for chunk in self.stage.chunks]
+        no_sync = [ddp.no_sync for ddp in self.wrapped]
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         config.finalize_model_grads_func = _finalize
         if built.ddp.overlap_param_gather:
-            self.stage.wait_for = self._wait_for
+            self.stage.chunks[-1].wait_for = self._wait_for
 
     def _wait_for(self, parameter: torch.Tensor) -> None:
-        self.ddp.param_to_bucket_group[parameter].finish_param_sync()
+        self.wrapped[-1].param_to_bucket_group[parameter].finish_param_sync()
 
     @torch.no_grad()
     def settle(self) -> None:
         """Have whole parameters on every rank, where they are gathered during the next forward pass; a collective."""
-        if self.ddp.ddp_config.overlap_param_gather:
-            self.ddp.start_param_sync(force_sync=True)
+        for ddp in self.wrapped:
+            if ddp.ddp_config.overlap_param_gather:
+                ddp.start_param_sync(force_sync=True)
 
     def begin(self, train: Any, schedule: Schedule, built: Built) -> None:
         """A fresh optimizer with the [train] section's settings."""
         self.optimizer = None  # its memory first
         with torch.no_grad():  # or float32 shards would be no leaves, which the one in main memory refuses
-            self.optimizer = get_megatron_optimizer(built.optimizer, [self.ddp])
+            self.optimizer = get_megatron_optimizer(built.optimizer, self.wrapped)
         for one in _optimizers(self.optimizer):
             _fuse(one.optimizer)
         for one in self._offloaded():
@@ -75,7 +77,7 @@ class MegatronLearner:
     @torch.no_grad()
     def gather_gradients(self) -> None:
         """Every parameter's ``main_grad`` whole on each data-parallel rank, where each has a part; a collective."""
-        for buffer in (*self.ddp.buffers, *self.ddp.expert_parallel_buffers):
+        for buffer in self._buffers():
             if buffer.ddp_config.use_distributed_optimizer:
                 group = buffer.data_parallel_group
                 for bucket in buffer.buckets:
@@ -124,12 +126,16 @@ class MegatronLearner:
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """The gradient buffers."""
-        for buffer in (*self.ddp.buffers, *self.ddp.expert_parallel_buffers):
-            yield buffer.grad_data
+        return (buffer.grad_data for buffer in self._buffers())
+
+    def _buffers(self) -> Iterator[Any]:
+        for ddp in self.wrapped:
+            yield from (*ddp.buffers, *ddp.expert_parallel_buffers)
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
-        self.ddp.zero_grad_buffer()
+        for ddp in self.wrapped:
+            ddp.zero_grad_buffer()
         if self.optimizer is not None:
             self.optimizer.zero_grad()
             for one in self._offloaded():

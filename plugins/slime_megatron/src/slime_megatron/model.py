@@ -1,11 +1,13 @@
 """A pipeline stage of a bridge's model: megatron-core's GPTModel, fed packs, that ends in hidden states.
 
 Pack -> embedding -> layers with our core attention -> last norm -> rows that predict -> `vocabulary.log_probs`
+
+Of an interleaved pipeline a stage has several chunks of layers, a GPTModel each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +44,8 @@ ENTRIES = 64  # forms of a compiled function that are kept, before it is run ste
 class PackedGPT(GPTModel):  # type: ignore[misc]
     """GPTModel over packs. ``vocab`` is the number of real ids: rows of the vocabulary beyond are filling.
 
+    ``vp_stage`` is the number of its chunk of layers, where a stage has several.
+
     Example:
         model = PackedGPT(config, bridge, vocab=151936, vocab_size=151936, max_sequence_length=40960)
         hidden = model(pack)
@@ -50,7 +54,8 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
 
     def __init__(self, config: TransformerConfig, bridge: Bridge, *, vocab: int, **kwargs: Any) -> None:
         provide()
-        super().__init__(config=config, transformer_layer_spec=block_spec(config, bridge), **kwargs)
+        spec = block_spec(config, bridge, kwargs.get("vp_stage"))
+        super().__init__(config=config, transformer_layer_spec=spec, **kwargs)
         self.vocab = vocab
         if config.num_moe_experts and config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
             for name, parameter in self.named_parameters():
@@ -63,7 +68,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             owner.rotary_pos_emb = PackRotary(owner.rotary_pos_emb)
 
     def forward(self, pack: Pack) -> torch.Tensor:
-        """Hidden states [T, 1, h] of this stage; with sequence parallelism this rank's rows of them."""
+        """Hidden states [T, 1, h] of this chunk; with sequence parallelism this rank's rows of them."""
         decoder_input = None
         if self.pre_process:
             assert pack.tokens is not None
@@ -75,16 +80,6 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             pack.turn = turns(angles, concentration(self.config), self.config.params_dtype)
         hidden: torch.Tensor = self.decoder(hidden_states=decoder_input, attention_mask=None, packed_seq_params=pack)
         return hidden
-
-    def choose_compiling(self, choice: Choice) -> None:
-        """Follow ``train.compile``: norms and rotations in few kernels, or step by step."""
-        parameters = list(self.parameters())
-        compiled = pays(choice, parameters[0].device, sum(p.numel() for p in parameters))
-        if compiled:  # an entry for each width of a norm, with gradients and without, and for each model of the rank
-            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, ENTRIES)
-        for module in self.modules():
-            if hasattr(module, "compiled"):
-                module.compiled = compiled
 
     def predicting(self, hidden: torch.Tensor, pack: Pack) -> torch.Tensor:
         """The rows that predict this rank's response tokens, [R, h], from the last stage's hidden states."""
@@ -108,18 +103,41 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         return log_probs(self.predicting(hidden, pack), weight, target, temperature, part=part, chunk=chunk)
 
 
+class ModelStage(torch.nn.ModuleList):
+    """The chunks of layers that a rank has of a model, in order: one, or several of an interleaved pipeline."""
+
+    def __init__(self, chunks: Sequence[PackedGPT]) -> None:
+        super().__init__(chunks)
+        self.chunks = tuple(chunks)
+
+    @property
+    def config(self) -> TransformerConfig:
+        """Of all chunks."""
+        return self.chunks[0].config
+
+    def choose_compiling(self, choice: Choice) -> None:
+        """Follow ``train.compile``: norms and rotations in few kernels, or step by step."""
+        parameters = list(self.parameters())
+        compiled = pays(choice, parameters[0].device, sum(p.numel() for p in parameters))
+        if compiled:  # an entry for each width of a norm, with gradients and without, and for each model of the rank
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, ENTRIES)
+        for module in self.modules():
+            if hasattr(module, "compiled"):
+                module.compiled = compiled  # type: ignore[assignment]
+
+
 class Model:
     """A stage with what belongs to it: its tensors by the bridge, and passes over micro-batches."""
 
     packs = True  # several sequences a micro-batch
 
-    def __init__(self, stage: PackedGPT, tensors: Tensors, device: torch.device) -> None:
+    def __init__(self, stage: ModelStage, tensors: Tensors, device: torch.device) -> None:
         self.stage, self.tensors, self.device = stage, tensors, device
-        self.passes = Passes(stage, stage, device)
+        self.passes = Passes(stage.chunks, stage, device)
 
-    def learn(self, ddp: Any) -> None:
-        """Passes go through megatron-core's gradient buffers from now on."""
-        self.passes.wrapped = ddp
+    def learn(self, wrapped: Sequence[Any]) -> None:
+        """Passes go through megatron-core's gradient buffers from now on, a module a chunk."""
+        self.passes.wrapped = wrapped
 
     @torch.no_grad()
     def fill(self, folder: Mapping[str, torch.Tensor]) -> None:
@@ -130,15 +148,15 @@ class Model:
     @torch.no_grad()
     def spread_embedding(self) -> None:
         """Give a last stage that is tied to the first its copy of the embedding; a collective of the two."""
-        stage = self.stage
+        chunk = self.stage.chunks[0 if parallel_state.is_pipeline_first_stage() else -1]
         if (
-            not stage.share_embeddings_and_output_weights
+            not chunk.share_embeddings_and_output_weights
             or parallel_state.get_pipeline_model_parallel_world_size() == 1
         ):
             return
         if parallel_state.is_rank_in_embedding_group():
-            weight = stage.shared_embedding_or_output_weight()
-            if not stage.pre_process:
+            weight = chunk.shared_embedding_or_output_weight()
+            if not chunk.pre_process:
                 weight.zero_()
             dist.all_reduce(weight, group=parallel_state.get_embedding_group())
 
@@ -152,16 +170,29 @@ def build_model(
         TrainerError: TRN108 the bridge and the model disagree.
         DataError: the folder lacks a tensor, or is damaged.
     """
-    built = build(settings)
-    stage = PackedGPT(
-        built.transformer,
-        bridge,
-        vocab=settings.sizes.vocab,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        **settings.model,
-    ).to(device)
-    stage.choose_compiling(settings.compile)
-    model = Model(stage, Tensors([stage], bridge, folder.config, multiple=settings.vocabulary_multiple), device)
+    stage = build_stage(PackedGPT, settings, bridge, device)
+    model = Model(stage, Tensors(stage.chunks, bridge, folder.config, multiple=settings.vocabulary_multiple), device)
     model.fill(stored(folder, seed))
     return model
+
+
+def build_stage(kind: type[PackedGPT], settings: MegatronSettings, bridge: Bridge, device: torch.device) -> ModelStage:
+    """This rank's chunks of a model, without its weights."""
+    config, chunks = build(settings).transformer, settings.layout.vp
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    stage = ModelStage(
+        [
+            kind(
+                config,
+                bridge,
+                vocab=settings.sizes.vocab,
+                pre_process=first and number == 0,
+                post_process=last and number == chunks - 1,
+                vp_stage=number if chunks > 1 else None,
+                **settings.model,
+            ).to(device)
+            for number in range(chunks)
+        ]
+    )
+    stage.choose_compiling(settings.compile)
+    return stage

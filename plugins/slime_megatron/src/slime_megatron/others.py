@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     from slime_core.config.sections.train import TrainSection
     from slime_core.weights.folder import ModelFolder
 
-UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+UNEVEN = (
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "pipeline_model_parallel_layout",
+)
 """Flags that fit one number of layers."""
 
 

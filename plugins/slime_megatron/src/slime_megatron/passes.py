@@ -1,7 +1,7 @@
 """All micro-batches of an optimizer step through the pipeline's schedule: log-probs, or gradients and the step's sums.
 
-The last stage makes the loss. Context-parallel ranks give each other their log-probs, so that a loss sees whole
-sequences; tensor-parallel ranks have them all. Sums count once a data-parallel rank.
+The last stage makes the loss, in its last chunk of layers. Context-parallel ranks give each other their log-probs, so
+that a loss sees whole sequences; tensor-parallel ranks have them all. Sums count once a data-parallel rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from slime_core.protocols import Loss
     from slime_core.types import MicroBatch
-    from slime_megatron.model import PackedGPT
+    from slime_megatron.model import ModelStage
 
 
 @dataclass(slots=True, frozen=True)
@@ -44,10 +44,10 @@ class MicroBatchInputs:
 class Passes:
     """Passes of one model; every rank calls the same one with its data-parallel rank's micro-batches.
 
-    ``wrapped`` is the stage as it learns (megatron-core's DistributedDataParallel), or the stage itself.
+    ``wrapped`` are the stage's chunks as they learn (megatron-core's DistributedDataParallel), or the bare chunks.
     """
 
-    def __init__(self, wrapped: Any, stage: PackedGPT, device: torch.device) -> None:
+    def __init__(self, wrapped: Sequence[Any], stage: ModelStage, device: torch.device) -> None:
         self.wrapped, self.stage, self.device = wrapped, stage, device
         self.chunk = 0
         self.expert_load = ExpertLoad()
@@ -96,13 +96,14 @@ class Passes:
                 hidden = model(work.pack)
             return hidden, lambda hidden: last(work, hidden)
 
-        works = [self._work(micro) for micro in micros]
+        config, works = self.stage.config, [self._work(micro) for micro in micros]
         rows = sum(len(work.copies) for work in works)
-        with nullcontext() if forward_only else auxiliary_losses(self.stage.config, rows, self.device):
-            outputs: list[Any] = get_forward_backward_func()(
+        sizes = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+        with nullcontext() if forward_only else auxiliary_losses(config, rows, self.device):
+            outputs: list[Any] = get_forward_backward_func(*sizes)(
                 forward_step_func=step,
-                data_iterator=iter(works),
-                model=[self.wrapped],
+                data_iterator=[iter(works) for _ in self.wrapped],
+                model=list(self.wrapped),
                 num_microbatches=len(works),
                 seq_length=1,  # of no use where lengths vary
                 micro_batch_size=1,
@@ -130,7 +131,7 @@ class Passes:
         assert pack.local is not None
         target = to_device(work.micro.target, self.device)
         temperature = work.temperature[pack.local] if work.temperature is not None else None
-        local: tuple[torch.Tensor, ...] = self.stage.score(
+        local: tuple[torch.Tensor, ...] = self.stage.chunks[-1].score(
             hidden, pack, target[pack.local], temperature, chunk=self.chunk
         )
         group = parallel_state.get_context_parallel_group()

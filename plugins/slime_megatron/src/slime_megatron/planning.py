@@ -48,7 +48,8 @@ def plan(planning: Planning) -> Plan | None:
         "family": bridge.family,
         "ranks": world,
         "layout": {name: getattr(layout, name) for name in names},
-        "layers": [len(stage) for stage in layout.stages(settings.sizes.layers)],
+        "layers": layout.stages(settings.sizes.layers),
+        "chunks": layout.vp,
         "vocabulary": settings.sizes.padded_vocab,
         "sequence_parallel": settings.transformer["sequence_parallel"],
         "notices": [*idle, *settings.notices],
@@ -60,7 +61,7 @@ def line(row: dict[str, Any]) -> str:
     """The same in one line."""
     sizes = [f"{name} {size}" for name, size in row["layout"].items()]
     shared, experts = " * ".join(sizes[:4]), " * ".join(sizes[4:])
-    stages = ", ".join(map(str, row["layers"]))
+    stages = ", ".join(map(str, row["layers"])) + (f" in {row['chunks']} chunks" if row["chunks"] > 1 else "")
     text = f"{row['family']}, {row['ranks']} ranks = {shared}" + (f"; experts {experts}" if experts else "")
     return "; ".join([f"{text}; layers {stages}; vocabulary {row['vocabulary']}", *row["notices"]])
 

@@ -249,7 +249,7 @@ def _state(worker: MegatronWorker) -> dict[str, Any]:
     layout = worker.settings.layout
     state: dict[str, Any] = {
         "world": worker.world,
-        "layout": {name: getattr(layout, name) for name in ("tp", "pp", "cp", "ep", "etp")},
+        "layout": {name: getattr(layout, name) for name in ("tp", "pp", "cp", "ep", "etp", "vp")},
         "dtype": worker.train.dtype,
         "steps": worker.steps,
         "nonfinite_in_a_row": worker.guard.in_a_row,

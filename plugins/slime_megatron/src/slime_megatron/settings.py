@@ -50,6 +50,7 @@ MLA_OWN = frozenset({"rotary_percent", "rotary_base"})
 
 KERNELS = ("moe_permute_fusion", "moe_router_fusion")
 """Fields that make experts faster where Transformer Engine is."""
+GROUP = "microbatch_group_size_per_vp_stage"
 ALIGNED = 16  # bytes: what torch's grouped product wants rows of matrices to be a multiple of
 
 
@@ -75,6 +76,11 @@ class MegatronSettings:
     vocabulary_multiple: int  # rows of the vocabulary are filled up to one
     compile: Choice = "auto"  # train.compile
     notices: tuple[str, ...] = ()
+
+    @property
+    def pack_multiple(self) -> int:
+        """Of which the micro-batches of an optimizer step are a multiple: those that a chunk takes in a row."""
+        return int(self.transformer.get(GROUP, self.layout.pp)) if self.layout.vp > 1 else 1
 
 
 def settings(
@@ -106,7 +112,7 @@ def settings(
     megatron = {name.replace("-", "_"): value for name, value in megatron.items()}
     _raise(problems(megatron, train=train), origins)
     model_fields = bridge.megatron(hf_config)
-    layout = Layout.of(megatron, world)
+    layout = Layout.of(megatron, world, bridge.sizes(hf_config).layers)
     multiple = int(megatron.get("make_vocab_size_divisible_by", VOCABULARY_MULTIPLE)) * layout.tp
     sizes = bridge.sizes(hf_config, multiple)
     _raise(disagreements(megatron, bridge, hf_config, model_fields, sizes), origins)
@@ -117,7 +123,7 @@ def settings(
     shared = _shared_sequence(megatron, layout)
     fields = {**model_fields, "multi_latent_attention": mla}
     layouts.check(layout, sizes, fields, sequence_parallel=shared, origins=origins)
-    _raise(_uneven_units(run, layout, sizes), origins)
+    _raise([*_uneven_units(run, layout, sizes), *_small_group(run, layout)], origins)
     unaligned = _unaligned(model_fields, layout, train.dtype) if sizes.experts and not _engine(device) else []
     _raise(unaligned if run.get("moe_grouped_gemm") else [], origins)
     if not sizes.experts:
@@ -167,18 +173,36 @@ def _uneven_units(run: Mapping[str, Any], layout: Layout, sizes: Sizes) -> list[
     """A problem where a stage's layers are not whole units of those that are made again together."""
     if (run.get("recompute_granularity"), run.get("recompute_method")) != ("full", "uniform"):
         return []
-    counts = sorted({len(stage) for stage in layout.stages(sizes.layers)})
+    counts = sorted({len(chunk) for chunk in layout.chunks(sizes.layers)} - {0})
     unit, whole = run["recompute_num_layers"], gcd(*counts)
     if unit > 0 and whole % unit == 0:
         return []
+    chunks = "stages" if layout.vp == 1 else "their chunks"
     works = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
     return [
         Problem(
             code="CFG04",
             what=f"megatron.recompute_num_layers = {unit} does not divide the layers of a pipeline stage",
             keys=(("megatron", "recompute_num_layers"),),
-            why=f"uniform recomputes whole units of layers, and stages have {' or '.join(map(str, counts))}",
+            why=f"uniform recomputes whole units of layers, and {chunks} have {' or '.join(map(str, counts))}",
             fix=f"one of {works}\nor --recompute-method block",
+        )
+    ]
+
+
+def _small_group(run: Mapping[str, Any], layout: Layout) -> list[Problem]:
+    """A problem where a chunk would wait for micro-batches that the stages behind it still have."""
+    size = run.get(GROUP, layout.pp)
+    if size >= layout.pp:
+        return []
+    flag = "microbatch_group_size_per_virtual_pipeline_stage"
+    return [
+        Problem(
+            code="CFG03",
+            what=f"megatron.{flag} = {size} is out of range",
+            keys=(("megatron", flag),),
+            why=f"there are {layout.pp} pipeline stages, each of which has a micro-batch at a time",
+            fix=f"set {flag} to an integer >= {layout.pp}",
         )
     ]
 
@@ -250,6 +274,8 @@ def _fixed(layout: Layout, train: TrainSection, device: str, *, mla: bool, share
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
+        "virtual_pipeline_model_parallel_size": layout.vp if layout.vp > 1 else None,
+        "pipeline_model_parallel_layout": layout.pattern or None,
         "num_layers_in_first_pipeline_stage": layout.first,
         "num_layers_in_last_pipeline_stage": layout.last,
         "sequence_parallel": shared,
@@ -266,6 +292,7 @@ def _fixed(layout: Layout, train: TrainSection, device: str, *, mla: bool, share
         "persist_layer_norm": False,
         "apply_rope_fusion": False,  # rows of a pack have positions of their own
         "batch_p2p_comm": False,
+        "overlap_p2p_comm": layout.vp > 1,  # else stages of a short interleaved pipeline wait for each other forever
         "moe_router_bias_update_rate": 0.0,  # biases move once a step was made: `expert_load`
         "cuda_graph_scope": (),  # megatron-core's default warns that it is an old one
         "use_cpu_initialization": device == "cpu",

@@ -75,14 +75,17 @@ class ExpertRouter(TopKRouter):  # type: ignore[misc]
         return torch.nn.functional.linear(input.to(dtype), self.weight.to(dtype), bias)
 
 
-def block_spec(config: TransformerConfig, bridge: Bridge) -> Any:
-    """The decoder's layers of this pipeline stage, and its last norm."""
+def block_spec(config: TransformerConfig, bridge: Bridge, chunk: int | None = None) -> Any:
+    """The decoder's layers of this pipeline stage, or of a chunk of it, and the last norm."""
     shown = copy(config)
     grouped = config.moe_grouped_gemm and not has_transformer_engine()
     if grouped:
         shown.moe_grouped_gemm = False  # megatron-core's own keeps all experts in one tensor, and is given up there
     block = get_gpt_decoder_block_spec(
-        shown, use_transformer_engine=has_transformer_engine(), normalization=config.normalization
+        shown,
+        use_transformer_engine=has_transformer_engine(),
+        normalization=config.normalization,
+        vp_stage=chunk,
     )
     for layer in block.layer_specs:
         if bridge.sandwich:

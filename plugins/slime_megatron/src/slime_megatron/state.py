@@ -22,6 +22,7 @@ def start(layout: Layout, seed: int) -> None:
         TrainerError: this process has the groups of another layout, or no device that megatron-core can use.
     """
     sizes = (layout.tp, layout.pp, layout.cp, layout.ep)
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(layout.vp if layout.vp > 1 else None)
     if parallel_state.is_initialized():
         current = (
             parallel_state.get_tensor_model_parallel_world_size(),

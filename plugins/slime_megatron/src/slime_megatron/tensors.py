@@ -81,17 +81,17 @@ class TensorDescription:
 
 
 class Tensors:
-    """Every tensor of a model's stages on this rank.
+    """Every tensor of a model's chunks of layers on this rank.
 
     Example:
-        tensors = Tensors([stage], bridge, hf_config, multiple=128)
+        tensors = Tensors(stage.chunks, bridge, hf_config, multiple=128)
         tensors.fill(folder.tensors())
         sources = tensors.sources()
     """
 
     def __init__(
         self,
-        stages: Sequence[PackedGPT],
+        chunks: Sequence[PackedGPT],
         bridge: Bridge,
         config: Any,
         *,
@@ -105,9 +105,9 @@ class Tensors:
         self.by_name: dict[str, LocalTensor] = {}
         self._sources: list[TensorSource] | None = None
         self.copies: list[LocalTensor] = []  # of what other stages hold: an output matrix that is tied
-        for stage in stages:
-            for name, tensor in _stored(stage):
-                whole = canonical(name, stage)
+        for chunk in chunks:
+            for name, tensor in _stored(chunk):
+                whole = canonical(name, chunk)
                 if whole not in by_name:
                     if whole == "output_layer.weight" and self.sizes.tied:
                         embedding = by_name["embedding.word_embeddings.weight"]
@@ -227,27 +227,27 @@ def stored(folder: ModelFolder, seed: int = 0) -> Mapping[str, torch.Tensor]:
         return dict(Shards.open(Path(directory)))
 
 
-def _stored(stage: PackedGPT) -> Iterable[tuple[str, torch.Tensor]]:
+def _stored(chunk: PackedGPT) -> Iterable[tuple[str, torch.Tensor]]:
     """Parameters, and buffers that a checkpoint holds (an expert bias)."""
-    yield from stage.named_parameters()
-    for prefix, module in stage.named_modules():
+    yield from chunk.named_parameters()
+    for prefix, module in chunk.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set and name == "expert_bias":
                 yield f"{prefix}.{name}", buffer
 
 
-def canonical(name: str, stage: PackedGPT) -> str:
-    """A parameter's name in a stage to its name in the whole model, as the local spec without fusion has it."""
+def canonical(name: str, chunk: PackedGPT) -> str:
+    """A parameter's name in a chunk to its name in the whole model, as the local spec without fusion has it."""
     if match := LAYER.match(name):
         number, rest = int(match[1]), match[2]
-        layer = stage.decoder.layers[number]
+        layer = chunk.decoder.layers[number]
         for fused, plain in FUSED:
             if rest.startswith(fused):
                 rest = plain + rest.removeprefix(fused)
         name = f"decoder.layers.{layer.layer_number - 1}.{rest}"
     if expert := EXPERT.match(name):
         prefix, local, linear, leaf, te_linear, te_leaf, te_local = expert.groups()
-        per_rank = stage.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+        per_rank = chunk.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
         first = per_rank * parallel_state.get_expert_model_parallel_rank()
         number = first + int(local if local is not None else te_local)
         name = f"{prefix}local_experts.{number}.{linear or te_linear}.{leaf or te_leaf}"

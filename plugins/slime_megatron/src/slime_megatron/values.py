@@ -11,15 +11,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import nn
 
 from slime_convert.bridge import Entry, check_tensors
 from slime_core.trainers.roles import open_critic
-from slime_megatron.model import Model, PackedGPT
+from slime_megatron.model import Model, PackedGPT, build_stage
 from slime_megatron.others import settings_of
-from slime_megatron.settings import MegatronSettings, build
+from slime_megatron.settings import MegatronSettings
 from slime_megatron.tensors import Tensors, stored
 
 if TYPE_CHECKING:
@@ -82,17 +81,9 @@ def build_values(
     weights: Mapping[str, torch.Tensor] | None = stored(folder) if path and shards is None else None
     if shards is not None:
         weights = _fitting(shards, head, bridge, folder)
-    stage = ValueGPT(
-        build(settings).transformer,
-        bridge,
-        vocab=settings.sizes.vocab,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        **settings.model,
-    ).to(run.device)
-    stage.choose_compiling(settings.compile)
+    stage = build_stage(ValueGPT, settings, bridge, run.device)
     multiple, entries = settings.vocabulary_multiple, _entries(bridge, folder)
-    tensors = Tensors([stage], bridge, folder.config, multiple=multiple, entries=entries)
+    tensors = Tensors(stage.chunks, bridge, folder.config, multiple=multiple, entries=entries)
     model = Model(stage, tensors, run.device)
     if weights is not None:
         model.fill(weights)

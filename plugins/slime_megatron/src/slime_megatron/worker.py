@@ -57,13 +57,17 @@ class MegatronWorker(Worker):
         start(layout, self.config.seed)
         number = parallel_state.get_data_parallel_rank()
         self.dp_rank = DataParallelRank(
-            number=number, size=layout.dp, context_parallel=layout.cp, flops=Flops.of(self.folder.config)
+            number=number,
+            size=layout.dp,
+            context_parallel=layout.cp,
+            flops=Flops.of(self.folder.config),
+            multiple=self.settings.pack_multiple,
         )
         self.plugins.notify("slime_megatron_init", "a Megatron rank's start", self.ctx, args=self.settings)
         self.policy: Model = build_model(self.settings, self.bridge, self.folder, self.device, seed=self.config.seed)
         self.actor: MegatronLearner = MegatronLearner(self.policy.stage)
         self.actor.wrap(build(self.settings))
-        self.policy.learn(self.actor.ddp)
+        self.policy.learn(self.actor.wrapped)
         self.expert_load = self.policy.passes.expert_load = watch(self.policy.stage)
         self.frozen: MegatronFrozen = MegatronFrozen(self.folder)
         self.run: ModelContext
@@ -100,7 +104,7 @@ class MegatronWorker(Worker):
             "slime_megatron_before_log_prob",
             f"log-probs of {role}",
             replace(self.ctx, version=self.version),
-            model=[model.passes.wrapped],
+            model=list(model.passes.wrapped),
             role=role,
         )
         micros = list(chain(*self.packs(rank_batch)))
@@ -132,7 +136,7 @@ class MegatronWorker(Worker):
             "slime_megatron_before_train_step",
             f"optimizer step {learner.steps}",
             replace(self.ctx, version=self.version),
-            model=[learner.ddp],
+            model=learner.wrapped,
             optimizer=learner.optimizer,
             step=learner.steps,
         )
