@@ -71,7 +71,9 @@ class Context:
             session_id=sample.session_id,
         )
         done = await self.engine.generate(request)
-        sample.append_response(done.tokens, done.log_probs, text=done.text, version=done.versions)
+        sample.append_response(
+            done.tokens, done.log_probs, text=done.text, version=done.versions, routed_experts=done.routed_experts
+        )
         sample.status = FINISHED[done.finish]
         sample.temperature = params.temperature or 1.0
         return done

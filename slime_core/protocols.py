@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from slime_core.types import Completion
+from slime_core.types import Completion, longer_rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -216,6 +217,7 @@ class RequestTurn:
             seconds={name: sum(piece.seconds.get(name, 0.0) for piece in pieces) for name in pieces[0].seconds}
             if pieces
             else {},
+            routed_experts=reduce(longer_rows, [piece.routed_experts for piece in pieces], None),
         )
 
 

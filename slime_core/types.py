@@ -107,7 +107,8 @@ class Sample:
     remove_sample: bool = False  # trains with mask 0, still counts in its group
     multimodal_inputs: dict[str, Any] | None = None
     multimodal_train_inputs: dict[str, ArrayRef] | None = None
-    rollout_routed_experts: ArrayRef | None = None
+    rollout_routed_experts: ArrayRef | NDArray[Any] | None = None
+    """[n, layers, k], the experts that the engine chose for its first n tokens; in memory until the ledger has it."""
     rollout_top_p_token_ids: ArrayRef | None = None
     teacher_log_probs: list[float] | None = None
     train_metadata: dict[str, Any] = field(default_factory=dict)
@@ -132,8 +133,11 @@ class Sample:
         *,
         text: str = "",
         version: int | Sequence[int] = -1,
+        routed_experts: NDArray[Any] | None = None,
     ) -> None:
         """Add one turn's tokens: a model's, with their log-probs, or an environment's, with ``mask=0``.
+
+        ``routed_experts`` is a completion's, from the sample's first token on; rows that the sample has stay.
 
         Raises:
             ValueError: trainable tokens without log-probs, or lists that differ in length.
@@ -156,6 +160,8 @@ class Sample:
             values += new
             setattr(self, name, values)
         self.response_length, self.response = before + count, self.response + text
+        if routed_experts is not None:
+            self.rollout_routed_experts = longer_rows(self.rollout_routed_experts, routed_experts)
 
     def truncate_response(self, count: int, text: str) -> None:
         """Leave the first ``count`` tokens of the response, which are ``text``, such as those before unread words."""
@@ -163,6 +169,8 @@ class Sample:
         for values in (self.loss_mask, self.rollout_log_probs, self.weight_versions):
             if values is not None:
                 del values[count:]
+        if isinstance(self.rollout_routed_experts, np.ndarray):
+            self.rollout_routed_experts = self.rollout_routed_experts[: len(self.tokens)]
         self.response_length, self.response = count, text
 
     def to_dict(self) -> dict[str, Any]:
@@ -185,11 +193,20 @@ class Sample:
         return cls(**values)
 
 
+def longer_rows(rows: Any, more: NDArray[Any] | None) -> Any:
+    """``rows`` of a sequence's first positions, then those of ``more``, from its beginning too, that come after."""
+    if rows is None or more is None:
+        return more if rows is None else rows
+    return np.concatenate([rows, more[len(rows) :]])
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, ArrayRef):
         return {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
     if isinstance(value, StrEnum):
         return str(value)
+    if isinstance(value, np.ndarray):
+        return value.tolist()
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -322,6 +339,8 @@ class Completion:
     text: str = ""  # decoded, stop string cut off; never re-tokenised
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
     """Wall time in ``queue`` and then in ``prefill``, where the engine says it; the rest of a request is decoding."""
+    routed_experts: NDArray[Any] | None = field(default=None, compare=False)
+    """[n, layers, k], the experts chosen for the first n tokens of prompt and response, all but the last; or None."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -350,7 +369,7 @@ class Batch:
     columns: Columns = field(default_factory=dict)  # R each: rollout_log_probs, policy, reference, advantages, ...
     temperature: NDArray[np.float32] | None = None  # S, of the draws; None counts as 1
     multimodal: list[dict[str, ArrayRef] | None] | None = None  # S
-    routed_experts: list[ArrayRef | None] | None = None  # S
+    routed_experts: list[ArrayRef | NDArray[Any] | None] | None = None  # S
     train_metadata: list[dict[str, Any]] = field(default_factory=list)  # S
 
     def __len__(self) -> int:

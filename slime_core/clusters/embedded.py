@@ -67,6 +67,7 @@ async def embedded_engine(
         thread=thread,
         epoch=epoch,
         exact=config.train.true_on_policy_mode,
+        routing=config.train.routing_replay == "rollout",
         profile=StepProfile(run_dir / "profile", config.report.profile, config.rollout.max_staleness)
         if run_dir
         else None,

@@ -66,8 +66,7 @@ _FIXED = {
         False,
         "balance_by_flops ci_test enable_mtp_training finetune keep_old_actor log_correct_samples log_multi_turn "
         "log_passrate no_load_optim no_load_rng no_save_optim release_train reset_optimizer_states "
-        "use_distributed_post use_rollout_entropy use_rollout_routing_replay "
-        "use_routing_replay use_stateless_adam use_tensorboard use_wandb",
+        "use_distributed_post use_rollout_entropy use_stateless_adam use_tensorboard use_wandb",
     ),
     **_repeat(
         None,
@@ -166,6 +165,8 @@ def _derived(config: Config) -> dict[str, Any]:
         "grpo_std_normalization": not train.disable_grpo_std_normalization,
         "use_kl_loss": train.kl_loss_coef > 0,
         "use_opd": train.opd_kl_coef > 0,
+        "use_routing_replay": train.routing_replay != "off",
+        "use_rollout_routing_replay": train.routing_replay == "rollout",
         "opd_type": _PLACES[train.teacher_place] if train.opd_kl_coef > 0 else None,
         "use_critic": train.advantage_estimator == "ppo",
         "fully_async": config.rollout.max_staleness > 0,

@@ -4,7 +4,7 @@
 
 Masks and versions of a sample are run-length encoded in the header. Log-probs are stored as float32 where that loses
 nothing. A record of turns holds those of one sample in order: requests and completions in the header, every list of
-numbers of theirs in one array a name.
+numbers of theirs in one array a name, and the experts of each that has some in one array.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import math
 import struct
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields as fields_of, replace
 from itertools import pairwise
 from typing import Any
@@ -35,17 +35,19 @@ DEFAULTS = {name: getattr(Sample(), name) for name in PLAIN}  # a field that has
 TURN_INTS = ("tokens", "versions")  # of a Completion, one entry a new token
 TURN_LOGS = ("log_probs",)
 TURN_PLAIN = "plain_log_probs"  # empty where the engine has none; NaN in a record
+TURN_EXPERTS = "routed_experts"
 
 
-def encode(sample: Sample) -> list[bytes | memoryview]:
-    """The parts of a sample's record.
+def encode(sample: Sample, refs: Mapping[str, ArrayRef] | None = None) -> list[bytes | memoryview]:
+    """The parts of a sample's record; ``refs`` are written in place of fields that are arrays in memory.
 
     Raises:
         PluginError: PLG57, a field that a plugin filled with something JSON cannot hold.
     """
     arrays = [("tokens", ints(sample.tokens))]
     arrays += [(name, floats(values)) for name in FLOATS if (values := getattr(sample, name)) is not None]
-    fields = {name: getattr(sample, name) for name in PLAIN if getattr(sample, name) != DEFAULTS[name]}
+    values = {name: getattr(sample, name) for name in PLAIN} | dict(refs or {})
+    fields = {name: value for name, value in values.items() if value != DEFAULTS[name]}
     fields |= {name: _runs(values) for name in RUNS if (values := getattr(sample, name)) is not None}
     try:
         return pack(fields, arrays)
@@ -104,7 +106,7 @@ def unpack(body: bytes | memoryview) -> tuple[dict[str, Any], dict[str, NDArray[
 
 def array_refs(sample: Sample) -> dict[str, ArrayRef]:
     """The arrays that lie in records of their own, by field or by ``multimodal_train_inputs.KEY``."""
-    refs = {name: ref for name in REFS if (ref := getattr(sample, name)) is not None}
+    refs = {name: ref for name in REFS if isinstance(ref := getattr(sample, name), ArrayRef)}
     return refs | {
         f"multimodal_train_inputs.{key}": ref for key, ref in (sample.multimodal_train_inputs or {}).items()
     }
@@ -166,6 +168,8 @@ def encode_turns(turns: Sequence[RequestTurn]) -> list[bytes | memoryview]:
     arrays += [(name, ints(_joined(pieces, name))) for name in TURN_INTS]
     arrays += [(name, floats(_joined(pieces, name))) for name in TURN_LOGS]
     arrays.append((TURN_PLAIN, floats([value for piece in pieces for value in _plain_log_probs(piece)])))
+    if rows := [piece.routed_experts.ravel() for piece in pieces if piece.routed_experts is not None]:
+        arrays.append((TURN_EXPERTS, np.concatenate(rows)))
     return pack({"turns": [_header(turn) for turn in turns]}, arrays)
 
 
@@ -176,6 +180,7 @@ def decode_turns(body: bytes) -> list[RequestTurn]:
         ValueError: a record of another format.
     """
     fields, arrays = unpack(body)
+    experts, experts_at = arrays.pop(TURN_EXPERTS, np.empty(0)), 0
     numbers = {name: array.tolist() for name, array in arrays.items()}
     turns, prompt_at, piece_at = [], 0, 0
     for header in fields["turns"]:
@@ -190,6 +195,10 @@ def decode_turns(body: bytes) -> list[RequestTurn]:
             part = slice(piece_at, piece_at + count)
             lists = {name: numbers[name][part] for name in (*TURN_INTS, *TURN_LOGS, TURN_PLAIN)}
             lists[TURN_PLAIN] = [] if any(map(math.isnan, lists[TURN_PLAIN])) else lists[TURN_PLAIN]
+            if shape := scalars.pop(TURN_EXPERTS, None):
+                size = math.prod(shape)
+                lists[TURN_EXPERTS] = experts[experts_at : experts_at + size].reshape(shape).copy()
+                experts_at += size
             turn.pieces.append(Completion(**scalars, **lists))
             piece_at += count
         turns.append(turn)
@@ -223,7 +232,10 @@ def _pieces_before(pieces: Sequence[Completion], before: int) -> tuple[list[Comp
             continue
         if end:
             lists = {name: getattr(piece, name)[:end] for name in (*TURN_INTS, *TURN_LOGS, TURN_PLAIN)}
-            completions.append(replace(piece, **lists, finish="abort", text=""))
+            rows = piece.routed_experts
+            if rows is not None:
+                rows = rows[: len(rows) - len(piece.tokens) + end]
+            completions.append(replace(piece, **lists, routed_experts=rows, finish="abort", text=""))
         return completions, False
     return completions, True
 
@@ -235,8 +247,10 @@ def _header(turn: RequestTurn) -> dict[str, Any]:
 
 
 def _scalars(piece: Completion) -> tuple[int, dict[str, Any]]:
-    fields = asdict(piece)
-    del fields["seconds"]
+    fields = asdict(replace(piece, routed_experts=None))
+    del fields["seconds"], fields[TURN_EXPERTS]
+    if piece.routed_experts is not None:
+        fields[TURN_EXPERTS] = list(piece.routed_experts.shape)
     for name in (*TURN_INTS, *TURN_LOGS, TURN_PLAIN):
         if len(fields.pop(name)) != len(piece.tokens) and not (name == TURN_PLAIN and not piece.plain_log_probs):
             raise ValueError(f"request {piece.id}: {name} does not have one entry a token")

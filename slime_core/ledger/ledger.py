@@ -78,7 +78,9 @@ class SqliteLedger:
             PluginError: PLG57, a field that JSON cannot hold.
         """
         rows = len(group.samples) + sum(len(samples) for samples, _ in drops)
-        await self.commits.run(lambda: self.rows.finish(group, drops), rows=rows, points=FINISH)
+        stored = await self.commits.run(lambda: self.rows.finish(group, drops), rows=rows, points=FINISH)
+        for sample, ref in stored:
+            sample.rollout_routed_experts = ref
 
     async def drop(self, drops: Drops) -> None:
         """See `protocols.Ledger`. Samples that were never issued are added; a dropped sample keeps its first reason.

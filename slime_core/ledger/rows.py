@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from slime_core import durable
 from slime_core.durable import storage_error
 from slime_core.errors import StorageError
@@ -24,7 +26,7 @@ from slime_core.ledger.codec import array_refs, cut, decode, decode_turns, encod
 from slime_core.ledger.schema import DROPPED, FINISHED, PENDING, STATES, TRAINED
 from slime_core.ledger.segments import RecordPlace, Segments
 from slime_core.protocols import Drops, GroupRecord, RequestTurn
-from slime_core.types import Group, Sample
+from slime_core.types import ArrayRef, Group, Sample
 
 REPLACED = "replaced"  # issued, but a fan-out returned other samples in its place
 RESTARTED = "restarted"  # a later attempt of the same sample was issued
@@ -107,8 +109,8 @@ class LedgerTables:
                     (sample.id, sample.attempt, PENDING, group.prompt.position, sample.rollout_id),
                 )
 
-    def finish(self, group: Group, drops: Drops = ()) -> None:
-        """See `protocols.Ledger`; the payloads are appended, not yet durable."""
+    def finish(self, group: Group, drops: Drops = ()) -> list[tuple[Sample, ArrayRef]]:
+        """See `protocols.Ledger`; the payloads are appended, not yet durable. Returns where routed experts lie."""
         self.drop(drops)
         rows = []
         for place, sample in enumerate(group.samples):
@@ -116,14 +118,19 @@ class LedgerTables:
             if row is not None and row[1] == DROPPED:
                 raise self.conflict(sample.id, "dropped", "finished")
             if row is None or row[1] == PENDING:
-                rows.append((place, sample, encode(sample)))
-        for place, sample, parts in rows:
-            self._store(group.prompt.position, place, sample, self._segments.append(parts))
+                experts = sample.rollout_routed_experts
+                if isinstance(experts, np.ndarray):
+                    experts = self._segments.write_array(experts, named=True)
+                refs = {} if experts is None else {"rollout_routed_experts": experts}
+                rows.append((place, sample, refs, encode(sample, refs)))
+        for place, sample, refs, parts in rows:
+            self._store(group.prompt.position, place, sample, refs, self._segments.append(parts))
         keys = {(sample.id, sample.attempt) for sample in group.samples}
         query = f"SELECT serial, id, attempt FROM samples WHERE {OF_PROMPT} AND state = {PENDING}"
         for serial, name, attempt in self._db.execute(query, of_prompt(group.prompt.id)).fetchall():
             if (name, attempt) not in keys:
                 self._set_dropped(serial, REPLACED)
+        return [(sample, ref) for _, sample, refs, _ in rows for ref in refs.values()]
 
     def drop(self, drops: Drops) -> None:
         """See `protocols.Ledger`."""
@@ -309,10 +316,13 @@ class LedgerTables:
         if step is not None:
             raise self.conflict(name, f"journaled for version {step}", change)
 
-    def _store(self, position: int, order: int, sample: Sample, place: RecordPlace) -> None:
+    def _store(
+        self, position: int, order: int, sample: Sample, refs: Mapping[str, ArrayRef], place: RecordPlace
+    ) -> None:
         values = (position, *_measures(sample, order), *place, sample.id, sample.attempt)
         self._db.execute(FINISH, values)
-        named = {int(ref.segment[:-4]) for ref in array_refs(sample).values() if ref.segment[:-4].isdecimal()}
+        every = {**array_refs(sample), **refs}
+        named = {int(ref.segment[:-4]) for ref in every.values() if ref.segment[:-4].isdecimal()}
         if others := named - {place.segment}:
             (serial, *_) = self._db.execute(ROW, (sample.id, sample.attempt)).fetchone()
             rows = [(segment, serial) for segment in others]

@@ -130,8 +130,10 @@ class Segments:
             body = _read_at(self._reader(place.segment), place.offset, place.length, self.path(place.segment))
         return _verified(body, place, self.path(place.segment))
 
-    def write_array(self, array: NDArray[Any]) -> ArrayRef:
+    def write_array(self, array: NDArray[Any], *, named: bool = False) -> ArrayRef:
         """Store a numeric array; durable after :meth:`sync`.
+
+        With ``named`` the transaction that is open names it in the ledger; else its file stays while the writer lives.
 
         Raises:
             TypeError: a dtype that has no fixed little-endian form.
@@ -141,7 +143,8 @@ class Segments:
             raise TypeError(f"arrays of dtype {array.dtype} are not stored; use one of {', '.join(sorted(DTYPES))}")
         flat = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
         place = self.append([flat.reshape(-1).view(np.uint8).data])
-        self._arrays.add(place.segment)
+        if not named:
+            self._arrays.add(place.segment)
         return ArrayRef(
             segment=segment_name(place.segment),
             offset=place.offset,

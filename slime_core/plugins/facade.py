@@ -257,6 +257,7 @@ class Plugins:
         estimator, loss = self._router.estimator(train), self._router.loss(train.loss_type)
         parts: tuple[Estimator | Loss, ...] = (estimator, loss)
         more = [part.needs_when(train) for part in parts if part.needs_when is not None]
+        more += [frozenset({"policy"})] if train.routing_replay == "policy" and not train.offline else []
         return frozenset().union(estimator.needs, loss.needs, needed_roles(estimator, train), *more)
 
     def advantage(self, batch: Batch, columns: dict[str, Columns], train: Any) -> Batch:

@@ -31,7 +31,10 @@ def split_rollouts(batch: Batch, num_steps: int, global_batch_size: int) -> list
 
 
 def prompts_of(batch: Batch) -> Ints:
-    """For each sample the first one that has the same prompt tokens."""
+    """For each sample the first one that has the same prompt tokens; itself where routed experts are replayed, which
+    an engine may choose anew for every sample."""
+    if batch.routed_experts is not None:
+        return np.arange(len(batch))
     first: dict[bytes, int] = {}
     ends = batch.offsets[1:] - batch.response_lengths
     prompts = [first.setdefault(batch.tokens[a:b].tobytes(), i) for i, (a, b) in enumerate(zip(batch.offsets, ends))]

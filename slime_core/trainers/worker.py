@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from slime_core.config.presets import settle
-from slime_core.errors import SlimeError, TrainerError
+from slime_core.errors import ConfigError, SlimeError, TrainerError
 from slime_core.memory import first_line, is_out_of_memory, trim
 from slime_core.profile import StepProfile
 from slime_core.trainers.batch import check_columns, check_tokens, stamp_of
@@ -35,6 +35,7 @@ from slime_core.trainers.optimizer_step import (
 )
 from slime_core.trainers.process_group import join_group
 from slime_core.trainers.roles import critic_figures, missing
+from slime_core.trainers.routing import RoutingReplay
 from slime_core.trainers.verify import Slow, compared
 from slime_core.types import Batch, WeightUpdate
 from slime_core.weights.logprob_check import PRECISIONS
@@ -96,6 +97,8 @@ class Worker(ABC):
         self.expert_load = ExpertLoad()  # of a dense model
         self.stage: Config | None = None
         self.steps = 0  # calls of step in this stage
+        self.segments = (errors or Path()).parent / "segments"
+        self.routing: RoutingReplay | None = None  # of a stage that replays experts
 
     def _dtype_of(self, train: Any) -> str:
         return str(train.dtype if train.dtype != "auto" else "bfloat16" if self.device.type == "cuda" else "float32")
@@ -115,6 +118,7 @@ class Worker(ABC):
         needs = self.plugins.needs(train)
         self.loss, self.steps = self.plugins.loss(train.loss_type), 0
         self.guard.most, self.guard.in_a_row = train.max_nonfinite_steps, 0
+        self.routing = None if train.routing_replay == "off" or train.offline else self.make_routing()
         with self.offload.loaded():
             self.settle()
             self.prepare_stage()
@@ -146,7 +150,24 @@ class Worker(ABC):
         """
         return Partitioner(self.begun_stage(), self.loss, self.dp_rank)
 
-    def _check(self, rank_batch: RankBatch, whole: Batch | RankBatch, roles: frozenset[Role] = frozenset()) -> None:
+    def _routing_mismatch(self) -> dict[str, float]:
+        """Share of replayed (token, layer) pairs whose own choice was another, in this step's passes; a collective."""
+        if self.routing is None:
+            return {}
+        counts = torch.tensor(self.routing_differences(), dtype=torch.float64, device=self.device)
+        if self.world > 1:
+            dist.all_reduce(counts)
+        differing, replayed = counts.tolist()
+        return {"routing_mismatch": differing / max(replayed, 1)}
+
+    def _check(
+        self,
+        rank_batch: RankBatch,
+        whole: Batch | RankBatch,
+        roles: frozenset[Role] = frozenset(),
+        *,
+        trains: bool = False,
+    ) -> None:
         """Refuse tokens that a model has no row for; where that is so on one rank, on all of them.
 
         Args:
@@ -160,6 +181,8 @@ class Worker(ABC):
             check_tokens(rank_batch.batch, self.folder.vocab_size)
             if "teacher" in roles and self.frozen.teacher is not None:
                 self.frozen.check_teacher(rank_batch.batch)
+            if self.routing is not None and (trains or rank_batch.batch.routed_experts is not None):
+                self.routing.check(rank_batch)
 
         stamp = stamp_of(whole) if isinstance(whole, Batch) and self.world > 1 else rank_batch.stamp
         agreed(check, stamp, rank_batch.batch.version, self.rank, self.world)
@@ -198,12 +221,14 @@ class Worker(ABC):
         """Train on a rank batch, or on this rank's part of a whole batch."""
         partitioner = self.partitioner()
         rank_batch = work if isinstance(work, RankBatch) else partitioner.partition_step(work)[self.dp_rank.number]
-        self._check(rank_batch, work)
+        self._check(rank_batch, work, trains=True)
         self.version = rank_batch.batch.version
         with self._explain_oom(rank_batch, "training on"), self._profile(rank_batch, "train"):
             try:
-                return self._step(rank_batch)
+                return self._step(rank_batch) | self._routing_mismatch()
             finally:
+                if self.routing is not None:
+                    self.routing.forget()
                 if self.device.type == "cpu":
                     trim()  # activations, before an engine generates
 
@@ -363,7 +388,17 @@ class Worker(ABC):
         rank_batch = partitioner.partition(batch)[self.dp_rank.number]
         self._check(rank_batch, batch)
         self.settle()
-        return compared(batch, self.packs(rank_batch), partial(self.gradients, rank_batch), self.slow_way())
+        with self._own_routing():
+            return compared(batch, self.packs(rank_batch), partial(self.gradients, rank_batch), self.slow_way())
+
+    @contextmanager
+    def _own_routing(self) -> Iterator[None]:
+        """Routers choose themselves inside the block, as transformers' model does."""
+        routing, self.routing = self.routing, None
+        try:
+            yield
+        finally:
+            self.routing = routing
 
     def slow_way(self) -> Slow:
         """transformers' model with the weights that the ranks hold now; a collective."""
@@ -437,6 +472,19 @@ class Worker(ABC):
     def speaks(self) -> bool:
         """Whether this rank counts for its data-parallel rank."""
         return True
+
+    def make_routing(self) -> RoutingReplay:
+        """What the stage's passes replay, for this backend's routers."""
+        raise ConfigError(
+            f"train_backend = {self.train.train_backend} replays no experts",
+            code="CFG04",
+            where="train.routing_replay",
+            fix="--routing-replay off",
+        )
+
+    def routing_differences(self) -> tuple[int, int]:
+        """See `Routers.differences`, of this rank's routers since the last call."""
+        return 0, 0
 
     @abstractmethod
     def prepare_stage(self) -> None:

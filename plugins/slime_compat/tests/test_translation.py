@@ -194,7 +194,7 @@ def test_keys_of_a_custom_file_are_held_against_the_same_table(tmp_path):
     for text in (
         "gamma (give the flag --gamma)",
         "calculate_per_token_loss (give the flag --calculate-per-token-loss)",
-        "use_routing_replay (leave it out",
+        "use_routing_replay (give the flag --use-routing-replay)",
         "kl_loss_coef (slime reads it only with --use-kl-loss)",
     ):
         assert text in caught.value.fix

@@ -92,6 +92,12 @@ class TrainSection(Section):
     rs_lower_bound: float = of_rs(0.0, "0 is 1 / rs_upper_bound.", LOSS, ge=0)
     rs_upper_bound: float = of_rs(2.0, "Ratio above which is rejected.", LOSS, gt=0)
     rs_veto_threshold: float = key(0.0, "Reject sequences with a token ratio below; 0 is off.", LOSS, ge=0)
+    routing_replay: Literal["off", "rollout", "policy"] = key(
+        "off",
+        "Experts of a token in training: rollout replays the engine's (R3), policy those of the old log-probs' pass.",
+        LOSS,
+        once=True,
+    )
     use_opsm: bool = key(False, "Mask sequences that are off-policy and have a negative advantage.", LOSS)
     opsm_delta: float = key(
         1e-4, "Mean of old minus new log-prob above which use_opsm masks.", LOSS, ge=0, switch="use_opsm"

@@ -186,6 +186,10 @@ class PackedTokens:
         for cached, new in ((cache.keys[layer], key), (cache.values[layer], value)):
             cached[at] = new.to(cached.dtype)
 
+    def record(self, cache: KVCache, choices: torch.Tensor) -> None:
+        """Note the experts [N, layers, k] that the rows were routed to."""
+        cache.choices[0][self.slots, :, self.positions] = choices.to(torch.int16)
+
     def look(
         self, cache: KVCache, layer: int, query: torch.Tensor, form: Form, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:

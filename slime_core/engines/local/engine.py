@@ -64,6 +64,7 @@ class LocalEngine:
         share: float = SHARE,  # of the free memory, at most, for the cache
         paged: bool | None = None,  # whether the cache lies in pages: None is on a GPU
         exact: bool = False,  # the arithmetic of a trainer with true_on_policy_mode
+        routing: bool = False,  # completions carry the experts of every token
         profile: StepProfile | None = None,
         name: str = "engine",  # of its profile
     ) -> None:
@@ -73,9 +74,12 @@ class LocalEngine:
         self.abilities: frozenset[Ability] = frozenset(
             {"per_sample_seed", "score", "batch_invariant", "live_load", "release"}
         )
+        if routing:
+            self.abilities |= {"routed_experts"}
         self._folder, self._thread = folder, thread
         self._slots, self._context_len = slots, context_len
         self._dtype, self._device, self._share, self._paged, self._exact = dtype, device, share, paged, exact
+        self._routing = routing
         self._profile, self._name = profile, name
         self._scheduler: Scheduler | None = None  # from the first load on
         self._inbox: list[EngineJob] = []
@@ -291,7 +295,7 @@ class LocalEngine:
             self._scheduler.forget()
             return
         options: Any = {"dtype": self._dtype, "device": self._device, "share": self._share}
-        options |= {"paged": self._paged, "exact": self._exact}
+        options |= {"paged": self._paged, "exact": self._exact, "routing": self._routing}
         served = ServedModel(self._folder, context_len=self._context_len, **options)
         served.load(update)
         if not served.batch_invariant:

@@ -8,12 +8,16 @@ and finds each row's slot and position in the pass's Rows. What a model passes t
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from slime_core.engines.local.attention import Form, Product
 from slime_core.engines.local.slots import LayerShape
+
+if TYPE_CHECKING:
+    from slime_core.weights.routers import Routers
 
 ATTENTION = "slime_slots"
 HARMLESS = frozenset(
@@ -117,6 +121,7 @@ class PackedPlan(OwnPlan):
             raise Unfit("attention is chunked, which the packed plan does not support")
         AttentionInterface.register(ATTENTION, slot_attention)
         self._model = model
+        self.routers: Routers | None = None  # where choices of experts are recorded, into the cache
         self._board = Board()
         for module in model.modules():
             module.slime_board = self._board
@@ -155,9 +160,12 @@ class PackedPlan(OwnPlan):
         """One pass; the logits [R, V] of the sampled rows, or None where they are not wanted."""
         self._board.rows, self._board.cache = rows, cache
         try:
-            out = self._call(rows.tokens, rows.position_ids(), rows.sampled if logits else 1)
+            with nullcontext() if self.routers is None else self.routers.recording():
+                out = self._call(rows.tokens, rows.position_ids(), rows.sampled if logits else 1)
         finally:
             self._board.rows = self._board.cache = None
+        if self.routers is not None:
+            rows.record(cache, self.routers.rows())
         return out if logits else None
 
     def _call(self, tokens: torch.Tensor, positions: torch.Tensor, keep: Any = None) -> torch.Tensor:

@@ -213,6 +213,7 @@ class PagedScheduler(Scheduler):
         if not slots.mixed[slot] and slots.position[slot] >= slots.start[slot]:
             count = min(self._fed[slot], slots.position[slot] + 1)
             self._pool.publish(slots.content[slot, :count], self._pages[slot])
+        self._note_experts(slot, self._pages[slot], int(min(self._fed[slot], slots.position[slot])))
         self._leave(slot)
         return slots.give_up(slot)
 

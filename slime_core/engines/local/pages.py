@@ -145,20 +145,31 @@ def _blocks(tokens: NDArray[Any]) -> Iterator[bytes]:
 
 
 class PagedCache:
-    """Keys and values of every layer, [pages, PAGE, kv heads, head dim] each."""
+    """Keys and values of every layer, [pages, PAGE, kv heads, head dim] each, and ``choices[0]``, the experts of each
+    position, [pages, PAGE, layers, k], where they are recorded."""
 
-    def __init__(self, shapes: Sequence[LayerShape], pages: int, dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        pages: int,
+        dtype: torch.dtype,
+        device: str,
+        routed: tuple[int, int] | None = None,
+    ) -> None:
         self.shapes, self.dtype, self.device = list(shapes), dtype, device
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         for shape in shapes:
             for tensors, dim in ((self.keys, shape.key_dim), (self.values, shape.value_dim)):
                 tensors.append(torch.zeros(pages, PAGE, shape.kv_heads, dim, dtype=dtype, device=device))
+        self.choices: list[torch.Tensor] = []
+        if routed:
+            self.choices.append(torch.zeros(pages, PAGE, *routed, dtype=torch.int16, device=device))
 
     def grow(self, pages: int) -> None:
         """At least so many pages, layer by layer; what they hold is copied. It may run out of memory and be called
         again."""
-        for tensors in (self.keys, self.values):
+        for tensors in (self.keys, self.values, self.choices):
             for layer, old in enumerate(tensors):
                 if len(old) < pages:
                     longer = old.new_zeros(pages, *old.shape[1:])
@@ -170,6 +181,12 @@ class PagedCache:
         """Forget pages that may hold numbers that are not finite."""
         for tensor in (*self.keys, *self.values):
             tensor[list(pages)] = 0
+
+    def experts(self, pages: Sequence[int], begin: int, end: int) -> NDArray[np.int16]:
+        """[end - begin, layers, k], chosen at these positions of the sequence in ``pages``; waits for its passes."""
+        first = begin // PAGE
+        rows = self.choices[0][list(pages[first : pages_of(end)])].flatten(0, 1)
+        return rows[begin - first * PAGE : end - first * PAGE].cpu().numpy()
 
 
 @dataclass(slots=True)
@@ -193,6 +210,10 @@ class PagedTokens:
     def write(self, cache: PagedCache, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write keys [N, Hkv, d] and values [N, Hkv, dv]."""
         store(cache.keys[layer], cache.values[layer], self.places, key, value)
+
+    def record(self, cache: PagedCache, choices: torch.Tensor) -> None:
+        """Note the experts [N, layers, k] that the rows were routed to."""
+        cache.choices[0].flatten(0, 1).index_copy_(0, self.places, choices.to(torch.int16))
 
     def look(
         self, cache: PagedCache, layer: int, query: torch.Tensor, form: Form, sinks: torch.Tensor | None = None

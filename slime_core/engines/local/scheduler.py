@@ -143,7 +143,24 @@ class Scheduler:
         slots = self._slots
         if slots.position[slot] < slots.start[slot]:
             self._wipe(slot)
+        else:
+            self._note_experts(slot, slot, int(slots.position[slot]))
         return slots.give_up(slot)
+
+    def _note_experts(self, slot: int, place: Any, end: int) -> None:
+        """Move the experts of the first ``end`` positions to the job; those that it has stay, of whatever weights.
+
+        Args:
+            place: where the cache holds the sequence
+        """
+        job = self._slots.jobs[slot]
+        if self.served.routers is None or job is None or job.request.id.startswith("eval/"):
+            return
+        rows = job.completion.routed_experts
+        begin = 0 if rows is None else len(rows)
+        if begin < end:
+            more = self.served.cache.experts(place, begin, end).astype(self.served.routers.dtype)
+            job.completion.routed_experts = more if rows is None else np.concatenate([rows, more])
 
     def _wipe(self, slot: int) -> None:
         """Forget what a slot's cache holds."""

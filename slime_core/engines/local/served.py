@@ -6,6 +6,7 @@ resize -> cache -> prefill, decode, score
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,12 @@ import torch
 
 from slime_core.engines.local import verify
 from slime_core.engines.local.attention import RowCounts, Segment, decode_rows, pack
-from slime_core.engines.local.packed import RescanPlan
+from slime_core.engines.local.packed import PackedPlan, RescanPlan
 from slime_core.engines.local.pages import PagedCache
 from slime_core.engines.local.slots import KVCache, position_bytes
 from slime_core.engines.local.twin import Twin
+from slime_core.errors import ConfigError
+from slime_core.weights.routers import Routers
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,12 +45,15 @@ class ServedModel:
         share: float,
         paged: bool | None = None,
         exact: bool = False,
+        routing: bool = False,
     ) -> None:
         self._dtype, self.device = getattr(torch, dtype), device
         self.context_len, self.share = context_len, share
         self._paged = device != "cpu" if paged is None else paged
         self.version = -1
         self._exact = exact  # the same bits as the trainer's
+        self._routing = routing  # record choices of experts
+        self.routers: Routers | None = None  # of the model, where they are recorded
         self.batch_invariant = exact or not self._paged
         self.counts = RowCounts()
         self._twin = Twin(folder.config, self._dtype, device, folder.trust_remote_code, joined=self._paged)
@@ -75,7 +81,8 @@ class ServedModel:
     @property
     def position_bytes(self) -> int:
         """What a position takes in all layers; 0 where whole prefixes are recomputed."""
-        return position_bytes(self.plan.shapes, self._dtype if self._paged else torch.float32)
+        choices = 2 * math.prod(self.routers.shape) if self.routers is not None else 0
+        return position_bytes(self.plan.shapes, self._dtype if self._paged else torch.float32) + choices
 
     @torch.inference_mode(False)
     def load(self, update: WeightUpdate) -> None:
@@ -92,15 +99,21 @@ class ServedModel:
             )
         self.plan, self.counts = choice.plan, choice.counts
         self.batch_invariant = self.batch_invariant and choice.batch_invariant
+        if self._routing:
+            self.routers = Routers(self._twin.model)
+            if not isinstance(self.plan, PackedPlan):
+                raise _not_recorded(type(self._twin.model).__name__)
+            self.plan.routers = self.routers
         self.moved()
 
     def allocate(self, count: int, tokens: int) -> None:
         """Make an empty cache of ``count`` pages, or slots of ``tokens``, after the one before is gone."""
         self.drop()
+        routed = self.routers.shape if self.routers is not None else None
         if self.paged:
-            self.cache = PagedCache(self.plan.shapes, count, self._dtype, self.device)
+            self.cache = PagedCache(self.plan.shapes, count, self._dtype, self.device, routed)
         else:
-            self.cache = KVCache(self.plan.shapes, count, tokens)
+            self.cache = KVCache(self.plan.shapes, count, tokens, routed)
 
     def moved(self) -> bool:
         """Whether weights lie elsewhere than at the last call."""
@@ -185,3 +198,13 @@ class ServedModel:
 
     def _to(self, array: NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+
+def _not_recorded(kind: str) -> ConfigError:
+    return ConfigError(
+        f"the embedded engine cannot record the experts of {kind}",
+        code="CFG04",
+        where="train.routing_replay",
+        why="its attention cannot be replaced, so every token recomputes its whole sequence",
+        fix="--routing-replay policy   or   --rollout-engine sglang",
+    )

@@ -9,6 +9,7 @@ The cache grows with the longest sequence:
 
     keys[layer], values[layer]: [slots + 1, kv heads, length, head dim]; the last slot is for scoring and probes
     by_position[layer]: both as one tensor [slots + 1, length, 2, kv heads, head dim], where they are of one width
+    choices[0]: [slots + 1, layers, length, k], the experts of each position, where they are recorded; int16
 
 It is float32 whatever the compute dtype (a bfloat16 key is a float32 key), and the memory's pages are only touched as
 sequences grow. The last position of every slot is scratch: rows that stand for no sequence write there, and nothing
@@ -321,9 +322,11 @@ def check_size(tokens: int, position_bytes: int, memory: int) -> None:
 
 
 class KVCache:
-    """Keys and values of ``slots`` sequences and one spare slot."""
+    """Keys and values of ``slots`` sequences and one spare slot, and choices of experts of shape ``routed``."""
 
-    def __init__(self, shapes: Sequence[LayerShape], slots: int, context_len: int) -> None:
+    def __init__(
+        self, shapes: Sequence[LayerShape], slots: int, context_len: int, routed: tuple[int, int] | None = None
+    ) -> None:
         self.shapes = list(shapes)
         self.slots = slots
         self.spare = slots
@@ -337,6 +340,7 @@ class KVCache:
             self.keys.append(torch.empty(0))
             self.values.append(torch.empty(0))
             self._place(layer, shape)
+        self.choices = [self._no_choices(*routed)] if routed else []
 
     @property
     def scratch(self) -> int:
@@ -353,10 +357,14 @@ class KVCache:
             for old, new in zip(before, (self.keys[layer], self.values[layer]), strict=True):
                 for slot, count in enumerate(used):
                     new[slot, :, :count] = old[slot, :, :count]
+        for number, chosen in enumerate(self.choices):
+            self.choices[number] = self._no_choices(chosen.shape[1], chosen.shape[3])
+            for slot, count in enumerate(used):
+                self.choices[number][slot, :, :count] = chosen[slot, :, :count]
 
     def copy(self, source: int, target: int, begin: int, end: int) -> None:
         """Copy positions [begin, end) from one slot to another."""
-        for tensor in (*self.keys, *self.values):
+        for tensor in (*self.keys, *self.values, *self.choices):
             tensor[target, :, begin:end] = tensor[source, :, begin:end]
 
     @torch.inference_mode()  # as the cache was allocated
@@ -373,6 +381,13 @@ class KVCache:
             k, v = (t[first : first + count, :, :length].flatten(0, 1) for t in (self.keys[layer], self.values[layer]))
             self._front[layer] = k.transpose(1, 2), v
         return self._front[layer]
+
+    def experts(self, slot: int, begin: int, end: int) -> NDArray[np.int16]:
+        """[end - begin, layers, k], chosen at these positions of a slot."""
+        return self.choices[0][slot, :, begin:end].transpose(0, 1).numpy().copy()
+
+    def _no_choices(self, layers: int, top_k: int) -> torch.Tensor:
+        return torch.zeros(self.slots + 1, layers, self.length, top_k, dtype=torch.int16)
 
     def _place(self, layer: int, shape: LayerShape) -> None:
         if shape.key_dim == shape.value_dim:

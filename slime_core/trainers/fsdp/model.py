@@ -35,6 +35,7 @@ from slime_core.trainers.fsdp.fused import fuse
 from slime_core.trainers.fsdp.fused_cuda import GpuLayer
 from slime_core.trainers.fsdp.masters import Masters
 from slime_core.trainers.optimizer_step import LossSums, MicroBatchLoss, Schedule, to_device
+from slime_core.weights.routers import Routers
 
 if TYPE_CHECKING:
     from slime_core.protocols import Loss
@@ -73,6 +74,7 @@ class FsdpPolicy(nn.Module):
         self.compiled = False
         self.exact: ExactPass | None = None
         self.expert_load = ExpertLoad()
+        self.routers: Routers | None = None  # where a run replays their choices
         self._compiled: dict[Callable[..., Any], Compiled] = {}
         for number, layer in enumerate(layers(hf)):
             self._choose_forward(layer, number)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,13 +32,15 @@ from slime_core.trainers.fsdp.model import (
 from slime_core.trainers.fsdp.precision import in_dtype
 from slime_core.trainers.optimizer_step import LossSums, to_device
 from slime_core.trainers.process_group import least
+from slime_core.trainers.routing import RoutingReplay
 from slime_core.trainers.verify import slow_model
 from slime_core.trainers.worker import Tensors, Worker
 from slime_core.types import WeightUpdate
 from slime_core.weights.flops import Flops
+from slime_core.weights.routers import Routers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -61,6 +63,8 @@ class FsdpWorker(Worker):
             model.to(self.device).eval().requires_grad_(True), chunk=self.train.logprob_chunk_tokens
         )
         self.policy.try_model()
+        if self.train.routing_replay != "off":
+            self.policy.routers = Routers(self.policy.hf)
         if self.train.true_on_policy_mode:
             self.policy.exact = ExactPass(self.policy)
         self.policy.choose_compiling(self.train.compile)
@@ -106,7 +110,8 @@ class FsdpWorker(Worker):
             if role == "values":
                 rows: tuple[torch.Tensor, ...] = (self.critic.values(micro),)
             else:
-                rows = forward(model, micro, self._temperature(micro), self.device)
+                with self._routed(rank_batch, micro, role):
+                    rows = forward(model, micro, self._temperature(micro), self.device)
             where = to_device(micro.response, self.device)
             for column, row in zip(columns, rows):
                 column[where] = row.float()
@@ -122,7 +127,34 @@ class FsdpWorker(Worker):
     def run_backward(self, micros: list[MicroBatch], sums: LossSums) -> None:
         with fixed_sums(self.policy.exact is not None):
             for micro in micros:
-                backward(self.policy, self.loss, self.train, micro, self._temperature(micro), sums)
+                with self._routed(sums.rank_batch, micro, "train"):
+                    backward(self.policy, self.loss, self.train, micro, self._temperature(micro), sums)
+
+    @contextmanager
+    def _routed(self, rank_batch: RankBatch, micro: MicroBatch, role: str) -> Iterator[None]:
+        """The policy's passes over a micro-batch inside the block replay experts, or record them."""
+        routing, routers = self.routing, self.policy.routers
+        source = routing.source(rank_batch.batch, role) if routing is not None else "none"
+        if routing is None or routers is None or source == "none":
+            yield
+        elif source == "record":
+            with routers.recording():
+                yield
+            routing.record(micro, routers.rows().cpu())
+        else:
+            rows = routing.recorded(micro) if source == "recorded" else None
+            if rows is None:
+                rows = torch.from_numpy(routing.rows(rank_batch.batch, micro))
+            with routers.replaying(rows.to(self.device)):
+                yield
+
+    def make_routing(self) -> RoutingReplay:
+        assert self.policy.routers is not None
+        routers, kind = self.policy.routers, self.train.routing_replay
+        return RoutingReplay(kind, self.segments, routers.layers, routers.shape[1])
+
+    def routing_differences(self) -> tuple[int, int]:
+        return self.policy.routers.differences() if self.policy.routers is not None else (0, 0)
 
     def critic_backward(self, micros: list[MicroBatch], sums: LossSums) -> None:
         with fixed_sums(self.policy.exact is not None):

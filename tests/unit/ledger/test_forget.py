@@ -131,6 +131,29 @@ def test_arrays_keep_their_file_as_long_as_their_sample_lives(with_ledger, tmp_p
     with_ledger(later)
 
 
+def test_experts_in_memory_are_stored_with_their_sample_and_removed_with_it(with_ledger):
+    """Each in a file of its own, in the process that wrote it."""
+
+    async def body(ledger):
+        small_files(ledger)
+        group = sample_group(0)
+        rows = np.arange(40, dtype=np.uint8).reshape(5, 4, 2)
+        for sample in group.samples:
+            sample.rollout_routed_experts = rows
+        await ledger.issue([group])
+        await ledger.finish(group)
+        stored = await ledger.samples([sample.id for sample in group.samples])
+        assert stored == group.samples, "samples in memory refer to the same place"
+        for sample in stored:
+            np.testing.assert_array_equal(ledger.segments.read_array(sample.rollout_routed_experts), rows)
+        await finish(ledger, 1)
+        await train(ledger, 1, 0)
+        await ledger.prune(2)
+        assert numbers(ledger) == [5, 6]
+
+    with_ledger(body)
+
+
 def test_a_crash_between_rows_and_files_leaves_files_that_the_next_pruning_removes(with_ledger, monkeypatch):
     class Crash(Disk):
         def remove(self, path):

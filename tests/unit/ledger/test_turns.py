@@ -3,6 +3,7 @@
 import struct
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -44,6 +45,8 @@ def histories(draw):
             for _ in tokens:
                 version += draw(st.integers(0, 1))
                 versions.append(version)
+            routed = draw(st.booleans())
+            shape = len(request.tokens) + len(tokens), 2, 2
             floats = st.lists(LOG_PROBS, min_size=len(tokens), max_size=len(tokens))
             turn.pieces.append(
                 Completion(
@@ -55,6 +58,7 @@ def histories(draw):
                     versions=versions,
                     epoch=draw(st.integers(0, 9)),
                     text=draw(TEXT),
+                    routed_experts=np.arange(np.prod(shape), dtype=np.uint8).reshape(shape) if routed else None,
                 )
             )
         turns.append(turn)
@@ -68,7 +72,25 @@ def back_and_forth(turns):
 @settings(max_examples=150, deadline=None)
 @given(turns=histories())
 def test_turns_come_back_as_they_were(turns):
-    assert back_and_forth(turns) == turns
+    back = back_and_forth(turns)
+    assert back == turns
+    for one, other in zip(pieces_of(back), pieces_of(turns), strict=True):
+        assert (one.routed_experts is None) == (other.routed_experts is None)
+        np.testing.assert_array_equal(one.routed_experts, other.routed_experts)
+
+
+def pieces_of(turns):
+    return [piece for turn in turns for piece in turn.pieces]
+
+
+def test_a_piece_that_is_cut_keeps_the_experts_of_the_tokens_before_its_last():
+    """A prompt of 2, then tokens of versions 3, 3 and 4: experts of the prompt and of the first token stay."""
+    turn = suspended_turns("a")[0]
+    rows = np.arange(4, dtype=np.uint8).reshape(4, 1, 1)
+    lists = {"tokens": [5, 6, 7], "versions": [3, 3, 4], "log_probs": [-0.1] * 3, "plain_log_probs": []}
+    (cut_turn,) = cut([replace(turn, pieces=[replace(turn.pieces[0], **lists, routed_experts=rows)])], 4)
+    assert cut_turn.pieces[0].tokens == [5, 6]
+    assert cut_turn.pieces[0].routed_experts.ravel().tolist() == [0, 1, 2]
 
 
 def test_log_probs_keep_every_bit():

@@ -136,11 +136,8 @@ _LOSS = {
     **_refused("leave it out: the reference is fixed; a [[stage]] may name another ref_load", "ref-update-interval"),
     **_refused("leave it out: the old policy's log-probs are the engine's own", "keep-old-actor", values=0),
     **_refused("leave it out: the metric entropy comes from training", "use-rollout-entropy", values=0),
-    **_refused(
-        "leave it out: routing replay is not supported",
-        *("use-routing-replay", "use-rollout-routing-replay"),
-        values=0,
-    ),
+    "--use-rollout-routing-replay": SlimeFlag(values=0, to="--routing-replay", value="rollout"),
+    "--use-routing-replay": SlimeFlag(values=0, to="--routing-replay", value="policy"),
 }
 
 _OPTIMIZER = {

@@ -414,6 +414,11 @@ def _pairs(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse | None:
     return FlagUse(use.name, use.values, "translated", (use.name, "aime", *use.values), "a path alone is slime's aime")
 
 
+def _routing_replay(use: FlagUse, line: SlimeLine, steps: StepNumbers) -> FlagUse | None:
+    engine = line.has("--use-rollout-routing-replay")
+    return _unneeded(use, "--use-rollout-routing-replay replays in those passes too") if engine else None
+
+
 _SPECIAL: Mapping[str, Callable[[FlagUse, SlimeLine, StepNumbers], FlagUse | None]] = {
     "--rollout-top-k": _top_k,
     "--eval-top-k": _top_k,
@@ -438,6 +443,7 @@ _SPECIAL: Mapping[str, Callable[[FlagUse, SlimeLine, StepNumbers], FlagUse | Non
     "--num-epoch": _epochs,
     "--lr-warmup-fraction": _warmup,
     "--eval-prompt-data": _pairs,
+    "--use-routing-replay": _routing_replay,
 }
 """Flags whose value, or another flag, decides; None leaves it to the flag's row, and without one passes it on."""
 
