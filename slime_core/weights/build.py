@@ -193,6 +193,10 @@ def allocate(config: Any, dtype: str, device: str, attn_implementation: str | No
     with torch.device(device), no_init_weights():
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **kwargs)
     model.tie_weights()
+    names = getattr(model, "_keep_in_fp32_modules_strict", None) or ()  # router biases
+    for name, buffer in model.named_buffers():
+        if name.rpartition(".")[2] in names:
+            buffer.data = buffer.data.float()
     return _evaluating(model)
 
 

@@ -1,5 +1,7 @@
 """Flat buckets of a trainer's tensors in the engine's dtype, and the checksums of exactly those bytes.
 
+Router biases stay float32, as engines hold them: near 8 bfloat16 has steps of 0.06, and a bias moves by 0.001.
+
     Source (gathers one tensor) -> Parts (names that SGLang loads) -> Slots of Buckets -> Staging (kept for the next)
 
 A source may be several parts: the stacked experts of a layer are one tensor in the trainer and many in a model folder.
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from slime_core.weights.hashing import Checksums
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+FLOAT32 = "e_score_correction_bias"
+"""The last part of the names of tensors that keep float32 in any engine."""
 AT_ONCE = 256 << 20  # bytes of gathered tensors that wait for one cast
 
 
@@ -63,7 +67,7 @@ class Slot:
 
 @dataclass(slots=True, frozen=True)
 class Bucket:
-    """Parts end to end without gaps: all of them have the engine's dtype."""
+    """Parts end to end without gaps: all of them have one dtype."""
 
     slots: tuple[Slot, ...]
 
@@ -82,28 +86,35 @@ class Bucket:
 
 
 def lay_out(parts: Iterable[TensorPart], dtype: str, most: int = 0) -> tuple[Bucket, ...]:
-    """Buckets of at most ``most`` bytes (a larger tensor has one of its own); 0: one bucket.
+    """Buckets of at most ``most`` bytes (a larger tensor has one of its own); 0: one bucket of a dtype.
 
     Raises:
         TrainerError: a dtype that engines are not given, or a name that comes twice.
     """
     if dtype not in DTYPES:
         raise TrainerError(f"weights are sent as {' or '.join(DTYPES)}, not as {dtype}", where="WeightRoute.dtype")
-    kind, names = DTYPES[dtype], set[str]()
-    buckets: list[Bucket] = []
-    slots: list[Slot] = []
-    place = 0
+    by_dtype: dict[torch.dtype, list[TensorPart]] = {}
+    names = set[str]()
     for part in parts:
         if part.name in names:
             raise TrainerError(f"the tensor {part.name} would be sent twice", why="two tensors have its name")
         names.add(part.name)
+        by_dtype.setdefault(torch.float32 if part.name.endswith(FLOAT32) else DTYPES[dtype], []).append(part)
+    return tuple(bucket for kind, alike in by_dtype.items() for bucket in _buckets(alike, kind, most))
+
+
+def _buckets(parts: Sequence[TensorPart], kind: torch.dtype, most: int) -> list[Bucket]:
+    buckets: list[Bucket] = []
+    slots: list[Slot] = []
+    place = 0
+    for part in parts:
         size = torch.Size(part.shape).numel() * kind.itemsize
         if slots and most and place + size > most:
             buckets.append(Bucket(tuple(slots)))
             slots, place = [], 0
         slots.append(Slot(part.name, kind, tuple(part.shape), place, place + size))
         place += size
-    return (*buckets, Bucket(tuple(slots))) if slots else tuple(buckets)
+    return [*buckets, Bucket(tuple(slots))] if slots else buckets
 
 
 class Staging:

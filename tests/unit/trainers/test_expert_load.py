@@ -22,8 +22,10 @@ from slime_core.testing.families import family_config, family_model
 from slime_core.threads import TorchThread
 from slime_core.trainers.expert_load import figures, moved_bias
 from slime_core.trainers.fsdp import FsdpTrainer
+from slime_core.weights.build import allocate
 from slime_core.weights.folder import ModelFolder
 from slime_core.weights.shards import Shards
+from slime_core.weights.transports.buckets import TensorPart, lay_out
 
 pytestmark = pytest.mark.unit
 
@@ -171,6 +173,17 @@ def test_biases_are_resumed_exactly_and_exported_and_the_reference_keeps_its_own
     other.call("save", tmp_path / "step-3" / "trainer")
     fsdp_to_hf(tmp_path / "step-3", tmp_path / "hf", folder, How())
     assert torch.equal(Shards.open(tmp_path / "hf")[BIAS], bias)
+
+
+def test_a_bias_is_float32_in_an_engine_that_computes_in_bfloat16_and_on_the_way_there(folder):
+    model = allocate(ModelFolder.open(folder).config, "bfloat16", "cpu", None, False)
+    state = model.state_dict()
+    assert {state.pop(BIAS).dtype} | {tensor.dtype for tensor in state.values()} == {torch.float32, torch.bfloat16}
+    parts = [TensorPart(name, shape, lambda whole: whole) for name, shape in (("a", (3,)), (BIAS, (16,)), ("b", (2,)))]
+    buckets = lay_out(parts, "bfloat16")
+    slots = [[(slot.name, slot.dtype, slot.begin, slot.end) for slot in bucket.slots] for bucket in buckets]
+    assert slots == [[("a", torch.bfloat16, 0, 6), ("b", torch.bfloat16, 6, 10)], [(BIAS, torch.float32, 0, 64)]]
+    assert len(lay_out(parts, "float32")) == 1
 
 
 def test_a_rate_for_routers_without_a_bias_is_refused(bench, tmp_path):
