@@ -166,6 +166,7 @@ MEANINGS = {
     "SBX129": "a module imported by the fork server starts threads",
     "SBX134": "a sandbox level that this machine does not support, or whose self-test fails",
     "SBX140": "the sandbox's fork server died too often",
+    "SBX141": "a container for an agent could not be started",
 }
 
 

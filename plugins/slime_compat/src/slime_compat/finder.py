@@ -32,6 +32,11 @@ SERVED = {  # slime's module -> ours; empty: a package without content
     "slime.agent.adapters": "slime_chat.adapters",
     "slime.agent.adapters.common": "slime_chat.adapters",
     "slime.agent.aiohttp_threaded": "slime_chat.adapters",
+    "slime.agent.harness": f"{HERE}.harnesses",
+    "slime.agent.harness.claude_code": f"{HERE}.harnesses",
+    "slime.agent.harness.codex": f"{HERE}.harnesses",
+    "slime.agent.harness.common": f"{HERE}.harnesses",
+    "slime.agent.sandbox": f"{HERE}.sandboxes",
     "slime.observability": "",
     "slime.observability.logging_utils": f"{HERE}.tracking",
     "slime.observability.metric_utils": f"{HERE}.measures",
@@ -72,8 +77,6 @@ ONE_RANK = {  # of Megatron, where it does not train
     "megatron.core.parallel_state": f"{HERE}.one_rank",
 }
 REPLACEMENTS = {  # a module of slime that is not served -> what there is in its place
-    "slime.agent.harness": "a command with the variables of session.env: docs/chat.md",
-    "slime.agent.sandbox": "the package slime-sandbox",
     "slime.agent.trajectory": "slime_chat, whose sessions are trees of answers: docs/chat.md",
     "slime.backends.megatron_utils.actor": "--train-backend megatron, and the --custom-megatron-*-path hooks",
     "slime.backends.megatron_utils.arguments": "the [megatron] section: docs/megatron.md",
