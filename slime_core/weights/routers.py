@@ -13,7 +13,7 @@ of its own logits over the given experts.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -147,13 +147,19 @@ class Routers:
         return torch.stack([choice.chosen for choice in self.choices if choice.chosen is not None], dim=1)
 
     def differences(self) -> tuple[int, int]:
-        """(Token, layer) pairs whose own choice was another than the replayed, and all that were replayed, since the
-        last call."""
-        parts = [part for choice in self.choices for part in choice.differences]
-        for choice in self.choices:
-            choice.differences.clear()
-        differing, replayed = torch.stack(parts).sum(0).tolist() if parts else (0, 0)
-        return differing, replayed
+        """See the function."""
+        return differences(self.choices)
+
+
+def differences(choices: Iterable[RouterChoice]) -> tuple[int, int]:
+    """(Token, layer) pairs whose own choice was another than the replayed, and all that were replayed, since the last
+    call."""
+    parts = []
+    for choice in choices:
+        parts += choice.differences
+        choice.differences.clear()
+    differing, replayed = torch.stack(parts).sum(0).tolist() if parts else (0, 0)
+    return differing, replayed
 
 
 def _not_replayed(model: nn.Module, why: str) -> ConfigError:

@@ -165,7 +165,7 @@ REFUSED = (
     *_refused("moe_use_legacy_grouped_gemm", "it comes without distributed checkpoints; --moe-grouped-gemm"),
     *_refused("moe_router_topk_limited_devices", "it is an old name; --moe-router-num-groups --moe-router-group-topk"),
     *_refused("moe_use_upcycling moe_upcycling_granularity", "the checkpoint is trained as it is; leave it out"),
-    *_refused("moe_enable_routing_replay", "routing is not replayed in this slime version; leave it out"),
+    *_refused("moe_enable_routing_replay", "slime says what routers replay; --routing-replay rollout"),
     *_refused("apply_query_key_layer_scaling", "slime's core attention scales once; leave it out"),
     *_refused("batch_invariant_mode", "it changes kernels of the whole process; --deterministic-mode"),
     *_refused(

@@ -7,7 +7,7 @@ that a loss sees whole sequences; tensor-parallel ranks have them all. Sums coun
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from slime_core.protocols import Loss
     from slime_core.types import MicroBatch
     from slime_megatron.model import ModelStage
+    from slime_megatron.routing import RoutedPass, StageRouters
 
 
 @dataclass(slots=True, frozen=True)
@@ -39,6 +40,8 @@ class MicroBatchInputs:
     pack: Pack
     copies: NDArray[np.int64]  # of its rows, `expert_load.copies_of_rows`, 0 of filling
     temperature: torch.Tensor | None  # [R]
+    experts: torch.Tensor | None  # [N, local layers, k], to replay for its rows
+    chosen: dict[int, torch.Tensor]  # [N, k] by layer, of a pass that records
 
 
 class Passes:
@@ -51,6 +54,8 @@ class Passes:
         self.wrapped, self.stage, self.device = wrapped, stage, device
         self.chunk = 0
         self.expert_load = ExpertLoad()
+        self.routers: StageRouters | None = None  # where a run replays their choices
+        self.routed: RoutedPass | None = None  # what the passes replay now
 
     def scores(self, micros: Sequence[MicroBatch]) -> list[tuple[torch.Tensor, ...]]:
         """What the stage's ``score`` gives for each micro-batch, [R] each, on the last stage; nothing on others."""
@@ -92,14 +97,19 @@ class Passes:
 
         def step(works: Iterator[MicroBatchInputs], model: Any) -> tuple[torch.Tensor, Any]:
             work = next(works)
+            if self.routers is not None:
+                self.routers.forward(work.experts)
             with nullcontext() if forward_only else self.expert_load.counting(work.copies):
                 hidden = model(work.pack)
+            if self.routers is not None and self.routed is not None and self.routed.source == "record":
+                work.chosen.update(self.routers.chosen(model))
             return hidden, lambda hidden: last(work, hidden)
 
         config, works = self.stage.config, [self._work(micro) for micro in micros]
         rows = sum(len(work.copies) for work in works)
         sizes = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
-        with nullcontext() if forward_only else auxiliary_losses(config, rows, self.device):
+        losses = nullcontext() if forward_only else auxiliary_losses(config, rows, self.device)
+        with losses, self._replaying(works, keeps=not forward_only):
             outputs: list[Any] = get_forward_backward_func(*sizes)(
                 forward_step_func=step,
                 data_iterator=[iter(works) for _ in self.wrapped],
@@ -110,6 +120,20 @@ class Passes:
                 forward_only=forward_only,
             )
         return outputs
+
+    @contextmanager
+    def _replaying(self, works: Sequence[MicroBatchInputs], *, keeps: bool) -> Iterator[None]:
+        """Replay experts in the passes of the block, or record them."""
+        routers, routed = self.routers, self.routed
+        if routers is None or routed is None:
+            yield
+            return
+        with routers.active(keeps=keeps):
+            yield
+        if routed.source == "record" and routers.replays:
+            for work in works:
+                rows = torch.stack([work.chosen[layer] for layer in routers.replays], dim=1)
+                routed.routing.record(work.micro, rows.cpu())
 
     def _work(self, micro: MicroBatch) -> MicroBatchInputs:
         config = self.stage.config
@@ -123,7 +147,14 @@ class Passes:
             pack,
             copies.reshape(tp, -1)[parallel_state.get_tensor_model_parallel_rank() if tp > 1 else 0],
             None if temperature is None or (temperature == 1).all() else to_device(temperature, self.device),
+            self._experts(micro, pack),
+            {},
         )
+
+    def _experts(self, micro: MicroBatch, pack: Pack) -> torch.Tensor | None:
+        if self.routers is None or self.routed is None or not self.routers.replays:
+            return None
+        return self.routers.rows(self.routed, micro, pack, self.device)
 
     def _score(self, work: MicroBatchInputs, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The stage's ``score`` of all response tokens of the micro-batch, [R] each, on all context-parallel ranks."""

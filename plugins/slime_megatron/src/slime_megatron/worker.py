@@ -17,6 +17,7 @@ from slime_convert.bridges import find_bridge
 from slime_core.context import Context
 from slime_core.trainers.data_parallel import DataParallelRank, RankBatch
 from slime_core.trainers.optimizer_step import LossSums
+from slime_core.trainers.routing import RoutingReplay
 from slime_core.trainers.verify import Slow
 from slime_core.trainers.worker import Tensors, Worker
 from slime_core.weights.flops import Flops
@@ -30,6 +31,7 @@ from slime_megatron.model import Model, build_model
 from slime_megatron.others import ModelContext
 from slime_megatron.passes import speaks, totals
 from slime_megatron.places import check_shapes
+from slime_megatron.routing import RoutedPass, StageRouters
 from slime_megatron.settings import MegatronSettings, build, settings
 from slime_megatron.smaller import smaller
 from slime_megatron.state import start
@@ -69,6 +71,8 @@ class MegatronWorker(Worker):
         self.actor.wrap(build(self.settings))
         self.policy.learn(self.actor.wrapped)
         self.expert_load = self.policy.passes.expert_load = watch(self.policy.stage)
+        if self.train.routing_replay != "off":
+            self.policy.passes.routers = StageRouters(self.policy.stage)
         self.frozen: MegatronFrozen = MegatronFrozen(self.folder)
         self.run: ModelContext
 
@@ -108,7 +112,8 @@ class MegatronWorker(Worker):
             role=role,
         )
         micros = list(chain(*self.packs(rank_batch)))
-        scores = model.passes.scores(micros)
+        with self._routed(rank_batch, role if model is self.policy else ""):
+            scores = model.passes.scores(micros)
         if speaks():
             for micro, rows in zip(micros, scores, strict=True):
                 columns[:, torch.from_numpy(micro.response).to(self.device)] = torch.stack(rows)
@@ -124,7 +129,29 @@ class MegatronWorker(Worker):
 
     def run_backward(self, micros: list[MicroBatch], sums: LossSums) -> None:
         self._ready(self.actor)
-        self.policy.passes.backward(micros, self.loss, self.train, sums)
+        with self._routed(sums.rank_batch, "train"):
+            self.policy.passes.backward(micros, self.loss, self.train, sums)
+
+    @contextmanager
+    def _routed(self, rank_batch: RankBatch, role: str) -> Iterator[None]:
+        """The policy's passes inside the block replay experts, or record them."""
+        routing, passes = self.routing, self.policy.passes
+        source = routing.source(rank_batch.batch, role) if routing is not None else "none"
+        if routing is not None and source != "none":
+            passes.routed = RoutedPass(routing, rank_batch.batch, source)
+        try:
+            yield
+        finally:
+            passes.routed = None
+
+    def make_routing(self) -> RoutingReplay:
+        routers = self.policy.passes.routers
+        assert routers is not None
+        return RoutingReplay(self.train.routing_replay, self.segments, routers.layers, routers.config.moe_router_topk)
+
+    def routing_differences(self) -> tuple[int, int]:
+        routers = self.policy.passes.routers
+        return routers.differences() if routers is not None else (0, 0)
 
     def critic_backward(self, micros: list[MicroBatch], sums: LossSums) -> None:
         self._ready(self.critic.learner)
