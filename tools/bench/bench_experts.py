@@ -1,12 +1,19 @@
-"""Experts of a layer, forward and backward: all in one product over megatron-core's loop, side by side in one process.
+"""Experts of a layer, forward and backward: each way over megatron-core's loop, side by side in one process.
 
     python tools/bench/bench_experts.py  # all 128 experts of Qwen3-30B-A3B on a rank, 8192 tokens
     python tools/bench/bench_experts.py --experts 16 --ranks 8 --tokens 65536  # one of 8 ranks that share them
     python tools/bench/bench_experts.py --smoke                                # what a CPU can: a small shape
 
-Rows are as a router that learns deals them: each expert's share is drawn from a Dirichlet distribution. "stacked" is
-the product with weights that lie apart, which are copied into one tensor each time; in megatron-core's buffers, where
-a model that learns has them, they need not be.
+Rows are as a router that learns deals them: each expert's share is drawn from a Dirichlet distribution.
+
+    loop          megatron-core's, one expert after another
+    product       Megatron's experts in one product, weights in one buffer, as in a model that learns
+    stacked       the same with weights that lie apart, which are copied into one tensor each time
+    accumulated   product, and gradients added to float32 ones, as in a step
+    transformers  FSDP's: `grouped_mm` with its sort of rows, gather, activation and sum over a token's experts
+    kernels       the six grouped products alone, without activation and autograd: what torch's kernel can give
+    triton        the six of `grouped_triton.py`, gradients of weights added to float32 ones in place
+    activation    SwiGLU with the router's weights alone, forward and backward
 """
 
 from __future__ import annotations
@@ -35,11 +42,12 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
         "bias_activation_fusion": not args.smoke, "params_dtype": torch.float32 if args.smoke else torch.bfloat16,
         "bf16": not args.smoke, "use_cpu_initialization": True, "perform_initialization": False,
     }  # fmt: skip
-    found = {name: alone(fields, grouped=name != "loop") for name in ("loop", "product", "stacked")}
-    for name, experts in found.items():
+    layers = {name: alone(fields, grouped=name != "loop") for name in ("loop", "product", "stacked", "accumulated")}
+    for name, experts in layers.items():
         experts.to(args.device)
-        in_order(experts, together=name == "product")
-    return found
+        in_order(experts, together=name in ("product", "accumulated"))
+    accumulate(layers["accumulated"])
+    return layers
 
 
 @torch.no_grad()
@@ -53,6 +61,15 @@ def in_order(experts: Any, *, together: bool) -> None:
         buffer = torch.cat([parameter.reshape(-1) for parameter in parameters])
         for parameter, part in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
             parameter.data = part.view_as(parameter)
+
+
+def accumulate(experts: Any) -> None:
+    """Give the experts float32 gradients that a pass adds to, in one buffer in the order of weights."""
+    experts.config.gradient_accumulation_fusion = True
+    parameters = list(experts.parameters())[::-1]
+    buffer = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device)
+    for parameter, part in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
+        parameter.main_grad = part.view_as(parameter)
 
 
 def rows_of(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -79,6 +96,104 @@ def pass_of(experts: Any, rows: torch.Tensor, counts: torch.Tensor, probs: torch
     return once
 
 
+def of_transformers(args: argparse.Namespace, experts: Any, counts: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """FSDP's way over the same weights and as many rows of each expert, tokens and all."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    config = Qwen3MoeConfig(hidden_size=args.hidden, moe_intermediate_size=args.width, num_experts=args.experts)
+    config._experts_implementation = "grouped_mm"
+    first = next(experts.parameters())
+    with torch.device("meta"):
+        stacks = Qwen3MoeExperts(config)
+    stacks.to_empty(device=first.device).to(first.dtype)
+    with torch.no_grad():
+        for number, expert in enumerate(experts.local_experts):
+            stacks.gate_up_proj[number].copy_(expert.linear_fc1.weight)
+            stacks.down_proj[number].copy_(expert.linear_fc2.weight)
+    rows, draw = int(counts.sum()), torch.Generator().manual_seed(2)
+    chosen = torch.arange(args.experts).repeat_interleave(counts)[torch.randperm(rows, generator=draw)]
+    index = chosen.view(-1, args.topk).to(first.device)
+    tokens = torch.randn(len(index), args.hidden, generator=draw).to(first).requires_grad_()
+    weights = torch.rand(len(index), args.topk, generator=draw).to(first).requires_grad_()
+
+    def once() -> torch.Tensor:
+        out: torch.Tensor = stacks(tokens, index, weights)
+        out.backward(torch.ones_like(out))
+        for tensor in (tokens, weights, *stacks.parameters()):
+            tensor.grad = None
+        return out.detach()
+
+    return once
+
+
+def parts_of(experts: Any, rows: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> dict[str, Any]:
+    """The six products alone, by torch and by Triton, and the activation alone."""
+    from slime_megatron.experts import multiply, stacked
+
+    ends = counts.to(rows.device).cumsum(0, dtype=torch.int32)
+    first = stacked([expert.linear_fc1.weight.detach() for expert in experts.local_experts])
+    second = stacked([expert.linear_fc2.weight.detach() for expert in experts.local_experts])
+    x = rows.detach()
+    wide = multiply(x, first.transpose(1, 2), ends)
+    narrow, out = wide[:, : wide.shape[1] // 2].contiguous(), torch.ones_like(x)
+
+    def kernels() -> torch.Tensor:
+        multiply(x, first.transpose(1, 2), ends)
+        last = multiply(narrow, second.transpose(1, 2), ends)
+        multiply(out, second, ends)
+        multiply(wide, first, ends)
+        multiply(out.t(), narrow, ends)
+        multiply(wide.t(), x, ends)
+        return last
+
+    passes = {"kernels": kernels}
+    if rows.is_cuda:
+        passes |= of_triton(x, wide, narrow, first, second, ends)
+    hidden, weights = wide.detach().requires_grad_(), probs.detach().requires_grad_()
+
+    def activation() -> torch.Tensor:
+        activated: torch.Tensor = experts._activated(hidden, None, weights)
+        activated.backward(narrow)
+        hidden.grad = weights.grad = None
+        return activated.detach()
+
+    return passes | {"activation": activation}
+
+
+def of_triton(
+    x: torch.Tensor,
+    wide: torch.Tensor,
+    narrow: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    ends: torch.Tensor,
+) -> dict[str, Callable[[], torch.Tensor]]:
+    """The six products by Triton, a way a tile."""
+    from grouped_triton import TILES, GroupedTile, add_gradient, rows_product
+
+    totals = [torch.zeros_like(weight, dtype=torch.float32) for weight in (first, second)]
+
+    def of_tile(tile: GroupedTile) -> Callable[[], torch.Tensor]:
+        def once() -> torch.Tensor:
+            rows_product(x, first, ends, tile, transposed=True)
+            last = rows_product(narrow, second, ends, tile, transposed=True)
+            rows_product(x, second, ends, tile, transposed=False)
+            rows_product(wide, first, ends, tile, transposed=False)
+            add_gradient(totals[1], x, narrow, ends, tile)
+            add_gradient(totals[0], wide, x, ends, tile)
+            return last
+
+        return once
+
+    return {f"triton {name}": of_tile(tile) for name, tile in TILES.items()}
+
+
+def error_of(out: torch.Tensor, exact: torch.Tensor) -> float:
+    """The error's norm over that of the loop's output."""
+    return float((out - exact).float().norm() / exact.float().norm())
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -98,7 +213,11 @@ def main() -> None:
     wait = (lambda: None) if args.smoke else torch.cuda.synchronize
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     given = rows_of(args)
-    passes = {name: pass_of(experts, *given) for name, experts in make(args).items()}
+    layers = make(args)
+    passes = {name: pass_of(experts, *given) for name, experts in layers.items()}
+    compared = list(passes)
+    passes["transformers"] = of_transformers(args, layers["product"], given[1])
+    passes |= parts_of(layers["product"], *given)
     outs = {name: once() for name, once in passes.items()}
     seconds: dict[str, list[float]] = {name: [] for name in passes}
     for _ in range(args.rounds):
@@ -118,12 +237,11 @@ def main() -> None:
     )
     work = 18 * len(given[0]) * args.hidden * args.width  # three matrices, 2 operations, forward and twice that back
     for name, found in seconds.items():
-        middle, off = (
-            statistics.median(found),
-            (outs[name] - outs["loop"]).float().norm() / outs["loop"].float().norm(),
-        )
+        middle = statistics.median(found)
+        off = f"{error_of(outs[name], outs['loop']):.1e}" if name in compared else ""
         ratio = statistics.median(mine / loop for mine, loop in zip(found, seconds["loop"], strict=True))
-        print(f"| {name} | {middle * 1e3:.2f} | {ratio:.2f} | {work / middle / 1e12:.1f} | {off:.1e} |")
+        rate = "" if name == "activation" else f"{work / middle / 1e12:.3g}"
+        print(f"| {name} | {middle * 1e3:.2f} | {ratio:.3f} | {rate} | {off} |")
     dist.destroy_process_group()
 
 

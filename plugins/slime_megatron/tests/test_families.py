@@ -135,7 +135,7 @@ LAYOUTS = {  # ranks, flags, families
     "grouped tensor": (2, GROUPED | TENSOR, SPARSE),
     "grouped tensor, expert": (
         2,
-        GROUPED | TENSOR | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+        GROUPED | WITHIN | TENSOR | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
         SPARSE,
     ),
     "grouped tensor, expert, expert tensor": (

@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.unit
 
 
-SHORT = ("attention", "linear", "model", "rows", "layers Qwen2 Qwen3")
+SHORT = ("attention", "grouped", "linear", "model", "rows", "layers Qwen2 Qwen3")
 LONG = ("layers Llama", "run")
 
 

@@ -77,9 +77,9 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         """
         if self.config.moe_apply_probs_on_input:
             rows, probs = (rows * probs[:, None]).to(rows.dtype), torch.ones_like(probs)
-        ends = counts.to(rows.device).cumsum(0, dtype=torch.int32)
+        ends, within = counts.to(rows.device).cumsum(0, dtype=torch.int32), self.config.gradient_accumulation_fusion
         columns = [expert.linear_fc1() for expert in self.local_experts]
-        hidden = product(rows, ends, [weight for weight, _ in columns])
+        hidden = product(rows, ends, [weight for weight, _ in columns], within=within)
         bias = _of_rows([bias for _, bias in columns], counts, rows)
         if self.recomputes:
             checkpoint = CheckpointWithoutOutput(fp8=None)  # its False means that there is some
@@ -87,7 +87,7 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         else:
             hidden = self._activated(hidden, bias, probs)
         heights = [expert.linear_fc2() for expert in self.local_experts]
-        out = product(hidden, ends, [weight for weight, _ in heights])
+        out = product(hidden, ends, [weight for weight, _ in heights], within=within)
         if self.recomputes:
             checkpoint.discard_output_and_register_recompute(out)
         if (bias := _of_rows([bias for _, bias in heights], counts, rows)) is not None:
@@ -137,18 +137,21 @@ def alone(fields: Mapping[str, Any], *, grouped: bool) -> Any:
     return spec.module(config.num_moe_experts, config, spec.submodules, pg_collection=groups)
 
 
-def product(rows: torch.Tensor, ends: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+def product(
+    rows: torch.Tensor, ends: torch.Tensor, weights: Sequence[torch.Tensor], *, within: bool = False
+) -> torch.Tensor:
     """Each run of rows times its own matrix.
 
     Args:
         rows: [T, in]; sizes of both axes of matrices are multiples of 16 bytes.
         ends: where the run of each matrix ends, [E] int32.
         weights: E matrices [out, in].
+        within: add gradients of weights that have a ``main_grad`` to it, all at once, in the backward pass itself.
 
     Returns:
         [T, out].
     """
-    out: torch.Tensor = _Product.apply(rows, ends, *weights)
+    out: torch.Tensor = _Product.apply(rows, ends, within, *weights)
     return out
 
 
@@ -156,9 +159,12 @@ class _Product(torch.autograd.Function):
     """Where weights have to be stacked, the stack is made again in the backward pass: kept, it is the model twice."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, rows: torch.Tensor, ends: torch.Tensor, within: bool, *weights: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(rows, ends, *weights)
-        return _multiply(rows.contiguous(), stacked(weights).transpose(1, 2), ends)
+        ctx.within = within
+        return multiply(rows.contiguous(), stacked(weights).transpose(1, 2), ends)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -167,14 +173,35 @@ class _Product(torch.autograd.Function):
         of_rows: torch.Tensor | None = None
         of_weights: Sequence[torch.Tensor | None] = [None] * len(weights)
         if ctx.needs_input_grad[0]:
-            of_rows = _multiply(grad, stacked(weights), ends)
-        if any(ctx.needs_input_grad[2:]):
-            of_weights = _multiply(grad.t(), rows.contiguous(), ends).unbind()
-        return of_rows, None, *of_weights
+            of_rows = multiply(grad, stacked(weights), ends)
+        if any(ctx.needs_input_grad[3:]):
+            products = multiply(grad.t(), rows.contiguous(), ends)
+            of_weights = products.unbind()
+            if ctx.within and hasattr(weights[0], "main_grad"):
+                _accumulate(weights, products)
+        return of_rows, None, None, *of_weights
+
+
+def _accumulate(weights: Sequence[Any], products: torch.Tensor) -> None:
+    """Add gradients [E, out, in] to those of the weights, which megatron-core then leaves as they are."""
+    totals = [weight.main_grad for weight in weights]
+    view = at_equal_distances(totals)
+    if view is not None:
+        view += products
+    else:
+        torch._foreach_add_(totals, list(products.unbind()))
+    for weight in weights:
+        weight.grad_added_to_main_grad = True
 
 
 def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """Matrices as [E, out, in]: a view where they lie at equal distances, as in megatron-core's buffers, or a copy."""
+    view = at_equal_distances(weights)
+    return torch.stack(tuple(weights)) if view is None else view
+
+
+def at_equal_distances(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """A view of matrices as [E, out, in] where they lie at equal distances in one storage."""
     first, last = weights[0], weights[-1]
     starts = [weight.data_ptr() for weight in weights]
     step = starts[1] - starts[0] if len(starts) > 1 else first.nbytes
@@ -185,10 +212,10 @@ def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
         and first.is_contiguous()
     ):
         return first.as_strided((len(weights), *first.shape), (step // first.itemsize, *first.stride()))
-    return torch.stack(tuple(weights))
+    return None
 
 
-def _multiply(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def multiply(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """[T, in] x [E, in, out] -> [T, out], or [out, T] x [T, in] -> [E, out, in]: the axis T in runs."""
     if 0 in left.shape:  # a rank to which no token came
         shape = (*left.shape[:-1], right.shape[-1]) if right.ndim == 3 else (len(ends), len(left), right.shape[-1])
