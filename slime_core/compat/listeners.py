@@ -28,10 +28,10 @@ def dynamic_filter(fn: Function, session: CompatSession) -> Function:
     def slime_filter(group: Group, ctx: Context) -> Any:
         with as_returned(samples := views(group, ctx)):
             verdict = fn(session.args(ctx.config, ctx), samples)
-        return _later(verdict, samples, ctx) if inspect.isawaitable(verdict) else _drop(verdict, ctx)
+        return _later(verdict, group, ctx) if inspect.isawaitable(verdict) else _drop(verdict, ctx)
 
-    async def _later(verdict: Any, samples: Sequence[CoreSample], ctx: Context) -> Drop | None:
-        with as_returned(samples):
+    async def _later(verdict: Any, group: Group, ctx: Context) -> Drop | None:
+        with as_returned(views(group, ctx)):
             return _drop(await verdict, ctx)
 
     return slime_filter

@@ -55,7 +55,15 @@ def whole(sample: CoreSample, ctx: Context) -> Sample:
     if not (config.rollout.custom_generate_function_path or (task and task.generate)):
         skip = config.rollout.rollout_skip_special_tokens
         view.response = str(ctx.tokenizer.decode(view.tokens[view.prompt_length :], skip_special_tokens=skip))
+        view.whole_response = view.response
     return view
+
+
+def cut(samples: Sequence[CoreSample]) -> None:
+    """Give samples of :func:`whole` the core's response again, for functions not of slime's, unless it was changed."""
+    for sample in samples:
+        if isinstance(sample, Sample) and sample.cut_response is not None:
+            sample.response = {sample.whole_response: sample.cut_response}.get(sample.response, sample.response)
 
 
 def _with_prompt(sample: Sample, ctx: Context) -> Sample:
@@ -121,6 +129,7 @@ async def _later(group: Group, parts: list[list[int]], answers: list[Any], ctx: 
 
 
 def _numbers(group: Group, values: Any, ctx: Context) -> Any:
+    cut(group.samples)
     if not isinstance(values, (list, tuple)) or len(values) != len(group.samples):
         return values
     return [note_answer(sample, value, ctx) for sample, value in zip(group.samples, values, strict=True)]
@@ -152,6 +161,7 @@ def as_returned(samples: Sequence[CoreSample]) -> Iterator[None]:
         for sample, number, answer in numbers:
             if sample.reward is answer:
                 sample.reward = number
+        cut(samples)
 
 
 def _parts(group: Group, samples: Sequence[Sample]) -> list[list[int]]:

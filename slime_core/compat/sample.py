@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, Self
 
 from slime_core.types import Sample as CoreSample, Status
 
@@ -20,6 +20,15 @@ class RequestCounts:
         for item in fields(self):  # type: ignore[arg-type]  # the classes below are dataclasses
             total = getattr(self, item.name) + meta_info.get(item.metadata.get("meta", item.name), 0)
             setattr(self, item.name, total)
+
+    def to_dict(self) -> dict[str, int]:
+        """The counts by their names."""
+        return asdict(self)  # type: ignore[call-overload,no-any-return]
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, int]) -> Self:
+        """The counts of :meth:`to_dict`; one that is absent is 0."""
+        return cls(**{item.name: data.get(item.name, 0) for item in fields(cls)})  # type: ignore[arg-type]
 
 
 @dataclass
@@ -77,7 +86,7 @@ class Sample(CoreSample):
         sample.status = Sample.Status.COMPLETED
     """
 
-    __slots__ = ("__dict__", "__weakref__", "cut_response")
+    __slots__ = ("__dict__", "__weakref__", "cut_response", "whole_response")
 
     Status = Status
     SpecInfo = SpeculationCounts
@@ -95,6 +104,7 @@ class Sample(CoreSample):
     def __init__(self, **values: Any) -> None:
         super().__init__(**{name: value for name, value in values.items() if name in _FIELDS})
         self.cut_response: str | None = None  # ``response`` as the core wrote it: no stop string, no special tokens
+        self.whole_response: str | None = None  # the text of all response tokens, once functions have read it
         others = [item for item in fields(self) if item.name not in _FIELDS]
         defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in others}
         for name, value in (defaults | values).items():

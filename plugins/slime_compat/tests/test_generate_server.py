@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime_compat.http import HttpStatusError, get, post
+from slime_compat.http import HttpStatusError, get, post, wait_before_retry
 from slime_compat.loopback import LoopbackServer, require_token
 from slime_compat.served.rewards import remote_rm
 from slime_core.compat.sample import Sample
@@ -295,6 +295,16 @@ def test_only_what_may_pass_is_tried_again(monkeypatch, status, asked):
     else:
         assert asyncio.run(run()) == {}
     assert len(seen) == asked
+
+
+@pytest.mark.parametrize(
+    ("longest", "seconds"), [(0.0, [1, 1, 1, 1]), (5.0, [1, 2, 4, 5])], ids=["always the same", "growing"]
+)
+def test_waits_between_tries_grow_up_to_the_longest(longest, seconds):
+    waits = [wait_before_retry(attempt, longest) for attempt in range(4)]
+    assert [least <= wait <= least * (1.5 if longest else 1) for wait, least in zip(waits, seconds, strict=True)] == [
+        True
+    ] * 4
 
 
 def test_a_client_with_a_timeout_does_not_wait_for_ever(monkeypatch):

@@ -26,10 +26,13 @@ cat <<EOF > /dev/null
 python3 train.py --lr 9
 EOF
 DENSE=3
+PLACE=out
+PLACE+=" dir/"
+PLACE+=x
 CKPT=(
    --hf-checkpoint ${ROOT:-/models}/tiny   # a comment with ) and "
    #--ref-load /nowhere
-   --save "out dir/x"
+   --save "$PLACE"
 )
 if [ "$COUNT" -gt 0 ]; then DENSE=3; RATE=1e-6; [ "$COUNT" -gt 9 ] && RATE=2; fi
 case "$COUNT" in 1) DENSE=3 ;; 7|*) DENSE=3 ;; esac
@@ -227,7 +230,7 @@ def test_a_check_names_everything_that_is_in_the_way_at_once(tmp_path):
     (tmp_path / "own.py").write_text(GENERATE + "\n\ndef reward(one):\n    return 1.0\n")
     script.write_text(
         "A=(--ref-update-interval 4)\n"
-        "python3 train.py --hf-checkpoint /none/Kimi-K2-Instruct --prompt-data r.jsonl --n-samples-per-prompt 8 "
+        "python3 train.py --hf-checkpoint /none/GLM-5 --prompt-data r.jsonl --n-samples-per-prompt 8 "
         "--fp8-format e4m3 --custom-generate-function-path own.generate --tis-clip-low 3 --use-tis ${A[@]}\n"
         "${B[@]}\n"
     )
@@ -240,7 +243,7 @@ def test_a_check_names_everything_that_is_in_the_way_at_once(tmp_path):
         "\n4. end the line before with a backslash",
         "tis_clip_low = 3 is above tis_clip = 2",
         "--fp8-format cannot be had here",
-        "model_type 'kimi_k2'",
+        "model_type 'glm_moe_dsa'",
         "imports what is not served here: slime.backends.megatron_utils.secret.plan",
     ):
         assert text in errors

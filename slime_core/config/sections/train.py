@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import model_validator
 
 from slime_core.algorithms import OFFLINE, Algorithm, algorithms
 from slime_core.config.presets import settle
@@ -163,6 +165,14 @@ class TrainSection(Section):
     custom_megatron_init_path: str = megatron_hook("", "Function by path, called where a Megatron rank starts.", LOSS)
     custom_megatron_before_log_prob_hook_path: str = megatron_hook("", "Function by path, before scoring.", LOSS)
     custom_megatron_before_train_step_hook_path: str = megatron_hook("", "Function by path, before a step.", LOSS)
+
+    @model_validator(mode="before")
+    @classmethod
+    def custom_loss_is_the_policys(cls, data: Any) -> Any:
+        """Take THUDM/slime's loss type ``custom_loss`` for the policy loss, which a function replaces."""
+        by_function = isinstance(data, dict) and data.get("custom_loss_function_path")
+        custom = by_function and data.get("loss_type") == "custom_loss"
+        return data | {"loss_type": "policy_loss"} if custom else data
 
     @property
     def offline(self) -> bool:

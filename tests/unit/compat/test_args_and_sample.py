@@ -252,6 +252,14 @@ def test_a_sample_counts_the_caches_and_the_speculation_of_its_turns():
     restored = Sample.from_dict(sample.to_dict())
     assert restored.to_dict() == sample.to_dict()
     assert isinstance(restored.spec_info, Sample.SpecInfo)
+    counts = sample.spec_info.to_dict()
+    assert counts == {
+        "spec_accept_token_num": 3,
+        "spec_draft_token_num": 4,
+        "spec_verify_ct": 0,
+        "completion_token_num": 6,
+    }
+    assert Sample.SpecInfo.from_dict({"spec_draft_token_num": 4}) == Sample.SpecInfo(spec_draft_token_num=4)
     assert restored.rollout_routed_experts == [[0, 1]]
     sample.append_response([7], [-0.5])
     assert plain(sample, 4).weight_versions == [4], "an engine's names of weights are no versions of this run"

@@ -113,6 +113,12 @@ def test_slimes_default_paths_mean_the_cores_own_way():
     assert Config(rollout=rollout, eval={"eval_function_path": rollout["rollout_function_path"]}) == Config()
 
 
+def test_slimes_custom_loss_is_the_policy_loss_that_a_function_replaces():
+    custom = {"loss_type": "custom_loss", "custom_loss_function_path": "mine.py:loss"}
+    assert Config(train=custom).train.loss_type == "policy_loss"
+    assert Config(train={"loss_type": "custom_loss"}).train.loss_type == "custom_loss", "no loss of that name: CFG04"
+
+
 @pytest.mark.parametrize(
     ("key", "signature", "expected"),
     [

@@ -191,9 +191,13 @@ class _Shell:
             values = [word for _, part in _words(raw[1:-1]) for word in self.expand(part)]
         else:
             values = [" ".join(self.expand(raw))]
+        if match["plus"]:
+            before = self._values.get(name, [])
+            first = before[0] if before else self._environment.get(name, "")
+            values = [*before, *values] if raw.startswith("(") else [first + values[0], *before[1:]]
         if name == "PYTHONPATH":
             self._add_folders(values[0])
-        self._values[name] = [*self._values.get(name, []), *values] if match["plus"] else values
+        self._values[name] = values
 
     def _add_folders(self, *texts: str) -> None:
         for text in texts:

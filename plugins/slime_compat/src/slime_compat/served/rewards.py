@@ -17,6 +17,7 @@ from slime_core.plugins.boundary import together
 from slime_core.plugins.locate import locate
 
 REMOTE_SECONDS = 120.0  # a try
+REMOTE_WAIT = 30.0  # the longest between two
 
 
 async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
@@ -53,9 +54,9 @@ async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) 
 
 
 async def remote_rm(args: Any, sample: Sample, max_retries: int = 10) -> Any:
-    """What the reward model at ``args.rm_url`` answers for prompt, response and label."""
+    """What the reward model at ``args.rm_url`` answers for prompt, response and label; ``max_retries`` tries."""
     payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
-    return await post(args.rm_url, payload, max_retries=max_retries, timeout=REMOTE_SECONDS)
+    return await post(args.rm_url, payload, max(max_retries - 1, 0), timeout=REMOTE_SECONDS, longest_wait=REMOTE_WAIT)
 
 
 compute_score_dapo = compute_score
