@@ -1,6 +1,7 @@
 """Layers that predict tokens further ahead (DeepSeek V3, section 2.2), which a folder stores after the model's own.
 
-No model here runs or trains them. A folder that is written from another keeps its layers as they are.
+Only the Megatron trainer trains them, if it is told to. A folder that is written from another keeps those of its
+layers that were not trained.
 """
 
 from __future__ import annotations
@@ -18,6 +19,11 @@ BESIDE = ("qwen3_next",)
 """Families whose config.json does not count them."""
 
 
+def layers(config: Any) -> int:
+    """How many such layers a config states."""
+    return int(getattr(config, "num_nextn_predict_layers", 0) or 0)
+
+
 def prefixes(config: Any) -> tuple[str, ...]:
     """How names of such layers' tensors begin: ``model.layers.N.``, N from ``num_hidden_layers`` on, or as in MiMo.
 
@@ -25,7 +31,7 @@ def prefixes(config: Any) -> tuple[str, ...]:
     """
     if getattr(config, "model_type", "") in BESIDE:
         return ("mtp.",)
-    count = int(getattr(config, "num_nextn_predict_layers", 0) or 0)
+    count = layers(config)
     if not count:  # a model of pictures and text has no layers of its own
         return ()
     first = config.num_hidden_layers
@@ -45,12 +51,16 @@ def stored(folder: Path, config: Any) -> dict[str, TensorInfo]:
 
 
 def carry(origin: Path, folder: Path, config: Any) -> None:
-    """Put ``origin``'s layers into a model folder that was written without them, with an index of all files.
+    """Put ``origin``'s layers into a model folder, but for tensors that it has, with an index of all files.
 
     Raises:
         StorageError: they cannot be written.
     """
     infos = stored(origin, config)
+    if not infos:
+        return
+    there = Shards.open(folder).infos
+    infos = {name: info for name, info in infos.items() if name not in there}
     if not infos:
         return
     try:

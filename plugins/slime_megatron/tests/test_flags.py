@@ -74,7 +74,8 @@ def test_every_flag_sets_a_field_that_exists(installed, path):
     own = {
         "layout": {field.name for field in dataclasses.fields(Layout)} | {"sequence", "of_chunk"},
         "vocabulary": {"multiple"},
-        "bridge": {"sandwich"},
+        "bridge": {"sandwich", "layers_ahead"},
+        "ahead": {"is_trained", "weight"},
     }
     assert name in (own | installed)[config]
 

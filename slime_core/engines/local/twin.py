@@ -18,6 +18,7 @@ import torch
 
 from slime_core.errors import EngineError
 from slime_core.kernels.linear import adjacent
+from slime_core.weights.prediction_layers import prefixes
 
 if TYPE_CHECKING:
     from slime_core.types import WeightUpdate
@@ -118,7 +119,8 @@ class Twin:
         for name, tensor in update.tensors.items():
             if name in state:
                 tensors.setdefault(self._ties[name][0], tensor)
-        unknown = sorted(set(update.tensors) - set(state))
+        ahead = prefixes(self.model.config)
+        unknown = sorted(name for name in set(update.tensors) - set(state) if not name.startswith(ahead))
         missing = sorted(name for name, names in self._ties.items() if names[0] == name and name not in tensors)
         shapes = [
             f"{name} is {list(t.shape)}, not {list(state[name].shape)}"

@@ -10,7 +10,7 @@ tensor-parallel rank holds. Bridges come from plugins (`slime_model_bridge`); no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from slime_core.errors import DataError
@@ -22,7 +22,17 @@ if TYPE_CHECKING:
     import torch
 
 Kind = Literal[
-    "whole", "rows", "columns", "qkv", "gated_qkv", "gate_up", "sections", "vocabulary", "rope_heads", "rope_tail"
+    "whole",
+    "rows",
+    "columns",
+    "qkv",
+    "gated_qkv",
+    "gate_up",
+    "sections",
+    "vocabulary",
+    "rope_heads",
+    "rope_tail",
+    "halves",
 ]
 """How Hugging Face tensors make one of Megatron's, and how tensor-parallel ranks share it.
 
@@ -38,6 +48,7 @@ vocabulary  one tensor, rows filled up with zeros to a multiple that the ranks d
 rope_heads  one tensor of heads, dealt to ranks; the rotary rows at the end of each head, stored as two halves
             (a b c, A B C), become the pairs that Megatron's latent attention turns (a A, b B, c C)
 rope_tail   the same for a tensor with one such end (the key that all heads share); rows dealt to ranks
+halves      one tensor whose left and right columns change places; rows dealt to ranks
 """
 On = Literal["all", "dense", "moe", "full", "linear"]
 GATES = {"qkv": 0, "gated_qkv": 1}  # gates of a query head
@@ -119,11 +130,17 @@ class Bridge:
     sandwich: bool = False  # norms after attention and MLP too
     wide_qk_norms: bool = False  # one norm of all heads' queries, one of all their keys
     linear_apart: bool = False  # linear attention projects q, k, v, their gates and numbers by four matrices, not two
+    ahead: Sequence[BridgeRow] = ()  # of layer {ahead} that predicts further ahead, beside the rows of any layer
+    ahead_layer: str = "model.layers.{layer}"  # where the folder has it
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of config attributes that a folder may leave out
     only: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
-    def entries(self, config: Any) -> list[Entry]:
-        """Every tensor of a model with this config, in the order of layers."""
+    def entries(self, config: Any, ahead: int = 0) -> list[Entry]:
+        """Every tensor of a model with this config, in the order of layers.
+
+        Args:
+            ahead: layers that predict further ahead, each built as the last layer is
+        """
         sizes = self.sizes(config)
         rows = [row for row in self.rows if holds(row.when, config, self.defaults)]
         entries = [e for row in rows if "{layer}" not in row.megatron for e in _filled(row, -1, sizes)]
@@ -132,7 +149,16 @@ class Bridge:
             attention = "linear" if layer in sizes.linear_layers else "full"
             of_layer = [row for row in rows if "{layer}" in row.megatron and row.on in ("all", mlp, attention)]
             entries += [entry for row in of_layer for entry in _filled(row, layer, sizes)]
+        for number in range(ahead):
+            of_ahead = (*self.ahead, *(self._ahead(row) for row in of_layer))
+            entries += [entry for row in of_ahead for entry in _filled(row, -1, sizes, number)]
         return entries
+
+    def _ahead(self, row: BridgeRow) -> BridgeRow:
+        """A layer's row as that of the same tensor in a layer that predicts further ahead."""
+        megatron = row.megatron.replace("decoder.layers.{layer}", "mtp.layers.{ahead}.transformer_layer")
+        hf = tuple(name.replace("model.layers.{layer}", self.ahead_layer) for name in row.hf)
+        return replace(row, megatron=megatron, hf=hf)
 
     def megatron(self, config: Any) -> dict[str, Any]:
         """Fields of Megatron's configs and of its GPT model, from the config of the folder.
@@ -202,6 +228,7 @@ def dimensions(fields: Mapping[str, Any], vocab: int) -> dict[str, int]:
     dimensions: dict[str, Any] = {
         "vocab": vocab,
         "hidden": fields["hidden_size"],
+        "hidden_twice": 2 * fields["hidden_size"],
         "head": head,
         "q": heads * head,
         "kv": int(fields.get("num_query_groups") or heads) * head,
@@ -265,12 +292,12 @@ def holds(when: str, config: Any, defaults: Mapping[str, Any]) -> bool:
     return all(true(text) for text in when.split(" and ") if text)
 
 
-def _filled(row: BridgeRow, layer: int, sizes: Sizes) -> Iterator[Entry]:
+def _filled(row: BridgeRow, layer: int, sizes: Sizes, ahead: int = -1) -> Iterator[Entry]:
     dimensions = [tuple(sizes.words[word] for word in text.split()) for text in row.shape.split(",") if text]
     shapes = tuple(dimensions * len(row.hf) if len(dimensions) == 1 else dimensions)
     sections = tuple(sizes.words[word] for word in row.sections.split())
     for expert in range(sizes.experts) if "{expert}" in row.megatron else (-1,):
-        numbers = {"layer": layer, "expert": expert}
+        numbers = {"layer": layer if ahead < 0 else sizes.layers + ahead, "ahead": ahead, "expert": expert}
         hf = tuple(name.format(**numbers) for name in row.hf)
         yield Entry(row.megatron.format(**numbers), hf, row.kind, layer, expert, shapes, sections)
 
@@ -288,6 +315,8 @@ def join(entry: Entry, tensors: Sequence[torch.Tensor], sizes: Sizes) -> torch.T
     (tensor,) = tensors
     if entry.kind in ROPE:
         return _turned(entry, tensor, sizes, (2, sizes.rope // 2))
+    if entry.kind == "halves":
+        return torch.cat(tensor.chunk(2, dim=1)[::-1], dim=1)
     if entry.kind == "vocabulary" and len(tensor) < sizes.padded_vocab:
         return torch.cat([tensor, tensor.new_zeros(sizes.padded_vocab - len(tensor), *tensor.shape[1:])])
     return tensor
@@ -305,6 +334,8 @@ def part(entry: Entry, whole: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
         return list(whole.chunk(len(entry.hf)))
     if entry.kind in ROPE:
         return [_turned(entry, whole, sizes, (sizes.rope // 2, 2))]
+    if entry.kind == "halves":
+        return [join(entry, [whole], sizes)]
     return [whole[: sizes.vocab]] if entry.kind == "vocabulary" else [whole]
 
 

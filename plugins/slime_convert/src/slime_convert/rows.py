@@ -208,6 +208,27 @@ class Cast:
         torch.frombuffer(into, dtype=self.dtype).copy_(torch.frombuffer(buffer, dtype=self.source.dtype))
 
 
+@dataclass(slots=True, frozen=True)
+class SwappedHalves:
+    """The same tensor, its left and right columns in each other's place."""
+
+    name: str
+    source: TensorRows
+    shape: tuple[int, ...] = field(init=False)
+    dtype: torch.dtype = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", self.source.shape)
+        object.__setattr__(self, "dtype", self.source.dtype)
+
+    def read(self, first: int, count: int, into: memoryview) -> None:
+        """As in `TensorRows`."""
+        self.source.read(first, count, into)
+        if count:
+            rows = torch.frombuffer(into, dtype=torch.uint8).view(count, 2, -1)
+            rows.copy_(rows.flip(1))
+
+
 def cast(rows: TensorRows, dtype: torch.dtype | None) -> TensorRows:
     """The rows in ``dtype``; None keeps each dtype; other than floating-point tensors always keep theirs."""
     return rows if dtype is None or dtype == rows.dtype or rows.dtype not in FLOATS else Cast(rows, dtype)
@@ -215,12 +236,16 @@ def cast(rows: TensorRows, dtype: torch.dtype | None) -> TensorRows:
 
 def joined(entry: Entry, tensors: Sequence[TensorRows], sizes: Sizes) -> TensorRows:
     """The whole Megatron tensor of an entry, of its Hugging Face tensors."""
+    if entry.kind == "halves":
+        return SwappedHalves(entry.megatron, tensors[0])
     moves = _moves(entry.kind, tuple(t.shape[0] for t in tensors), sizes)
     return Moved(entry.megatron, tuple(tensors), moves)
 
 
 def parted(entry: Entry, whole: TensorRows, sizes: Sizes) -> list[TensorRows]:
     """The Hugging Face tensors of an entry, of its whole Megatron tensor; the inverse of :func:`joined`."""
+    if entry.kind == "halves":
+        return [SwappedHalves(entry.hf[0], whole)]
     heights = tuple(shape[0] for shape in entry.shapes)
     moves = _moves(entry.kind, heights, sizes)
     parts: list[TensorRows] = []

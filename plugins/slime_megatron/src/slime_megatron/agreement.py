@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from slime_convert.bridge import Given
 from slime_core.config.problems import Problem
 from slime_core.config.values import show
+from slime_core.weights.prediction_layers import layers
 from slime_megatron.flags import MegatronFlag, flags
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def _idle(field: str, bridge: Bridge, fields: Mapping[str, Any]) -> bool:
         return not fields.get("rope_scaling")
     if field == "moe_router_pre_softmax":
         return fields.get("moe_router_score_function") == "sigmoid"
-    if field == "kv_channels":
+    if field in ("kv_channels", "add_qkv_bias"):
         return bridge.attention == "mla"
     return field == "ffn_hidden_size" and field not in fields
 
@@ -85,6 +86,7 @@ def _actual(kind: type, field: str, bridge: Bridge, hf_config: Any, fields: Mapp
         "multi_latent_attention": bridge.attention == "mla",
         "sandwich": bridge.sandwich,
         "experimental_attention_variant": "gated_delta_net" if sizes.linear_layers else None,
+        "layers_ahead": layers(hf_config),
         "share_embeddings_and_output_weights": sizes.tied,
         "max_sequence_length": getattr(hf_config, "max_position_embeddings", None),
     }
@@ -178,6 +180,7 @@ def _source(field: str, bridge: Bridge, hf_config: Any) -> str:
     plain = {
         "vocab_size": "vocab_size",
         "max_sequence_length": "max_position_embeddings",
+        "layers_ahead": "num_nextn_predict_layers",
         "share_embeddings_and_output_weights": "tie_word_embeddings",
     }
     source = bridge.fields.get(field, plain.get(field))

@@ -77,6 +77,7 @@ class Values:
     transformer: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
+    ahead: dict[str, Any] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
 
 
@@ -112,7 +113,8 @@ def problems(table: Mapping[str, Any], *, train: TrainSection | None = None) -> 
 def values(table: Mapping[str, Any]) -> Values:
     """What the run's flags set; the table has no problems."""
     known_flags = flags()
-    tables: dict[str, dict[str, Any]] = {"transformer": {}, "ddp": {}, "optimizer": {}, "layout": {}, "vocabulary": {}}
+    names = ("transformer", "ddp", "optimizer", "layout", "vocabulary", "ahead")
+    tables: dict[str, dict[str, Any]] = {name: {} for name in names}
     notices = []
     for written, value in table.items():
         flag = known_flags[written.replace("-", "_")]
@@ -121,9 +123,8 @@ def values(table: Mapping[str, Any]) -> Values:
         for path, meant in flag.claims(value).items() if flag.role == "run" else ():
             config, _, name = path.partition(".")
             tables[config][name] = meant
-    return Values(
-        transformer=tables["transformer"], ddp=tables["ddp"], optimizer=tables["optimizer"], notices=tuple(notices)
-    )
+    kept = {name: tables[name] for name in ("transformer", "ddp", "optimizer", "ahead")}
+    return Values(**kept, notices=tuple(notices))
 
 
 def _unknown(name: str, names: list[str]) -> Problem:

@@ -121,10 +121,6 @@ REFUSED = (
     ),
     *_refused("padded_vocab_size", "the vocabulary is filled up to a multiple; --make-vocab-size-divisible-by N"),
     *_refused(
-        "mtp_num_layers mtp_loss_scaling_factor enable_mtp_training",
-        "layers that predict several tokens are not trained in this slime version; leave them out",
-    ),
-    *_refused(
         "use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy outer_dp_sharding_strategy use_torch_fsdp2 "
         "fsdp_double_buffer fsdp_manual_registration keep_fp8_transpose_cache suggested_communication_unit_size "
         "use_nccl_ub disable_symmetric_registration no_gradient_reduce_div_fusion init_model_with_meta_device",

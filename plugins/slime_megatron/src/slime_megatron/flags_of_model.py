@@ -120,5 +120,6 @@ MODEL = (
     _is("moe_router_group_topk", int, "Groups a token."),
     _is("moe_router_enable_expert_bias", bool, "A bias in the choice of experts."),
     _is("moe_apply_probs_on_input", bool, "Weights of experts on their input."),
+    _is("mtp_num_layers", int, "Layers that predict further ahead.", "bridge.layers_ahead"),
     _is("moe_latent_size", int, "Width of latent experts."),
 )

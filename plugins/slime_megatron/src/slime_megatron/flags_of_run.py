@@ -207,4 +207,11 @@ OPTIMIZER = (
     _off("no_pin_cpu_params", "Weights there in pageable memory.", "optimizer.pin_cpu_params"),
 )
 
-RUN = (*LAYOUT, *MEMORY, *NUMERICS, *EXPERTS, *GRADIENTS, *OPTIMIZER)
+AHEAD = (
+    _sets(
+        "enable_mtp_training", bool, "Train the layer that predicts one token further ahead too.", "ahead.is_trained"
+    ),
+    _sets("mtp_loss_scaling_factor", float, "Weight of its loss beside the policy's; 0.2 by default.", "ahead.weight"),
+)
+
+RUN = (*LAYOUT, *MEMORY, *NUMERICS, *EXPERTS, *GRADIENTS, *OPTIMIZER, *AHEAD)

@@ -63,28 +63,29 @@ class MegatronFrozen:
 
     def _reference(self, path: str, policy: Model, run: ModelContext) -> Tensors:
         """This rank's shards of the reference: the policy as it is, a model folder's, or a torch_dist folder's."""
+        tensors = policy.tensors.of_model()
         if not path:
-            return {name: shard.tensor.detach().clone() for name, shard in policy.tensors.by_name.items()}
+            return {name: shard.tensor.detach().clone() for name, shard in tensors.by_name.items()}
         if is_dist(Path(path)):
             config = self._folder.config
             try:
-                return policy.tensors.read(DistTensors.open(Path(path), config, run.bridge(config)))
+                return tensors.read(DistTensors.open(Path(path), config, run.bridge(config)))
             except DataError as error:
                 error.where = f"train.ref_load = {path}: {error.where}"
                 raise
         folder = roles.open_model("train.ref_load", path, self._folder)
-        policy_shapes = {n: shape for entry in policy.tensors.entries for n, shape in zip(entry.hf, entry.shapes)}
+        policy_shapes = {n: shape for entry in tensors.entries for n, shape in zip(entry.hf, entry.shapes)}
         reference_shapes = {name: info.shape for name, info in Shards.open(folder.path).infos.items()}
         if policy.tensors.sizes.tied and folder.config.tie_word_embeddings:
             reference_shapes.pop("lm_head.weight", None)
         roles.same_tensors("train.ref_load", folder, policy_shapes, reference_shapes, self._folder)
-        return policy.tensors.read(stored(folder))
+        return tensors.read(stored(folder))
 
     @contextmanager
     def as_reference(self, policy: Model) -> Iterator[None]:
         """The policy computes with the reference's weights inside the block."""
         assert self.reference is not None
-        tensors = {name: shard.tensor for name, shard in policy.tensors.by_name.items()}
+        tensors = {name: shard.tensor for name, shard in policy.tensors.of_model().by_name.items()}
         copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         try:
             _put(policy, self.reference)
@@ -110,6 +111,6 @@ class MegatronFrozen:
 
 @torch.no_grad()
 def _put(policy: Model, weights: Tensors) -> None:
-    for name, shard in policy.tensors.by_name.items():
-        shard.tensor.copy_(weights[name])
+    for name, weight in weights.items():
+        policy.tensors.by_name[name].tensor.copy_(weight)
     policy.spread_embedding()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -23,8 +24,11 @@ from megatron.core.tensor_parallel import (
 )
 
 from slime_core.trainers.compiling import Choice, pays
+from slime_core.trainers.optimizer_step import to_device
 from slime_megatron.accumulating import provide
+from slime_megatron.packing import make_pack, owned
 from slime_megatron.passes import Passes
+from slime_megatron.prediction import PredictionBlock, embedded, rows_of, unshared
 from slime_megatron.rotary import PackRotary, turns
 from slime_megatron.settings import MegatronSettings, build
 from slime_megatron.spec import block_spec
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
     from slime_convert.bridge import Bridge
+    from slime_core.types import MicroBatch
     from slime_core.weights.folder import ModelFolder
     from slime_megatron.packing import Pack
 
@@ -52,18 +57,24 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         log_prob, entropy = model.score(hidden, pack, target, temperature, chunk=2048)
     """
 
-    def __init__(self, config: TransformerConfig, bridge: Bridge, *, vocab: int, **kwargs: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, bridge: Bridge, *, vocab: int, ahead: bool = False, **kwargs: Any
+    ) -> None:
         provide()
         spec = block_spec(config, bridge, kwargs.get("vp_stage"))
         super().__init__(config=config, transformer_layer_spec=spec, **kwargs)
-        self.vocab = vocab
+        self.vocab, self.ahead = vocab, ahead
+        if ahead and self.post_process:
+            self.mtp = PredictionBlock(config, spec.layer_specs[-1], len(self.decoder.layers) + 1, self.pg_collection)
+        self.first_embedding: torch.Tensor | None = None  # the first stage's, where this last stage predicts ahead
         if config.num_moe_experts and config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
             for name, parameter in self.named_parameters():
                 if ".mlp.experts." in name:  # megatron-core looks at the number of expert-parallel ranks alone, and
                     parameter.allreduce = False  # would sum over ranks that have other shards, or not over all copies
         self.wait_for: Callable[[torch.Tensor], None] | None = None  # until a parameter that is used here is gathered
         mla = bool(config.multi_latent_attention)
-        owners: list[Any] = [layer.self_attention for layer in self.decoder.layers] if mla else [self]
+        layers = [*self.decoder.layers, *(layer.transformer_layer for layer in self.ahead_layers)]
+        owners: list[Any] = [layer.self_attention for layer in layers] if mla else [self]
         for owner in owners:
             owner.rotary_pos_emb = PackRotary(owner.rotary_pos_emb)
 
@@ -74,12 +85,57 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             assert pack.tokens is not None
             assert pack.positions is not None
             decoder_input = self.embedding(input_ids=pack.tokens[None], position_ids=pack.positions[None])
-        if not self.config.multi_latent_attention:  # its layers turn by themselves; else core attention does
-            rotary = self.rotary_pos_emb(pack)
-            angles = rotary[0] if isinstance(rotary, tuple) else rotary
-            pack.turn = turns(angles, concentration(self.config), self.config.params_dtype)
+        self._turn(pack)
         hidden: torch.Tensor = self.decoder(hidden_states=decoder_input, attention_mask=None, packed_seq_params=pack)
         return hidden
+
+    def _turn(self, pack: Pack) -> None:
+        """Give a pack its angles, but for latent attention, whose layers turn by themselves."""
+        if self.config.multi_latent_attention:
+            return
+        rotary = self.rotary_pos_emb(pack)
+        angles = rotary[0] if isinstance(rotary, tuple) else rotary
+        pack.turn = turns(angles, concentration(self.config), self.config.params_dtype)
+
+    @property
+    def ahead_layers(self) -> Sequence[Any]:
+        """Layers of this stage that predict further ahead."""
+        return list(self.mtp.layers) if self.ahead and self.post_process else []
+
+    def score_ahead(self, hidden: torch.Tensor, pack: Pack, micro: MicroBatch, *, chunk: int) -> torch.Tensor:
+        """Weighted sum of losses (-log-prob) of the tokens that this rank predicts one further ahead, float32.
+
+        Args:
+            hidden: the last stage's output for ``pack``, which is this rank's share of ``micro``
+        """
+        tp, cp = self.pg_collection.tp, self.pg_collection.cp
+        ahead, rows = unshared(micro)
+        multiple = tp.size() if self.config.sequence_parallel else 1
+        own = make_pack(ahead, cp=cp.size(), rank=cp.rank(), multiple=multiple, device=hidden.device)
+        assert own.tokens is not None
+        assert own.local is not None
+        places = np.append(rows, np.zeros(own.rows - len(rows), np.int64))[owned(own.rows, cp.size(), cp.rank())]
+        if self.config.sequence_parallel:
+            places = np.split(places, tp.size())[tp.rank()]
+        states = rows_of(hidden.detach(), pack, to_device(places, hidden.device), self.config)
+        weight = self.first_embedding if self.first_embedding is not None else self.input_matrix()
+        self._turn(own)
+        (layer,) = self.ahead_layers
+        out = layer(states, embedded(own.tokens, weight, self.config), own)
+        target, weights = (to_device(column, hidden.device)[own.local] for column in (ahead.target, ahead.weight))
+        log_prob, _ = self._scored(out, own, self.output_matrix().detach(), target, None, chunk)
+        return -(log_prob * weights).sum()
+
+    def input_matrix(self) -> torch.Tensor:
+        """This rank's rows of the embedding, in the first chunk of a model."""
+        weight: torch.Tensor = self.embedding.word_embeddings.weight
+        return weight
+
+    def output_matrix(self) -> torch.Tensor:
+        """This rank's rows of the output matrix, in the last chunk of a model."""
+        tied = self.share_embeddings_and_output_weights
+        weight: torch.Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return weight
 
     def predicting(self, hidden: torch.Tensor, pack: Pack) -> torch.Tensor:
         """The rows that predict this rank's response tokens, [R, h], from the last stage's hidden states."""
@@ -94,10 +150,20 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         self, hidden: torch.Tensor, pack: Pack, target: torch.Tensor, temperature: torch.Tensor | None, *, chunk: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-prob and entropy of this context-parallel rank's response tokens; see `vocabulary.log_probs`."""
-        tied = self.share_embeddings_and_output_weights
-        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        weight = self.output_matrix()
         if self.wait_for is not None:  # its module is never called, which would wait
             self.wait_for(weight)
+        return self._scored(hidden, pack, weight, target, temperature, chunk)
+
+    def _scored(
+        self,
+        hidden: torch.Tensor,
+        pack: Pack,
+        weight: torch.Tensor,
+        target: torch.Tensor,
+        temperature: torch.Tensor | None,
+        chunk: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         tp = self.pg_collection.tp
         part = Slice(first=tp.rank() * len(weight), vocab=self.vocab, group=tp if tp.size() > 1 else None)
         return log_probs(self.predicting(hidden, pack), weight, target, temperature, part=part, chunk=chunk)
@@ -114,6 +180,16 @@ class ModelStage(torch.nn.ModuleList):
     def config(self) -> TransformerConfig:
         """Of all chunks."""
         return self.chunks[0].config
+
+    @torch.no_grad()
+    def share_embedding(self) -> None:
+        """Send the first stage's embedding to a last stage that predicts ahead; a collective of the two."""
+        first, last = self.chunks[0], self.chunks[-1]
+        if not last.ahead or first.pre_process == last.post_process:
+            return
+        weight = first.input_matrix() if first.pre_process else torch.empty_like(last.output_matrix())
+        dist.broadcast(weight.detach(), group=parallel_state.get_embedding_group(), group_src=0)
+        last.first_embedding = weight if last.post_process else None
 
     def choose_compiling(self, choice: Choice) -> None:
         """Follow ``train.compile``: norms and rotations in few kernels, or step by step."""
@@ -170,14 +246,19 @@ def build_model(
         TrainerError: TRN108 the bridge and the model disagree.
         DataError: the folder lacks a tensor, or is damaged.
     """
-    stage = build_stage(PackedGPT, settings, bridge, device)
-    model = Model(stage, Tensors(stage.chunks, bridge, folder.config, multiple=settings.vocabulary_multiple), device)
+    ahead = settings.ahead > 0
+    stage = build_stage(PackedGPT, settings, bridge, device, ahead=ahead)
+    multiple, entries = settings.vocabulary_multiple, bridge.entries(folder.config, int(ahead))
+    model = Model(stage, Tensors(stage.chunks, bridge, folder.config, multiple=multiple, entries=entries), device)
+    model.passes.ahead = settings.ahead
     model.fill(stored(folder, seed))
     return model
 
 
-def build_stage(kind: type[PackedGPT], settings: MegatronSettings, bridge: Bridge, device: torch.device) -> ModelStage:
-    """This rank's chunks of a model, without its weights."""
+def build_stage(
+    kind: type[PackedGPT], settings: MegatronSettings, bridge: Bridge, device: torch.device, **more: Any
+) -> ModelStage:
+    """This rank's chunks of a model, without its weights; ``more`` are arguments of their class."""
     config, chunks = build(settings).transformer, settings.layout.vp
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     stage = ModelStage(
@@ -190,6 +271,7 @@ def build_stage(kind: type[PackedGPT], settings: MegatronSettings, bridge: Bridg
                 post_process=last and number == chunks - 1,
                 vp_stage=number if chunks > 1 else None,
                 **settings.model,
+                **more,
             ).to(device)
             for number in range(chunks)
         ]

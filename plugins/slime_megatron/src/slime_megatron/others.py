@@ -27,6 +27,8 @@ UNEVEN = (
     "pipeline_model_parallel_layout",
 )
 """Flags that fit one number of layers."""
+PREDICTION = ("enable_mtp_training", "mtp_loss_scaling_factor")
+"""Flags of a layer that predicts further ahead, which only the policy trains."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,7 +52,7 @@ def settings_of(folder: ModelFolder, bridge: Bridge, run: ModelContext) -> Megat
     sizes = bridge.sizes(folder.config)
     known_flags = flags()
     table = {name.replace("-", "_"): value for name, value in run.megatron.items()}
-    table = {name: value for name, value in table.items() if known_flags[name].role != "model"}
+    table = {n: v for n, v in table.items() if known_flags[n].role != "model" and n not in PREDICTION}
     if sizes.layers != run.layers:
         table = {name: value for name, value in table.items() if name not in UNEVEN}
     if not sizes.experts:

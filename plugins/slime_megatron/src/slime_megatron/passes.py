@@ -56,6 +56,7 @@ class Passes:
         self.expert_load = ExpertLoad()
         self.routers: StageRouters | None = None  # where a run replays their choices
         self.routed: RoutedPass | None = None  # what the passes replay now
+        self.ahead = 0.0  # weight of the loss of tokens that are predicted one further ahead; 0 predicts none
 
     def scores(self, micros: Sequence[MicroBatch]) -> list[tuple[torch.Tensor, ...]]:
         """What the stage's ``score`` gives for each micro-batch, [R] each, on the last stage; nothing on others."""
@@ -75,11 +76,18 @@ class Passes:
             loss_part = MicroBatchLoss(loss, train, work.micro, np.arange(len(work.micro.weight)), self.device)
             log_prob, entropy = self._score(work, hidden)
             total = loss_part(slice(None), log_prob, entropy)
+            metrics, both = loss_part.metric_sums, total
+            if self.ahead:
+                ahead = self.stage.chunks[-1].score_ahead(hidden, work.pack, work.micro, chunk=self.chunk)
+                both = total + self.ahead * ahead
+                metrics["mtp_loss"] = ahead.detach().double()
+                dist.all_reduce(metrics["mtp_loss"], group=parallel_state.get_context_parallel_group())
             if speaks():
-                sums.add({"loss": total, **loss_part.metric_sums}, loss_part.mark_nonfinite)
-            return total, self._one(), None
+                sums.add({"loss": total, **metrics}, loss_part.mark_nonfinite)
+            return both, self._one(), None
 
         self.stage.train()
+        self.stage.share_embedding()
         self._run(micros, last, forward_only=False)
 
     def backward_values(self, micros: Sequence[MicroBatch], clip: float, sums: LossSums) -> None:

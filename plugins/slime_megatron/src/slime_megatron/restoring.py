@@ -107,7 +107,7 @@ def _read(
         states = [_read_model(one, folder, int(state[counter(one)])) for one in models]
         reference: Values | None = None
         if state["reference"] and worker.frozen.reference is not None:
-            tensors = worker.policy.tensors.by_name
+            tensors = worker.policy.tensors.of_model().by_name
             reference = {n: _shard(worker.policy.tensors, one, folder, REFERENCE) for n, one in tensors.items()}
     return state, states, reference, _generators(worker, path)
 

@@ -159,7 +159,7 @@ def _items(worker: MegatronWorker, *, moments: bool = False) -> Iterator[Item]:
         yield from _weights(one.tensors, tensors, one.prefix)
         yield from _states(one, moments)
     if worker.frozen.reference is not None:
-        yield from _weights(worker.policy.tensors, worker.frozen.reference, REFERENCE)
+        yield from _weights(worker.policy.tensors.of_model(), worker.frozen.reference, REFERENCE)
 
 
 def _weights(tensors: Tensors, values: dict[str, torch.Tensor], prefix: str) -> Iterator[Item]:

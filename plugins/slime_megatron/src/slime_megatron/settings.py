@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime_core.config.problems import Problem, dotted, raise_all
 from slime_core.errors import ConfigError, install_line
+from slime_core.weights.prediction_layers import layers
 from slime_megatron import layout as layouts
 from slime_megatron.agreement import disagreements
 from slime_megatron.flags import Values, problems, values
@@ -48,6 +49,8 @@ MLA_OWN = frozenset({"rotary_percent", "rotary_base"})
 """Of these, what MLATransformerConfig has as a field of its own."""
 
 
+AHEAD_WEIGHT = 0.2
+"""slime's default of mtp_loss_scaling_factor."""
 KERNELS = ("moe_permute_fusion", "moe_router_fusion")
 """Fields that make experts faster where Transformer Engine is."""
 GROUP = "microbatch_group_size_per_vp_stage"
@@ -74,6 +77,7 @@ class MegatronSettings:
     ddp: Mapping[str, Any]  # fields of DistributedDataParallelConfig
     optimizer: Mapping[str, Any]  # fields of OptimizerConfig
     vocabulary_multiple: int  # rows of the vocabulary are filled up to one
+    ahead: float = 0.0  # weight of the loss of the layer that predicts further ahead; 0 does without the layer
     compile: Choice = "auto"  # train.compile
     notices: tuple[str, ...] = ()
 
@@ -147,9 +151,37 @@ def settings(
         ddp=_ordered(_ddp_defaults() | options.ddp),
         optimizer=_ordered(_optimizer_defaults(options) | options.optimizer | _of_train(train)),
         vocabulary_multiple=multiple,
+        ahead=_ahead(options.ahead, bridge, hf_config, origins),
         compile=train.compile,
         notices=(*options.notices, *notices, *unused(options)),
     )
+
+
+def _ahead(options: Mapping[str, Any], bridge: Bridge, hf_config: Any, origins: Origins | None) -> float:
+    """Weight of the loss of the layer that predicts further ahead; 0 where none is trained."""
+    if not options.get("is_trained"):
+        return 0.0
+    weight, count = float(options.get("weight", AHEAD_WEIGHT)), layers(hf_config) if bridge.ahead else 0
+    problem = None
+    if count != 1:
+        stated = f"num_nextn_predict_layers is {layers(hf_config)}"
+        problem = Problem(
+            code="CFG04",
+            what="--enable-mtp-training needs a model with one layer that predicts further ahead",
+            keys=(("megatron", "enable_mtp_training"),),
+            why=f"{bridge.family}: {stated if bridge.ahead else 'its bridge has no rows for one'}",
+            fix="leave --enable-mtp-training out",
+        )
+    elif weight <= 0:
+        problem = Problem(
+            code="CFG03",
+            what=f"megatron.mtp_loss_scaling_factor = {weight:g} is out of range",
+            keys=(("megatron", "mtp_loss_scaling_factor"),),
+            why="the layer learns from its loss alone",
+            fix="a number above 0, or leave --enable-mtp-training out",
+        )
+    _raise([problem] if problem else [], origins)
+    return weight
 
 
 def _raise(problems: list[Problem], origins: Origins | None) -> None:

@@ -22,7 +22,7 @@ from slime_convert.bridge import Bridge, Entry, Sizes, join, part, shard, unshar
 from slime_core.errors import TrainerError
 from slime_core.weights.shards import Shards
 from slime_core.weights.transports.buckets import TensorPart, TensorSource
-from slime_megatron.convert.dist_keys import apart
+from slime_megatron.convert.dist_keys import AHEAD, AHEAD_LAYER, apart
 
 if TYPE_CHECKING:
     from slime_core.weights.folder import ModelFolder
@@ -129,6 +129,14 @@ class Tensors:
             name: LocalTensor(entry.entry, tensors[name]) for name, entry in self.by_name.items() if name in tensors
         }
         other.entries = [entry for entry in self.entries if self._trained(entry)]
+        return other
+
+    def of_model(self) -> Tensors:
+        """The same without layers that predict further ahead: what every other form of the model has."""
+        other = copy(self)
+        other._sources = None
+        other.by_name = {name: local for name, local in self.by_name.items() if not name.startswith(AHEAD)}
+        other.entries = [entry for entry in self.entries if not entry.megatron.startswith(AHEAD)]
         return other
 
     def _trained(self, entry: Entry) -> bool:
@@ -239,16 +247,22 @@ def _stored(chunk: PackedGPT) -> Iterable[tuple[str, torch.Tensor]]:
 def canonical(name: str, chunk: PackedGPT) -> str:
     """A parameter's name in a chunk to its name in the whole model, as the local spec without fusion has it."""
     if match := LAYER.match(name):
-        number, rest = int(match[1]), match[2]
-        layer = chunk.decoder.layers[number]
-        for fused, plain in FUSED:
-            if rest.startswith(fused):
-                rest = plain + rest.removeprefix(fused)
-        name = f"decoder.layers.{layer.layer_number - 1}.{rest}"
+        layer = chunk.decoder.layers[int(match[1])]
+        name = f"decoder.layers.{layer.layer_number - 1}.{_unfused(match[2])}"
+    elif ahead := AHEAD_LAYER.match(name):
+        name = ahead[0] + _unfused(name.removeprefix(ahead[0]))
     if expert := EXPERT.match(name):
         prefix, local, linear, leaf, te_linear, te_leaf, te_local = expert.groups()
         per_rank = chunk.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
         first = per_rank * parallel_state.get_expert_model_parallel_rank()
         number = first + int(local if local is not None else te_local)
         name = f"{prefix}local_experts.{number}.{linear or te_linear}.{leaf or te_leaf}"
+    return name
+
+
+def _unfused(name: str) -> str:
+    """A tensor's name within a layer, as without Transformer Engine."""
+    for fused, plain in FUSED:
+        if name.startswith(fused):
+            return plain + name.removeprefix(fused)
     return name

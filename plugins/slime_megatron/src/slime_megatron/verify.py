@@ -32,7 +32,7 @@ WHOLE_UP_TO = 10**9  # parameters of a model that ranks hold whole, in float32, 
 
 def gradients(worker: MegatronWorker, rank_batch: RankBatch, micros: list[MicroBatch]) -> tuple[float, Tensors]:
     """See `Worker.gradients`: named as in the model folder, whole on every rank; a collective."""
-    tensors = worker.policy.tensors
+    tensors = worker.policy.tensors.of_model()
     sums = LossSums(rank_batch, worker.device)
     worker.actor.zero_grad()
     worker.policy.passes.backward(micros, worker.loss, worker.train, sums)
@@ -75,7 +75,7 @@ def _everywhere(tensors: Places, worker: MegatronWorker) -> Tensors:
 
 def slow_copy(worker: MegatronWorker) -> Any:
     """transformers' model with the weights that the ranks hold together; a collective."""
-    weights = {name: tensor.cpu() for name, tensor in _everywhere(worker.policy.tensors, worker).items()}
+    weights = {name: tensor.cpu() for name, tensor in _everywhere(worker.policy.tensors.of_model(), worker).items()}
     folder = worker.folder
     with TemporaryDirectory() as directory, torch.random.fork_rng(devices=[]):
         for file in [folder.path / "config.json", *folder.path.glob("*.py")]:

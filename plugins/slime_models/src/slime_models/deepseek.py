@@ -14,7 +14,7 @@ from typing import Any
 from slime_convert.bridge import Bridge, BridgeRow, Given, Kind, refused
 from slime_models.fields import DECODER, ONLY, rope
 from slime_models.routing import DEEPSEEK_EXPERTS
-from slime_models.rows import ENDS, EXPERT_BIAS, EXPERTS, MLP, NORMS, OF, ROUTER, SHARED_EXPERTS, TO
+from slime_models.rows import AHEAD, ENDS, EXPERT_BIAS, EXPERTS, MLP, NORMS, OF, ROUTER, SHARED_EXPERTS, TO
 
 ATTENTION = f"{TO}.self_attention"
 HF_ATTENTION = f"{OF}.self_attn"
@@ -86,6 +86,7 @@ def rotary(megatron: str, hf: str, halves: Kind, *, shape: str, when: str = "") 
 DEEPSEEK_V3 = Bridge(
     family="deepseek_v3",
     attention="mla",
+    ahead=AHEAD,
     rows=(
         *ENDS,
         *NORMS,

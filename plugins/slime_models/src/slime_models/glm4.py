@@ -8,6 +8,7 @@ from slime_convert.bridge import Bridge, BridgeRow, Given
 from slime_models.fields import DECODER, ONLY, no_scaling, rotated_part
 from slime_models.routing import DEEPSEEK_EXPERTS
 from slime_models.rows import (
+    AHEAD,
     ATTENTION,
     ENDS,
     EXPERT_BIAS,
@@ -49,6 +50,7 @@ GLM4 = Bridge(
 
 GLM4_MOE = Bridge(
     family="glm4_moe",
+    ahead=AHEAD,
     rows=(
         *ENDS,
         *NORMS,

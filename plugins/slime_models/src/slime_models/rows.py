@@ -105,3 +105,11 @@ SHARED_EXPERTS = (
         shape="hidden shared",
     ),
 )
+
+AHEAD = (
+    BridgeRow("mtp.layers.{ahead}.enorm.weight", (f"{OF}.enorm.weight",), shape="hidden"),
+    BridgeRow("mtp.layers.{ahead}.hnorm.weight", (f"{OF}.hnorm.weight",), shape="hidden"),
+    BridgeRow("mtp.layers.{ahead}.eh_proj.weight", (f"{OF}.eh_proj.weight",), "rows", shape="hidden hidden_twice"),
+    BridgeRow("mtp.layers.{ahead}.final_layernorm.weight", (f"{OF}.shared_head.norm.weight",), shape="hidden"),
+)
+"""Of a layer that predicts further ahead, as DeepSeek V3 names it."""

@@ -39,7 +39,6 @@ def _refused(instead: str, *names: str, values: int = 1, idle: tuple[str, ...] =
 
 _DEEPGEMM = tuple(f"megatron-deepgemm{kind}-forward-{part}" for kind in ("", "-moe") for part in ("layers", "modules"))
 _MEMORY = "a plugin with slime_megatron_init may record memory"
-_MTP = "leave it out: layers that predict several tokens ahead are not trained"
 
 _RUN = {
     **_needless("checkpoints are in the run directory: --run-dir DIR", "save", values=1),
@@ -60,8 +59,6 @@ _MODEL = {
     **_refused("a plugin with slime_model_bridge", "custom-model-provider-path"),
     **_refused("leave it out: layers are megatron-core's own", "qwen-gdn-backend"),
     **_refused("leave it out: layers are megatron-core's own", *_DEEPGEMM, values=ALL),
-    **_refused(_MTP, "enable-mtp-training", values=0),
-    **_needless("only --enable-mtp-training reads it", "mtp-num-layers", "mtp-loss-scaling-factor", values=1),
     **_needless("Transformer Engine is used where it is installed", "transformer-impl", values=1),
 }
 

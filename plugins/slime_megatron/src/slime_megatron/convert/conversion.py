@@ -21,9 +21,10 @@ from slime_core.errors import DataError, PluginError
 from slime_core.weights import prediction_layers
 from slime_core.weights.build import Fit, misfit
 from slime_core.weights.folder import read_config
+from slime_core.weights.prediction_layers import layers
 from slime_core.weights.shards import Shards
 from slime_megatron.convert.dist import METADATA, DistFolder, Whole
-from slime_megatron.convert.dist_keys import BESIDE, OPTIMIZER, DistPlace, apart, forms, places
+from slime_megatron.convert.dist_keys import AHEAD, BESIDE, OPTIMIZER, DistPlace, apart, forms, places
 from slime_megatron.convert.dist_writing import RELEASE, DistWriting, WriteTarget
 
 FindBridge = Callable[[Any], Bridge]
@@ -70,10 +71,12 @@ def dist_to_hf(source: Path, target: Path, origin: Path, find: FindBridge, how: 
     """
     config = read_config(origin)
     bridge = find(config)
-    sizes, entries = bridge.sizes(config), _entries(bridge, config)
     folder = DistFolder.open(source, trusted=trusted)
+    trained = bridge.ahead and any(key.startswith(AHEAD) for key in folder.tensors)
+    sizes, entries = bridge.sizes(config), _entries(bridge, config, layers(config) if trained else 0)
     stored = _hf_rows(entries, folder, sizes, bridge, str(origin / "config.json"))
-    ahead = prediction_layers.stored(origin, config).values()
+    names = {rows.name for rows in stored}
+    ahead = [info for name, info in prediction_layers.stored(origin, config).items() if name not in names]
     tensors = [cast(rows, how.torch_dtype) for rows in (*stored, *map(StoredRows, ahead))]
     used = {chunk.file for tensor in folder.tensors.values() for chunk in tensor.chunks} | {
         info.file for info in ahead
@@ -116,8 +119,8 @@ class DistTensors(Mapping[str, torch.Tensor]):
         return len(self._rows)
 
 
-def _entries(bridge: Bridge, config: Any) -> list[Entry]:
-    entries = bridge.entries(config)
+def _entries(bridge: Bridge, config: Any, ahead: int = 0) -> list[Entry]:
+    entries = bridge.entries(config, ahead)
     for entry in entries:
         if len(entry.shapes) != len(entry.hf):
             raise PluginError(
@@ -179,7 +182,7 @@ def _hf_rows(
         else:
             hf_rows += parted(entry, whole, sizes)
     shown = {key for key, _, _ in met.shapes}
-    others = {key for key in folder.tensors if OPTIMIZER.match(key) or key.startswith(BESIDE)}
+    others = {key for key in folder.tensors if OPTIMIZER.match(key) or key.startswith((*BESIDE, AHEAD))}
     met.extra = sorted(folder.tensors.keys() - used - shown - others)
     if not met:
         raise misfit(met, folder.path, against)

@@ -24,6 +24,8 @@ PLAIN = ("embedding.", "output_layer.", "mlp.router.", "self_attention.linear_at
 """Modules that keep no state beside their weights."""
 OPTIMIZER = re.compile(r"(chained_\d+\.)?(optimizer\b|param_state)")
 BESIDE = ("reference.", "critic.")  # before the keys of a run's other models
+AHEAD = "mtp."  # before those of layers that predict further ahead
+AHEAD_LAYER = re.compile(r"mtp\.layers\.\d+\.transformer_layer\.")
 Attention = Literal["gqa", "mla"]
 
 FUSED: dict[Attention, dict[str, str]] = {
@@ -93,19 +95,21 @@ def forms(entry: Entry, sizes: Sizes, attention: Attention) -> Iterator[tuple[Di
 
 def _names(entry: Entry, attention: Attention) -> list[str]:
     """Its name within the layer, and those of other layer specs."""
-    if entry.layer < 0:
+    ahead = AHEAD_LAYER.match(entry.megatron)
+    if entry.layer < 0 and ahead is None:
         return [entry.megatron]
-    name = entry.megatron.removeprefix(f"{LAYERS}{entry.layer}.")
+    before = ahead[0] if ahead else ""
+    name = entry.megatron.removeprefix(before or f"{LAYERS}{entry.layer}.")
     renamed = FUSED[attention].items()
-    return [name, *(name.replace(plain, fused) for plain, fused in renamed if name.startswith(plain))]
+    return [before + name, *(before + name.replace(a, b) for a, b in renamed if name.startswith(a))]
 
 
 def _place(entry: Entry, rest: str, sizes: Sizes, layers_apart: bool, experts_apart: bool) -> DistPlace:
-    if entry.layer < 0:
-        return DistPlace(rest)
-    lead = [] if layers_apart else [(entry.layer, sizes.layers)]
+    lead = [] if layers_apart or entry.layer < 0 else [(entry.layer, sizes.layers)]
     if entry.expert >= 0:
         experts = f"mlp.experts.experts.{entry.expert}." if experts_apart else "mlp.experts.experts."
         rest = LOCAL_EXPERTS.sub(experts, rest)
         lead += [] if experts_apart else [(entry.expert, sizes.experts)]
+    if entry.layer < 0:
+        return DistPlace(rest, tuple(lead))
     return DistPlace(f"{LAYERS}{entry.layer}.{rest}" if layers_apart else LAYERS + rest, tuple(lead))
