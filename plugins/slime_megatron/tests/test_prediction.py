@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -172,7 +173,7 @@ def errors(root, world, flags):
     model = build_model(chosen, bridge, folder, torch.device("cpu"))
     learner = MegatronLearner(model.stage)
     learner.wrap(build(chosen))
-    model.learn(learner.ddp)
+    model.learn(learner.wrapped)
     model.passes.chunk = 4
     number = parallel_state.get_data_parallel_rank()
     micros = packs() if chosen.layout.dp == 1 else [packs()[number]]
@@ -258,6 +259,32 @@ def test_a_run_with_it_trains_the_policy_as_without_and_keeps_sends_and_converts
     assert losses[-1] < losses[0] * 0.99
     assert found.pop("trained") == sorted(stored)
     assert found == dict.fromkeys(found, True)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "flags", "reason"),
+    [
+        ("qwen3", {}, {}, "the bridge of qwen3 has no rows for such a layer"),
+        ("qwen2", {"num_nextn_predict_layers": 0}, {}, "num_nextn_predict_layers = 0"),
+        ("qwen2", {}, {"mtp_loss_scaling_factor": 0.0}, "--mtp-loss-scaling-factor is 0"),
+        ("qwen2", {}, {"mtp_num_layers": 2}, "num_nextn_predict_layers = 1"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_with_its_reason(family, changes, flags, reason):
+    from slime_core.config.load import load_config
+    from slime_core.errors import ConfigError
+    from slime_megatron.settings import settings
+    from slime_models.families import BRIDGES
+
+    config = SimpleNamespace(
+        **COMMON | {"model_type": family, "hidden_act": "silu", "num_nextn_predict_layers": 1} | changes
+    )
+    config.rms_norm_eps = 1e-6
+    train = load_config(None, ["--dtype", "float32"]).train
+    with pytest.raises(ConfigError) as error:
+        settings(BRIDGES[family], config, {"enable_mtp_training": True, **flags}, train, 1, "cpu")
+    assert error.value.code == "CFG04"
+    assert reason in error.value.why
 
 
 def rank_is_first():

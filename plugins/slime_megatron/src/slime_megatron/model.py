@@ -61,11 +61,13 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         self, config: TransformerConfig, bridge: Bridge, *, vocab: int, ahead: bool = False, **kwargs: Any
     ) -> None:
         provide()
-        spec = block_spec(config, bridge, kwargs.get("vp_stage"))
+        vp_stage = kwargs.get("vp_stage")
+        spec = block_spec(config, bridge, vp_stage)
         super().__init__(config=config, transformer_layer_spec=spec, **kwargs)
         self.vocab, self.ahead = vocab, ahead
         if ahead and self.post_process:
-            self.mtp = PredictionBlock(config, spec.layer_specs[-1], len(self.decoder.layers) + 1, self.pg_collection)
+            place = {"layer_number": len(self.decoder.layers) + 1, "vp_stage": vp_stage}
+            self.mtp = PredictionBlock(config, spec.layer_specs[-1], **place, pg_collection=self.pg_collection)
         self.first_embedding: torch.Tensor | None = None  # the first stage's, where this last stage predicts ahead
         if config.num_moe_experts and config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
             for name, parameter in self.named_parameters():

@@ -42,12 +42,12 @@ class PredictionLayer(MegatronModule):  # type: ignore[misc]
 
     Args:
         spec: of a decoder layer
-        number: of the layer in its pipeline stage, from 1
+        place: ``layer_number`` in its chunk of layers, ``vp_stage`` and ``pg_collection``, as that layer has them
     """
 
-    def __init__(self, config: TransformerConfig, spec: Any, number: int, groups: Any) -> None:
+    def __init__(self, config: TransformerConfig, spec: Any, **place: Any) -> None:
         super().__init__(config=config)
-        self.tp = groups.tp
+        self.tp = place["pg_collection"].tp
         hidden = config.hidden_size
         self.enorm = Norm(config, hidden, config.layernorm_epsilon)
         self.hnorm = Norm(config, hidden, config.layernorm_epsilon)
@@ -63,7 +63,7 @@ class PredictionLayer(MegatronModule):  # type: ignore[misc]
         )
         own = copy(config)
         own.moe_aux_loss_coeff, own.moe_z_loss_coeff = 0.0, None  # these are of the model's own layers
-        self.transformer_layer = build_module(spec, config=own, layer_number=number, pg_collection=groups)
+        self.transformer_layer = build_module(spec, config=own, **place)
         self.final_layernorm = Norm(config, hidden, config.layernorm_epsilon)
 
     def forward(self, hidden: torch.Tensor, embedded: torch.Tensor, pack: Pack) -> torch.Tensor:
@@ -80,9 +80,9 @@ class PredictionLayer(MegatronModule):  # type: ignore[misc]
 class PredictionBlock(MegatronModule):  # type: ignore[misc]
     """The one layer, under megatron-core's name for it."""
 
-    def __init__(self, config: TransformerConfig, spec: Any, number: int, groups: Any) -> None:
+    def __init__(self, config: TransformerConfig, spec: Any, **place: Any) -> None:
         super().__init__(config=config)
-        self.layers = torch.nn.ModuleList([PredictionLayer(config, spec, number, groups)])
+        self.layers = torch.nn.ModuleList([PredictionLayer(config, spec, **place)])
 
 
 def unshared(micro: MicroBatch) -> tuple[MicroBatch, NDArray[np.int64]]:

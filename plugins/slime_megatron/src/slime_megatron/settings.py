@@ -151,36 +151,37 @@ def settings(
         ddp=_ordered(_ddp_defaults() | options.ddp),
         optimizer=_ordered(_optimizer_defaults(options) | options.optimizer | _of_train(train)),
         vocabulary_multiple=multiple,
-        ahead=_ahead(options.ahead, bridge, hf_config, origins),
+        ahead=_ahead(options.ahead, bridge, hf_config, len(layout.chunks(sizes.layers)[-1]), origins),
         compile=train.compile,
         notices=(*options.notices, *notices, *unused(options)),
     )
 
 
-def _ahead(options: Mapping[str, Any], bridge: Bridge, hf_config: Any, origins: Origins | None) -> float:
-    """Weight of the loss of the layer that predicts further ahead; 0 where none is trained."""
+def _ahead(
+    options: Mapping[str, Any], bridge: Bridge, hf_config: Any, last_chunk: int, origins: Origins | None
+) -> float:
+    """Weight of the loss of the layer that predicts further ahead; 0 where none is trained.
+
+    Args:
+        last_chunk: decoder layers beside the output matrix
+    """
     if not options.get("is_trained"):
         return 0.0
-    weight, count = float(options.get("weight", AHEAD_WEIGHT)), layers(hf_config) if bridge.ahead else 0
-    problem = None
-    if count != 1:
-        stated = f"num_nextn_predict_layers is {layers(hf_config)}"
-        problem = Problem(
-            code="CFG04",
-            what="--enable-mtp-training needs a model with one layer that predicts further ahead",
-            keys=(("megatron", "enable_mtp_training"),),
-            why=f"{bridge.family}: {stated if bridge.ahead else 'its bridge has no rows for one'}",
-            fix="leave --enable-mtp-training out",
+    weight, reasons = float(options.get("weight", AHEAD_WEIGHT)), []
+    if not bridge.ahead:
+        reasons.append(f"the bridge of {bridge.family} has no rows for such a layer")
+    elif layers(hf_config) != 1:
+        reasons.append(
+            f"one such layer is trained, and config.json has num_nextn_predict_layers = {layers(hf_config)}"
         )
-    elif weight <= 0:
-        problem = Problem(
-            code="CFG03",
-            what=f"megatron.mtp_loss_scaling_factor = {weight:g} is out of range",
-            keys=(("megatron", "mtp_loss_scaling_factor"),),
-            why="the layer learns from its loss alone",
-            fix="a number above 0, or leave --enable-mtp-training out",
-        )
-    _raise([problem] if problem else [], origins)
+    if not last_chunk:
+        reasons.append("it is built like the layer before the output matrix, and the last chunk of layers is empty")
+    if weight <= 0:
+        reasons.append(f"it learns from its loss alone, and --mtp-loss-scaling-factor is {weight:g}")
+    key = (("megatron", "enable_mtp_training"),)
+    what = "the layer that predicts further ahead cannot be trained"
+    fix = "leave --enable-mtp-training out"
+    _raise([Problem(code="CFG04", what=what, keys=key, why=reason, fix=fix) for reason in reasons[:1]], origins)
     return weight
 
 
