@@ -59,8 +59,8 @@ def carry(origin: Path, folder: Path, config: Any) -> None:
     infos = stored(origin, config)
     if not infos:
         return
-    there = Shards.open(folder).infos
-    infos = {name: info for name, info in infos.items() if name not in there}
+    trained = Shards.open(folder).infos
+    infos = {name: info for name, info in infos.items() if name not in trained}
     if not infos:
         return
     try:

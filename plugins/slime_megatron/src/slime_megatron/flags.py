@@ -123,8 +123,8 @@ def values(table: Mapping[str, Any]) -> Values:
         for path, meant in flag.claims(value).items() if flag.role == "run" else ():
             config, _, name = path.partition(".")
             tables[config][name] = meant
-    kept = {name: tables[name] for name in ("transformer", "ddp", "optimizer", "ahead")}
-    return Values(**kept, notices=tuple(notices))
+    configs = {name: tables[name] for name in ("transformer", "ddp", "optimizer", "ahead")}
+    return Values(**configs, notices=tuple(notices))
 
 
 def _unknown(name: str, names: list[str]) -> Problem:

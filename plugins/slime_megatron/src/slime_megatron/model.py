@@ -113,19 +113,19 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         tp, cp = self.pg_collection.tp, self.pg_collection.cp
         ahead, rows = unshared(micro)
         multiple = tp.size() if self.config.sequence_parallel else 1
-        own = make_pack(ahead, cp=cp.size(), rank=cp.rank(), multiple=multiple, device=hidden.device)
-        assert own.tokens is not None
-        assert own.local is not None
-        places = np.append(rows, np.zeros(own.rows - len(rows), np.int64))[owned(own.rows, cp.size(), cp.rank())]
+        further = make_pack(ahead, cp=cp.size(), rank=cp.rank(), multiple=multiple, device=hidden.device)
+        assert further.tokens is not None
+        assert further.local is not None
+        places = np.pad(rows, (0, further.rows - len(rows)))[owned(further.rows, cp.size(), cp.rank())]
         if self.config.sequence_parallel:
             places = np.split(places, tp.size())[tp.rank()]
         states = rows_of(hidden.detach(), pack, to_device(places, hidden.device), self.config)
         weight = self.first_embedding if self.first_embedding is not None else self.input_matrix()
-        self._turn(own)
+        self._turn(further)
         (layer,) = self.ahead_layers
-        out = layer(states, embedded(own.tokens, weight, self.config), own)
-        target, weights = (to_device(column, hidden.device)[own.local] for column in (ahead.target, ahead.weight))
-        log_prob, _ = self._scored(out, own, self.output_matrix().detach(), target, None, chunk)
+        out = layer(states, embedded(further.tokens, weight, self.config), further)
+        target, weights = (to_device(column, hidden.device)[further.local] for column in (ahead.target, ahead.weight))
+        log_prob, _ = self._scored(out, further, self.output_matrix().detach(), target, None, chunk)
         return -(log_prob * weights).sum()
 
     def input_matrix(self) -> torch.Tensor:

@@ -61,9 +61,12 @@ class PredictionLayer(MegatronModule):  # type: ignore[misc]
             skip_bias_add=False,
             tp_group=self.tp,
         )
-        own = copy(config)
-        own.moe_aux_loss_coeff, own.moe_z_loss_coeff = 0.0, None  # these are of the model's own layers
-        self.transformer_layer = build_module(spec, config=own, **place)
+        layer_config = copy(config)
+        layer_config.moe_aux_loss_coeff, layer_config.moe_z_loss_coeff = (
+            0.0,
+            None,
+        )  # these are of the model's own layers
+        self.transformer_layer = build_module(spec, config=layer_config, **place)
         self.final_layernorm = Norm(config, hidden, config.layernorm_epsilon)
 
     def forward(self, hidden: torch.Tensor, embedded: torch.Tensor, pack: Pack) -> torch.Tensor:
@@ -95,18 +98,18 @@ def unshared(micro: MicroBatch) -> tuple[MicroBatch, NDArray[np.int64]]:
     heads = set(prefix[prefix >= 0].tolist())
     members = [n for n in range(len(prefix)) if n not in heads]
     counts = np.bincount(micro.columns["sample"].astype(np.int64), minlength=len(members))
-    rows, tokens, predict, kept, before = [], [], [], [], 0
+    rows, tokens, predict, columns, before = [], [], [], [], 0
     for member, count, first in zip(members, counts, np.cumsum(counts) - counts, strict=True):
         segments = [member] if prefix[member] < 0 else [int(prefix[member]), member]
-        own = np.concatenate([np.arange(bounds[n], bounds[n + 1]) for n in segments])
-        rows.append(own)
-        tokens.append(np.append(micro.tokens[own[1:]], 0))
-        positions = np.arange(len(own) - count, len(own)) - 2
-        kept.append(first + np.flatnonzero(positions >= 0))
+        places = np.concatenate([np.arange(bounds[n], bounds[n + 1]) for n in segments])
+        rows.append(places)
+        tokens.append(np.append(micro.tokens[places[1:]], 0))
+        positions = np.arange(len(places) - count, len(places)) - 2
+        columns.append(first + np.flatnonzero(positions >= 0))
         predict.append(before + positions[positions >= 0])
-        before += len(own)
-    responses = np.concatenate(kept)
-    lengths = [len(own) for own in rows]
+        before += len(places)
+    responses = np.concatenate(columns)
+    lengths = [len(places) for places in rows]
     ahead = replace(
         micro,
         tokens=np.concatenate(tokens),

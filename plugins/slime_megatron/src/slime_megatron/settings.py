@@ -179,9 +179,17 @@ def _ahead(
     if weight <= 0:
         reasons.append(f"it learns from its loss alone, and --mtp-loss-scaling-factor is {weight:g}")
     key = (("megatron", "enable_mtp_training"),)
-    what = "the layer that predicts further ahead cannot be trained"
-    fix = "leave --enable-mtp-training out"
-    _raise([Problem(code="CFG04", what=what, keys=key, why=reason, fix=fix) for reason in reasons[:1]], origins)
+    problems = [
+        Problem(
+            code="CFG04",
+            what="the layer that predicts further ahead cannot be trained",
+            keys=key,
+            why=reason,
+            fix="leave --enable-mtp-training out",
+        )
+        for reason in reasons[:1]
+    ]
+    _raise(problems, origins)
     return weight
 
 
