@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from slime_core.errors import EngineError, TrainerError
 from slime_core.protocols import Ability, Engine, Role, Trainer
 from slime_core.types import WeightUpdate
+from slime_core.weights.fp8 import rollout_form
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -90,16 +91,18 @@ class IdleTrainer(Trainer):
 
     def _publish(self, version: int, route: WeightRoute | None) -> WeightUpdate:
         model = self._folder.build_model(dtype="float32", seed=self._config.seed)
+        from slime_core.trainers.fsdp.publishing import rounded, sources_of, stored_buffers
+
+        form = rollout_form(self._config.rollout.rollout_quantization, self._folder.stored_in)
         if route is None:
-            tensors = dict(model.state_dict())
+            tensors = rounded(dict(model.state_dict()), form)
             return WeightUpdate(version=version, epoch=self._epoch, transport="tensors", tensors=tensors)
         import torch
 
-        from slime_core.trainers.fsdp.publishing import sources_of, stored_buffers
         from slime_core.weights.transports.senders import Senders
 
         if self._senders is None:
-            self._senders = Senders(torch.device(self._device), self._folder.path, self._config)
+            self._senders = Senders(torch.device(self._device), self._folder.path, self._config, form)
         sources = sources_of(dict(model.named_parameters()) | stored_buffers(model), lambda tensor: tensor)
         update = self._senders.publish(sources, version, route)
         update.epoch = self._epoch

@@ -24,6 +24,7 @@ from slime_core.config.dump import secrets_in
 from slime_core.config.fields import sections_of_keys
 from slime_core.config.paths import absolute_paths, missing_files, plugin_path
 from slime_core.config.problems import KeyPath, Origins, Problem, error_of, raise_all
+from slime_core.config.quantisation import settled
 from slime_core.config.recipe import Recipe, read_recipe
 from slime_core.config.schema import SECTIONS, Config
 from slime_core.config.stages import resolve_stage, stage_name as stage_name, stages as stages
@@ -94,6 +95,8 @@ def read(
     options = models([*plugins, *_trackers(file.data, words)]) if models is not None else {}
     data, origins, laid = _merge(file, words, options, check)
     config = _validate(data, origins, options, words.tables)
+    if check:
+        config = settled(config, data)
     parts = _stages(config, origins, options)
     if check:
         problems = [origins.place(problem) for problem in missing_files(config.model_dump())]

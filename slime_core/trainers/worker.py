@@ -38,6 +38,7 @@ from slime_core.trainers.roles import critic_figures, missing
 from slime_core.trainers.routing import RoutingReplay
 from slime_core.trainers.verify import Slow, compared
 from slime_core.types import Batch, WeightUpdate
+from slime_core.weights.fp8 import rollout_form
 from slime_core.weights.logprob_check import PRECISIONS
 from slime_core.weights.prediction_layers import carry
 from slime_core.weights.transports.buckets import TensorSource, stream
@@ -93,7 +94,8 @@ class Worker(ABC):
         self.staging = HostStaging(self.device)
         self.guard = NonFiniteGuard(errors=errors if rank == 0 else None)
         self.profile = StepProfile((errors or Path()).parent / "profile", config.report.profile if errors else 0)
-        self.senders = Senders(self.device, folder.path, config)
+        self.block_format = rollout_form(config.rollout.rollout_quantization, folder.stored_in)
+        self.senders = Senders(self.device, folder.path, config, self.block_format)
         self.expert_load = ExpertLoad()  # of a dense model
         self.stage: Config | None = None
         self.steps = 0  # calls of step in this stage
@@ -413,7 +415,10 @@ class Worker(ABC):
             StorageError: the folder cannot be written.
         """
         if route is None:
-            return WeightUpdate(version=version, epoch=0, transport="tensors", tensors=self.whole())
+            from slime_core.trainers.fsdp.publishing import rounded  # that package imports this module
+
+            tensors = rounded(self.whole(), self.block_format)
+            return WeightUpdate(version=version, epoch=0, transport="tensors", tensors=tensors)
         return self.senders.publish(self.sources(), version, route, rank=self.rank)
 
     @torch.no_grad()

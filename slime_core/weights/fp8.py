@@ -112,3 +112,10 @@ class BlockFormat:
         rows, columns = weight.shape
         by_row = scales.float().repeat_interleave(self.block[0], 0)[:rows]
         return by_row.repeat_interleave(self.block[1], 1)[:, :columns]
+
+
+def rollout_form(kind: str, stored: object) -> BlockFormat | None:
+    """The format of ``rollout_quantization`` = ``kind``: the folder's where that is fp8 too; None where it is none."""
+    if kind != "fp8":
+        return None
+    return stored if isinstance(stored, BlockFormat) else BlockFormat()

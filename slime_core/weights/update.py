@@ -88,7 +88,8 @@ class Canary:
             text = self.text(PROMPTS * LENGTH) or random_tokens(self.config.seed, self.vocab_size).tolist()
             prompts = probe(text, self.config.rollout.rollout_max_context_len or self.context_len or LENGTH)
             dtype, fixed = "bfloat16" if low else "float32", self.config.rollout.canary_band
-            band = Band(dtype, fixed, mixture=any(EXPERTS in check.name for check in route.checks))
+            mixture = any(EXPERTS in check.name for check in route.checks)
+            band = Band(dtype, fixed, mixture=mixture, fp8=self.config.rollout.rollout_quantization == "fp8")
             self._logprob_check = LogprobCheck(prompts, band)
         await self._logprob_check.ask(trainer)
 

@@ -1,9 +1,12 @@
 """How each server of a run is started: slime's own options, [sglang], a group's, and its variables."""
 
+import json
+
 import pytest
 
 from slime_core.config.schema import Config
 from slime_core.errors import ConfigError
+from slime_core.weights.fp8 import BlockFormat
 from slime_sglang.command import command, commands
 from slime_sglang.installation import Installation
 from slime_sglang.options import OWN, Option
@@ -17,7 +20,7 @@ FLAGS = (
 )
 VALUES = (
     *("attention_backend", "sampling_backend", "load_format", "dtype", "disaggregation_mode", "model_path", "device"),
-    *("tp_size", "random_seed", "context_length", "pp_size", "mem_fraction_static"),
+    *("tp_size", "random_seed", "context_length", "pp_size", "mem_fraction_static", "json_model_override_args"),
 )
 
 
@@ -94,6 +97,37 @@ def test_keys_of_slime_become_options():
     assert value(words, "--load-format") == "dummy"
     assert {"--enable-deterministic-inference", "--trust-remote-code", "--enable-memory-saver"} <= set(words)
     assert not {"--sleep-on-idle", "--attention-backend"} & set(words)
+
+
+FP8 = BlockFormat((64, 64), ("lm_head",)).table()
+INT4 = {
+    "format": "pack-quantized",
+    "config_groups": {"a": {"weights": {"num_bits": 4, "symmetric": True, "group_size": 32}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("stored", "kind", "overrides"),
+    [
+        (None, "none", None),
+        (FP8, "fp8", None),
+        (None, "fp8", {"quantization_config": BlockFormat().table()}),
+        (INT4, "fp8", {"quantization_config": BlockFormat().table()}),
+        (FP8, "none", {"quantization_config": None}),
+        (INT4, "auto", {"quantization_config": None}),
+    ],
+)
+def test_servers_are_told_how_weights_are_sent_where_their_folder_says_otherwise(tmp_path, stored, kind, overrides):
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": stored} if stored else {}))
+    folder = {"hf_checkpoint": str(tmp_path), "rollout_quantization": kind}
+    config = config_of(device="cuda", train={"dtype": "bfloat16"}, **folder)
+    words = words_of(config)
+    assert ("--load-format" in words) is bool(overrides)
+    if overrides:
+        assert value(words, "--load-format") == "dummy"
+        assert json.loads(value(words, "--json-model-override-args")) == overrides
+    fixed = commands(config, installed(), topology(config), fixed=True)[0].arguments
+    assert not {"--load-format", "--json-model-override-args"} & set(fixed)
 
 
 @pytest.mark.parametrize(

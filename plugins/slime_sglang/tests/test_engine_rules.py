@@ -2,18 +2,22 @@
 
 import pytest
 
+from slime_core.backends import Planning
 from slime_core.config import rules
 from slime_core.config.fields import core_keys
 from slime_core.config.load import read
+from slime_core.config.problems import Origins
 from slime_core.config.schema import Config
 from slime_core.config.sections import fact
+from slime_core.errors import ConfigError
 from slime_sglang import rules as engine_rules
+from slime_sglang.planning import plan
 
 pytestmark = pytest.mark.unit
 
 
-def config_of(cluster=None, sglang=None, engine="sglang", **rollout):
-    tables = {"cluster": cluster or {}, "sglang": sglang or {}}
+def config_of(cluster=None, sglang=None, engine="sglang", train=None, **rollout):
+    tables = {"cluster": cluster or {}, "sglang": sglang or {}, "train": train or {}}
     return Config.model_validate({**tables, "rollout": {"rollout_engine": engine, **rollout}})
 
 
@@ -196,6 +200,38 @@ def test_quantised_servers_cannot_be_compared_byte_by_byte():
     (problem,) = engine_rules.conflicts(config_of(sglang={"quantization": "fp8"}))
     assert "--check-weights off" in problem.fix
     assert not list(engine_rules.conflicts(config_of(sglang={"quantization": "fp8"}, check_weights="off")))
+
+
+@pytest.mark.parametrize(
+    ("more", "what"),
+    [
+        ({"cluster": CPU}, "device = cpu"),
+        ({"train": {"dtype": "float32"}}, "dtype = float32"),
+        ({"sglang": {"quantization": "fp8"}, "check_weights": "off"}, "sglang.quantization"),
+        ({"sglang": {"json-model-override-args": "{}"}}, "sglang.json-model-override-args"),
+    ],
+)
+def test_weights_in_fp8_need_a_gpu_and_nobody_else_who_quantises(more, what):
+    fine = {"cluster": CUDA, "train": {"dtype": "bfloat16"}, "rollout_quantization": "fp8"}
+    assert not list(engine_rules.conflicts(config_of(**fine)))
+    (problem,) = engine_rules.conflicts(config_of(**{**fine, **more}))
+    assert problem.what == f"rollout_quantization = fp8 with {what}"
+    assert "--rollout-quantization none" in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("capability", "kind", "refused"), [((10, 0), "fp8", 1), ((9, 0), "fp8", 0), ((10, 0), "none", 0)]
+)
+def test_a_gpu_whose_servers_round_scales_again_is_refused(monkeypatch, capability, kind, refused):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "B200")
+    config = config_of(CUDA, {"python": "/no/python"}, train={"dtype": "bfloat16"}, rollout_quantization=kind)
+    with pytest.raises(ConfigError) as caught:
+        plan(Planning(config=config, origins=Origins(), plugins=None))
+    assert refused == ("powers of two" in caught.value.why)
+    assert refused or "/no/python" in str(caught.value)
 
 
 def test_strings_that_end_a_response_need_a_tokenizer():

@@ -7,10 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from slime_core.backends import EngineStart
 from slime_core.clusters.colocation import DedicatedDevices, TimeSharing, device_sharing
 from slime_core.config.load import load_config
-from slime_core.errors import PluginError
+from slime_core.errors import ConfigError, PluginError
+from slime_core.testing.models import fp8_model, tiny_model
 from slime_core.types import Completion, GenerateRequest, SamplingParams
+from slime_core.weights.folder import ModelFolder
 from slime_sglang import start as sglang
 from slime_sglang.model_servers import ModelServers, attached
 from slime_sglang.router import chained
@@ -44,6 +47,20 @@ def test_the_middleware_of_the_page_runs_as_it_stands_there(tmp_path, capsys):
     done = asyncio.run(chained(found, last)(asked))
     assert done.tokens == [1, 2]
     assert "a-0: 2 tokens, stop" in capsys.readouterr().out
+
+
+def test_a_quantised_model_by_its_hub_name_is_refused_before_a_server_starts(tmp_path):
+    folder = ModelFolder.open(fp8_model(tmp_path / "fp8", tiny_model(tmp_path / "m", hidden=32)))
+    named = load_config(None, ["--hf-checkpoint", "OWNER/NAME-FP8", "--rollout-engine", "sglang", "--device", "cpu"])
+    start = EngineStart(config=named, folder=folder, run_dir=tmp_path, epoch=1, note=print)
+
+    async def begin():
+        async with sglang.sglang_engines(start):
+            pass
+
+    with pytest.raises(ConfigError, match="CFG05") as caught:
+        asyncio.run(begin())
+    assert caught.value.fix == f"--hf-checkpoint {folder.path}"
 
 
 def test_a_middleware_that_is_not_there_names_the_key(tmp_path):

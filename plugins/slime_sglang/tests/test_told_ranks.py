@@ -54,3 +54,20 @@ def test_ranks_that_a_server_does_not_tell_of_are_not_waited_for(answers, ranks,
     route = asyncio.run(weights.route("all", [lane(2, client=Client())]))
     assert {row.rank for row in route.checks} == ranks
     assert len(notes) == said
+
+
+@pytest.mark.parametrize(("scales", "rows"), [(False, len(NAMES)), (True, 0)])
+def test_quantised_weights_are_compared_where_a_server_tells_checksums_of_their_values(scales, rows):
+    names = [*NAMES, f"{NAMES[3]}_scale_inv"] if scales else NAMES
+
+    class Client:
+        async def checksums(self):
+            return [dict.fromkeys(names, "0")]
+
+    notes = []
+    features = frozenset({"weights_checker", "disk_update"})
+    ways = Ways(model=CONFIG, dtype="bfloat16", features=features, folder=Path("unused"), fp8=True)
+    served = Lane(client=Client(), number=0, room=8, facts={"tp_size": 1, "quantization": "fp8"})
+    route = asyncio.run(WeightRoutes(ways, notes.append).route("all", [served]))
+    assert len(route.checks) == rows
+    assert [("checksums of values" in note) for note in notes] == [True] * scales

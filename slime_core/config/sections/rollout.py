@@ -63,6 +63,12 @@ class RolloutSection(Section):
     rollout_engine: str = key(
         "local", "local (the embedded engine), sglang, or one of a plugin.", SAMPLES, min_length=1, once=True
     )
+    rollout_quantization: Literal["auto", "none", "fp8"] = key(
+        "auto",
+        "The engine's linear weights: in fp8, or as trained; auto: fp8 where servers have a folder in fp8.",
+        SAMPLES,
+        once=True,
+    )
     rollout_slots: int = key(
         0,
         "Sequences the embedded engine decodes at once; 0: a step's samples on a GPU (64 to 1,024), else 64.",

@@ -230,6 +230,7 @@ class TrainSection(Section):
         yield from self._teacher_notices(log_probs_of_samples)
         yield from self._staleness_notices(rollout)
         if self._policy_loss:
+            yield from self._quantisation_notices(rollout)
             yield from settle(self)._loss_notices(rollout)
 
     def _batches(self, data: DataSection, rollout: RolloutSection) -> Iterator[Problem]:
@@ -281,6 +282,9 @@ class TrainSection(Section):
                 reason = "the kernels that give the same bits are those of the embedded engine and of FSDP"
                 problem, keys = f"{mode} with {name.partition('.')[2]} = {value}", [f"train.{mode}", name]
                 yield conflict(problem, keys, why=reason, fix=f"set it to {needed}, or {fix}")
+        if rollout.rollout_quantization == "fp8":
+            keys, reason = [f"train.{mode}", "rollout.rollout_quantization"], "the engine's weights are then rounded"
+            yield conflict(f"{mode} with rollout_quantization = fp8", keys, why=reason, fix=fix)
         cut = {"rollout_top_p": rollout.rollout_top_p < 1, "rollout_top_k": rollout.rollout_top_k > 0}
         for name in (name for name, cuts in cut.items() if cuts):
             reason = "the engine's log-probs are then of a part of the distribution, the trainer's of the whole one"
@@ -412,6 +416,15 @@ class TrainSection(Section):
                 f"max_staleness = {rollout.max_staleness} trains on tokens of older weights as if the present ones "
                 "had made them; use_tis weighs them, use_rollout_logprobs clips against those that did"
             )
+
+    def _quantisation_notices(self, rollout: RolloutSection) -> Iterator[str]:
+        if rollout.rollout_quantization != "fp8":
+            return
+        gap = "rollout_quantization = fp8: the engine's log-probs differ from the trainer's by rounding"
+        if self.use_tis:
+            yield f"{gap}; use_tis weighs tokens by their ratio (on unless a correction is named: --no-use-tis)"
+        elif not (self.use_rs or self.use_rollout_logprobs or self.rs_veto_threshold or self.custom_tis_function_path):
+            yield f"{gap}, and no correction is on: --use-tis"
 
     def _loss_notices(self, rollout: RolloutSection) -> Iterator[str]:
         """Notices on the loss of a settled section."""

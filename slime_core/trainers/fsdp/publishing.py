@@ -11,11 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from slime_core.errors import TrainerError
 from slime_core.weights.transports.buckets import TensorPart, TensorSource
+from slime_core.weights.transports.quantised import no_linear_layers
+
+if TYPE_CHECKING:
+    from slime_core.weights.fp8 import BlockFormat
 
 STACKED = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 """Tensors of a layer's experts, one above the other: [E, 2 I, H] (gate, then up) and [E, H, I]."""
@@ -78,6 +83,34 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def _rows(number: int, begin: int, end: int, tensor: torch.Tensor) -> torch.Tensor:
     return tensor[number, begin:end]
+
+
+@torch.no_grad()
+def rounded(tensors: Mapping[str, torch.Tensor], block_format: BlockFormat | None) -> dict[str, torch.Tensor]:
+    """The tensors of an engine in this process, which computes with what one in fp8 would be sent; None: as they are.
+
+    Raises:
+        TrainerError: none of them is known as a linear layer.
+    """
+    if block_format is None:
+        return dict(tensors)
+    engine_tensors = {
+        name: _rounded(name, tensor, block_format) if tensor.ndim == 2 or name.endswith(STACKED) else tensor
+        for name, tensor in tensors.items()
+    }
+    if all(engine_tensors[name] is tensor for name, tensor in tensors.items()):
+        raise no_linear_layers()
+    return engine_tensors
+
+
+def _rounded(name: str, tensor: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
+    parts = [part for part in parts_of(name, tensor.shape) if block_format.covers(part.name)]
+    if not parts:
+        return tensor
+    values = tensor.detach().clone()
+    for part in parts:
+        part.cut(values).copy_(block_format.rounded(part.cut(values)))
+    return values
 
 
 def stored_buffers(hf: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -201,7 +201,7 @@ class FsdpWorker(Worker):
     @torch.no_grad()
     def publish(self, version: int, route: WeightRoute | None = None) -> WeightUpdate:
         """See `Worker.publish`; without a route one rank hands over the live storage that it computes with."""
-        if route is not None or self.world > 1:
+        if route is not None or self.world > 1 or self.block_format:
             return super().publish(version, route)
         return WeightUpdate(version=version, epoch=0, transport="shared", tensors=self.policy.hf.state_dict())
 

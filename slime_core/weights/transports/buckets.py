@@ -4,7 +4,8 @@ Router biases stay float32, as engines hold them: near 8 bfloat16 has steps of 0
 
     Source (gathers one tensor) -> Parts (names that SGLang loads) -> Slots of Buckets -> Staging (kept for the next)
 
-A source may be several parts: the stacked experts of a layer are one tensor in the trainer and many in a model folder.
+A source may be several parts: the stacked experts of a layer are one tensor in the trainer and many in a model folder;
+a weight in fp8 is its scales and its numbers (`transports.quantised`).
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from slime_core.errors import TrainerError
+from slime_core.weights.fp8 import SCALE
 
 if TYPE_CHECKING:
     from slime_core.types import RankTensor, WeightRoute
+    from slime_core.weights.fp8 import BlockFormat
     from slime_core.weights.hashing import Checksums
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -33,7 +36,8 @@ class TensorPart:
 
     name: str
     shape: tuple[int, ...]
-    cut: Callable[[torch.Tensor], torch.Tensor]  # a view of the whole tensor
+    cut: Callable[[torch.Tensor], torch.Tensor]  # a view of the whole tensor; what is quantised of it
+    dtype: torch.dtype | None = None  # of what is sent; None is the engine's
 
 
 @dataclass(slots=True, frozen=True)
@@ -99,7 +103,8 @@ def lay_out(parts: Iterable[TensorPart], dtype: str, most: int = 0) -> tuple[Buc
         if part.name in names:
             raise TrainerError(f"the tensor {part.name} would be sent twice", why="two tensors have its name")
         names.add(part.name)
-        by_dtype.setdefault(torch.float32 if part.name.endswith(FLOAT32) else DTYPES[dtype], []).append(part)
+        kind = torch.float32 if part.name.endswith(FLOAT32) else DTYPES[dtype]
+        by_dtype.setdefault(part.dtype or kind, []).append(part)
     return tuple(bucket for kind, alike in by_dtype.items() for bucket in _buckets(alike, kind, most))
 
 
@@ -144,6 +149,8 @@ class Staging:
         for parts, whole in tensors:
             for part in parts:
                 view, tensor = self.views[part.name], part.cut(whole)
+                if part.dtype is torch.float8_e4m3fn:
+                    view, tensor = view.view(torch.uint8), tensor.view(torch.uint8)
                 into.append(view)
                 out.append(tensor if tensor.device == device else tensor.to(view.dtype))
                 waiting += tensor.numel() * tensor.element_size()
@@ -166,25 +173,40 @@ def _cast(into: list[torch.Tensor], out: list[torch.Tensor]) -> None:
 class Tally:
     """Checksums of sent tensors, as an engine will hold them; a tensor is released once no check waits for it.
 
+    Of a weight in fp8 SGLang takes those of its values, so what was sent of it is dequantised.
+
     Example:
         tally = Tally(route, Sums)
         tally.add("model.norm.weight", sent)
         update.fingerprints = tally.finish()
     """
 
-    def __init__(self, route: WeightRoute, sums: Callable[[torch.dtype], Checksums]) -> None:
+    def __init__(
+        self, route: WeightRoute, sums: Callable[[torch.dtype], Checksums], block_format: BlockFormat | None = None
+    ) -> None:
         self._checks: dict[str, list[RankTensor]] = {}  # tensor -> checks that wait for it or for its siblings
         self._missing = {check: _names(check) for check in route.checks}
         for check, names in self._missing.items():
             for name in names:
                 self._checks.setdefault(name, []).append(check)
         self._sources: dict[str, torch.Tensor] = {}
-        self._sums = sums(DTYPES[route.dtype])
+        self._dtype = DTYPES[route.dtype]
+        self._sums = sums(self._dtype)
+        self._block_format, self._scales = block_format, dict[str, torch.Tensor]()  # by the weight's name
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """The bytes of ``name`` that were sent; they must not change until the checks that need them are done."""
-        if name not in self._checks:
+        """The bytes of ``name`` that were sent; they must not change until the checks that need them are done.
+
+        Scales come before the numbers that they belong to.
+        """
+        weight = name.removesuffix(SCALE)
+        if weight not in self._checks:
             return
+        if weight != name:
+            self._scales[weight] = tensor
+            return
+        if self._block_format is not None and tensor.dtype == torch.float8_e4m3fn:
+            tensor = self._block_format.dequantise(tensor, self._scales.pop(name), self._dtype)
         self._sources[name] = tensor
         ready = []
         for check in self._checks[name]:

@@ -14,10 +14,12 @@ from slime_core.plugins.backends import engine_of
 from slime_core.types import WeightUpdate
 from slime_core.weights.hashing import Checksums
 from slime_core.weights.transports.buckets import Stream, Tally, TensorPart, TensorSource, stream
+from slime_core.weights.transports.quantised import in_fp8
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.types import WeightRoute
+    from slime_core.weights.fp8 import BlockFormat
 
 
 class Sender(Protocol):
@@ -41,13 +43,17 @@ class Senders:
         device: where buffers of transports that travel from memory to memory lie.
         folder: of the model, whose config.json goes with a folder of weights.
         config: of the run, whose engine brings the senders of its other transports.
+        block_format: in which linear weights are sent; None: as floats.
 
     Example:
         update = senders.publish(sources, 4, route)
     """
 
-    def __init__(self, device: torch.device, folder: Path, config: Config) -> None:
+    def __init__(
+        self, device: torch.device, folder: Path, config: Config, block_format: BlockFormat | None = None
+    ) -> None:
         self._device, self._folder, self._config = device, folder, config
+        self._block_format = block_format
         self.by_transport: dict[str, Sender] = {}
 
     def publish(
@@ -60,13 +66,15 @@ class Senders:
             StorageError: the folder cannot be written.
         """
         update = WeightUpdate(version=version, epoch=0, transport=route.transport)
+        if self._block_format is not None:
+            sources = in_fp8(sources, self._block_format)
         tensors = stream(sources)
         parts = [part for source in sources for part in source.parts]
         if (rank == 0 or route.copies) and route.transport not in self.by_transport:
             self.by_transport[route.transport] = self._open(route)
         try:
             if rank == 0:
-                tally = Tally(route, self._sums(route))
+                tally = Tally(route, self._sums(route), self._block_format)
                 update.handle = self.by_transport[route.transport].send(parts, tensors, version, route, tally)
                 update.fingerprints = tally.finish()
         finally:
@@ -89,8 +97,11 @@ class Senders:
             from slime_core.weights.transports.disk import DiskSender
 
             config = json.loads((self._folder / "config.json").read_bytes())
-            config.pop("torch_dtype", None)
+            for name in ("torch_dtype", "quantization_config"):
+                config.pop(name, None)
             config["dtype"] = route.dtype
+            if self._block_format is not None:
+                config["quantization_config"] = self._block_format.table()
             return DiskSender(self._device, {"config.json": json.dumps(config, indent=2) + "\n"})
         sender: Sender = self._constructor("senders", route.transport)(self._device)
         return sender

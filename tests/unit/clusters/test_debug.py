@@ -3,13 +3,13 @@
 import asyncio
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from slime_core.clusters.debug import AbsentEngine, IdleTrainer
+from slime_core.config.schema import Config
 from slime_core.errors import EngineError, TrainerError
 from slime_core.protocols import Engine, Trainer
 from slime_core.testing import tiny_model
@@ -55,7 +55,7 @@ def test_an_absent_engine_is_quiet():
 def test_an_idle_trainer_hands_out_the_starting_weights_and_trains_nothing(tmp_path):
     folder = ModelFolder.open(str(tiny_model(tmp_path / "model")))
     thread = TorchThread(1)
-    config = SimpleNamespace(seed=3)
+    config = Config(seed=3)
 
     async def go():
         trainer = IdleTrainer(config, folder, thread, device="cpu", epoch=4)
@@ -98,7 +98,7 @@ def test_an_idle_trainer_sends_the_starting_weights_by_the_engines_route(tmp_pat
     route = WeightRoute(transport=transport, dtype="bfloat16", folder=str(tmp_path / "weights"), checks=(held,))
 
     async def go():
-        config = SimpleNamespace(seed=3, plugins=(), rollout=SimpleNamespace(rollout_engine="sglang"))
+        config = Config(seed=3, rollout={"rollout_engine": "sglang"})
         trainer = IdleTrainer(config, folder, thread, device="cpu", epoch=4)
         updates = [await trainer.publish(0, route), await trainer.publish(0, route)]
         await trainer.release({"parameters"})

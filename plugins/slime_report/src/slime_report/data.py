@@ -77,7 +77,7 @@ def run_facts(run_dir: RunDir) -> dict[str, Any]:
 def notices_of(
     config: Mapping[str, Any], damaged: int, steps: Sequence[Mapping[str, Any]], counts: Mapping[str, int]
 ) -> list[str]:
-    """Sentences on what is missing, and on the ``damaged`` lines of ``metrics.jsonl``."""
+    """Sentences on what is missing, on the ``damaged`` lines of ``metrics.jsonl``, and on rollouts in fp8."""
     notices = []
     if not config:
         notices.append("config.toml cannot be read: settings and differences are left out")
@@ -87,6 +87,9 @@ def notices_of(
         notices.append("no step is finished yet: there are no curves")
     if not counts:
         notices.append("there is no ledger that can be read: samples are left out")
+    if config.get("rollout.rollout_quantization") == "fp8":
+        correction = "weighed tokens by trainer over engine" if config.get("train.use_tis") else "was off"
+        notices.append(f"rollouts were made with weights in fp8; use_tis {correction}")
     return notices
 
 

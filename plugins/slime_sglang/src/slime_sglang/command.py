@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from slime_core.config.problems import raise_all
 from slime_core.errors import ConfigError
+from slime_core.weights.fp8 import rollout_form
+from slime_core.weights.shards import storage_form
 from slime_sglang import rules as engine_rules
 from slime_sglang.installation import (
     RESERVED,
@@ -98,11 +100,17 @@ def prepare(
 
 
 def commands(
-    config: Config, installation: Installation, servers: Topology, *, where: str | Place = "sglang"
+    config: Config,
+    installation: Installation,
+    servers: Topology,
+    *,
+    where: str | Place = "sglang",
+    fixed: bool = False,
 ) -> dict[int, Command]:
     """Every server of a topology, by its number.
 
     Args:
+        fixed: they serve their folders as these are; no trainer sends weights.
         config: device and dtype settled (another ``auto`` is left to SGLang).
         installation: that starts them.
         servers: of :func:`slime_sglang.topology.topology`.
@@ -117,7 +125,7 @@ def commands(
     commands = {}
     for group in servers.groups:
         for server in group.servers:
-            commands[server.number] = command(config, installation, group, server, where=where)
+            commands[server.number] = command(config, installation, group, server, where=where, fixed=fixed)
     return commands
 
 
@@ -141,6 +149,7 @@ def command(
     server: ServerPlace,
     *,
     where: str | Place = "sglang",
+    fixed: bool = False,
 ) -> Command:
     """One server of a group; raises as :func:`commands`."""
     options = {name: value for name, value in config.table("sglang").items() if name not in RESERVED}
@@ -148,6 +157,8 @@ def command(
     arguments(installation, group.options, where=lambda name: f"{group.where}, options.{name}")
     written = {**_canonical(installation, options), **_canonical(installation, group.options)}
     defaults = own_options(config, group, server, parallel_size(group.gpus, written, group.where))
+    if not group.frozen and not fixed:
+        defaults |= stored_otherwise(config, group.model)
     if not group.frozen and shares(config):
         if gives_memory(config, options_set(config)):
             defaults["enable_memory_saver"] = True
@@ -194,12 +205,34 @@ def own_options(config: Config, group: ServerGroup, server: ServerPlace, tp_size
     return options
 
 
+def stored_otherwise(config: Config, model: str) -> dict[str, Any]:
+    """Options of a server whose weights are sent in another form than its folder has; empty where they are alike.
+
+    It starts without the folder's weights: the trainer's come before the first token.
+    """
+    stored = storage_form(_raw_config(model))
+    sent = rollout_form(config.rollout.rollout_quantization, stored)
+    if sent == stored:
+        return {}
+    table = sent.table() if sent is not None else None
+    return {"load_format": "dummy", engine_rules.OVERRIDES: json.dumps({"quantization_config": table})}
+
+
+def _raw_config(model: str) -> dict[str, Any]:
+    """config.json of a model folder; empty where it is not on this machine."""
+    try:
+        raw: dict[str, Any] = json.loads((Path(model) / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return raw
+
+
 def _context(model: str) -> int:
     """Positions of a model folder, from its config; 0 where that is not told."""
     try:
-        raw = json.loads((Path(model) / "config.json").read_bytes())
+        raw = _raw_config(model)
         return int((raw.get("text_config") or raw)["max_position_embeddings"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError):
         return 0
 
 

@@ -68,7 +68,7 @@ async def launched(
     trainer: str = await placements.on_trainer("importlib.metadata:version", "torch")
     check_transport(config, installation, trainer)
     placed = topology(config, gpus=placements.gpus())
-    how = commands(config, installation, placed)
+    how = commands(config, installation, placed, fixed=fixed)
     shared = secrets.token_urlsafe(32)
     world = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
     return [

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from slime_sglang.command import Prepared
     from slime_sglang.topology import ServerGroup
 
+BLACKWELL = (10, 0)  # compute capability
+
 
 def plan(planning: Planning) -> Plan | None:
     """The servers of a run, everything about them checked; None where nothing is served.
@@ -71,6 +73,8 @@ def _facts(planning: Planning) -> dict[str, Any]:
         raise_all([places.place(problem) for problem in rules.conflicts(config)])
         if not _is_here(config):
             return {"version": "", "python": "", "groups": [_group(group) for group in topology(config).groups]}
+    if not remote:
+        _refuse_blackwell(config)
     prepared = prepare(config, gpus=None if remote else _gpus(config), where=where)
     return described(prepared) | {"fallbacks": _fallbacks(planning, prepared)}
 
@@ -121,6 +125,22 @@ def _is_here(config: Config) -> bool:
         if error.code == "CFG02":
             raise
         return False
+
+
+def _refuse_blackwell(config: Config) -> None:
+    """CFG04 where servers would round the scales of fp8 weights after loading them."""
+    if config.rollout.rollout_quantization != "fp8" or config.cluster.device != "cuda":
+        return
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= BLACKWELL:
+        raise ConfigError(
+            f"rollout_quantization = fp8 on {torch.cuda.get_device_name()}",
+            code="CFG04",
+            where="rollout.rollout_quantization",
+            why="SGLang makes the scales powers of two there (UE8M0 of DeepGEMM), other weights than it was sent",
+            fix="--rollout-quantization none   or a GPU of the Hopper kind",
+        )
 
 
 def _gpus(config: Config) -> int | None:

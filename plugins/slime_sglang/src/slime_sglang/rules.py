@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 DETERMINISTIC = ("fa3", "fa4", "flashinfer", "triton", "ascend", "intel_xpu")
 """SGLang's attention backends whose results do not depend on what else is in the batch."""
 
+OVERRIDES = "json_model_override_args"
+"""SGLang's option for values of config.json."""
 EXTERNAL, TOPOLOGY = "rollout.rollout_external_engine_addrs", "rollout.engine_topology"
 GPUS, EACH, COUNT = "rollout.rollout_num_gpus", "rollout.rollout_num_gpus_per_engine", "rollout.rollout_num_engines"
 
@@ -28,6 +30,7 @@ def conflicts(config: Config) -> Iterator[Problem]:
     yield from _transport(config)
     yield from _deterministic(config)
     yield from _options(config)
+    yield from _fp8(config)
 
 
 def notices(config: Config) -> Iterator[str]:
@@ -234,6 +237,36 @@ def _deterministic(config: Config) -> Iterator[Problem]:
                     why=f"SGLang's deterministic mode takes one of {', '.join(DETERMINISTIC)}",
                     fix=f'{name} = "fa3"   or leave it out',
                 )
+
+
+def _fp8(config: Config) -> Iterator[Problem]:
+    """What SGLang needs for weights in fp8, and what would quantise them a second time."""
+    if config.rollout.rollout_quantization != "fp8":
+        return
+    key, alone = "rollout.rollout_quantization", "--rollout-quantization none"
+    options = {name.replace("-", "_"): name for name in config.table("sglang")}
+    if config.cluster.device == "cpu":
+        yield conflict(
+            "rollout_quantization = fp8 with device = cpu",
+            [key, "cluster.device"],
+            why="SGLang has no fp8 on this kind of processor; the embedded engine rounds weights in the same way",
+            fix=f"{alone}   or   --rollout-engine local",
+        )
+    if config.train.dtype == "float32":
+        yield conflict(
+            "rollout_quantization = fp8 with dtype = float32",
+            [key, "train.dtype"],
+            why="SGLang's fp8 layers compute in bfloat16",
+            fix=f"--dtype bfloat16   or   {alone}",
+        )
+    for name in ("quantization", OVERRIDES):
+        if name in options:
+            yield conflict(
+                f"rollout_quantization = fp8 with sglang.{options[name]}",
+                [key, f"sglang.{options[name]}"],
+                why="slime tells the servers how the weights that it sends are quantised",
+                fix=f"leave sglang.{options[name]} out   or   {alone}",
+            )
 
 
 def _options(config: Config) -> Iterator[Problem]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 from slime_core.backends import EngineStart, ServedEngines
 from slime_core.clusters.embedded import context_len
 from slime_core.clusters.host import LOOPBACK, NCCL_MEMORY
-from slime_core.errors import EngineError
+from slime_core.errors import ConfigError, EngineError
 from slime_core.plugins.locate import locate
 from slime_core.weights.folder import ModelFolder
 from slime_sglang import external, start_gateway as gateways
@@ -49,6 +49,7 @@ async def sglang_engines(start: EngineStart) -> AsyncIterator[ServedEngines]:
         EngineError: ENG69-ENG73 a server that does not come up, with the end of its log.
     """
     config, folder, note = start.config, start.folder, start.note
+    _require_local_folder(start)
     agree(config, os.environ)
     async with AsyncExitStack() as stack:
         placements = start.placements or LocalPlacements(config)
@@ -85,6 +86,19 @@ async def sglang_engines(start: EngineStart) -> AsyncIterator[ServedEngines]:
             note(text)
         policy = served.pop(POLICY)
         yield ServedEngines(engine=policy, roles=dict(served), processes=tuple(servers), resync=policy.fleet.resync)
+
+
+def _require_local_folder(start: EngineStart) -> None:
+    """CFG05 for a quantised model by its hub name: its config.json decides what servers are started with."""
+    model = start.config.rollout.hf_checkpoint
+    if start.folder.stored_in and not start.fixed and not Path(model).is_dir():
+        raise ConfigError(
+            f"{model} is quantised and is named by its hub name",
+            code="CFG05",
+            where="rollout.hf_checkpoint",
+            why="servers start by what its config.json says of weights, which is read before the run begins",
+            fix=f"--hf-checkpoint {start.folder.path}",
+        )
 
 
 def agree(config: Config, environment: MutableMapping[str, str]) -> None:
@@ -147,6 +161,7 @@ async def _engine(
         buffer_bytes=rollout.update_weight_buffer_size,
         timeout=rollout.rollout_start_timeout,
         places=part.places,
+        fp8=rollout.rollout_quantization == "fp8",
         torch=part.torch,
         trainer=part.trainer,
         host=host,

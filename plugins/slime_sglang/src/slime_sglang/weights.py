@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from slime_core.errors import EngineError
 from slime_core.types import Transport, WeightRoute
 from slime_core.weights.canary import Choice
+from slime_core.weights.fp8 import SCALE
 from slime_sglang import loading
 from slime_sglang.layout import layout, unknown
 
@@ -45,6 +46,7 @@ class Ways:
     timeout: float = 600.0
     places: Mapping[int, tuple[int, ...]] = field(default_factory=lambda: {0: (0,)})
     """Of each server the trainer rank on the GPU of each of its ranks; empty: some share no GPU with the trainer."""
+    fp8: bool = False  # linear weights are sent in fp8
     torch: str = ""  # version in the servers' environment; empty: not known
     trainer: str = ""  # and in the trainer's; empty: that of this process
 
@@ -164,7 +166,7 @@ class WeightRoutes:
             reason = "ranks of data-parallel attention hold other parts than the layout knows"
         elif lane.fact("pp_size", 1) != 1:
             reason = "pipeline stages hold a part of the layers each"
-        elif lane.fact("quantization"):
+        elif lane.fact("quantization") and not self._ways.fp8:
             reason = f"the servers quantize what they load ({lane.fact('quantization')})"
         else:
             reason = unknown(self._ways.model)
@@ -173,6 +175,12 @@ class WeightRoutes:
             self._note(f"tensors of servers are not compared with the trainer's: {reason}")
             return None
         ranks = await lane.client.checksums()
+        if any(name.endswith(SCALE) for name in ranks[0]):
+            self._silent = True
+            self._note(
+                "tensors of servers are not compared with the trainer's: this SGLang tells no checksums of values"
+            )
+            return None
         rows = layout(list(ranks[0]), self._ways.model, lane.tp, ep=int(lane.fact("ep_size", 1) or 1))
         if (count := _told_ranks(lane, len(ranks))) < lane.tp:
             self._note(f"this SGLang reports checksums only for the first of each server's {lane.tp} ranks")
