@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slime_core.report.rundir import RunDir
-from slime_report.data import overview, unique_names
+from slime_report.data import notices_of, overview, unique_names
 
 pytestmark = pytest.mark.unit
 
@@ -48,3 +48,12 @@ def test_differences_of_runs_are_their_keys_and_runs_of_one_name_are_told_apart(
     ]
     assert [run["name"] for run in facts["runs"]] == ["x/run-0", "y/run-0"]
     assert unique_names(["/a/x-0", "/b/x-0", "/b/y-0"]) == ["a/x-0", "b/x-0", "y-0"]
+
+
+@pytest.mark.parametrize(("use_tis", "text"), [(True, "use_tis weighed tokens"), (False, "use_tis was off")])
+def test_rollouts_in_fp8_are_named_with_their_correction(use_tis: bool, text: str) -> None:
+    config = {"rollout.rollout_quantization": "fp8", "train.use_tis": use_tis}
+    (notice,) = notices_of(config, 0, [{}], {"trained": 1})
+    assert "weights in fp8" in notice
+    assert text in notice
+    assert notices_of(config | {"rollout.rollout_quantization": "auto"}, 0, [{}], {"trained": 1}) == []

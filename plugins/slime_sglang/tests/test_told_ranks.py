@@ -56,8 +56,8 @@ def test_ranks_that_a_server_does_not_tell_of_are_not_waited_for(answers, ranks,
     assert len(notes) == said
 
 
-@pytest.mark.parametrize(("scales", "rows"), [(False, len(NAMES)), (True, 0)])
-def test_quantised_weights_are_compared_where_a_server_tells_checksums_of_their_values(scales, rows):
+@pytest.mark.parametrize("scales", [False, True])
+def test_quantised_weights_are_compared_where_a_server_tells_checksums_of_their_values(scales):
     names = [*NAMES, f"{NAMES[3]}_scale_inv"] if scales else NAMES
 
     class Client:
@@ -69,5 +69,5 @@ def test_quantised_weights_are_compared_where_a_server_tells_checksums_of_their_
     ways = Ways(model=CONFIG, dtype="bfloat16", features=features, folder=Path("unused"), fp8=True)
     served = Lane(client=Client(), number=0, room=8, facts={"tp_size": 1, "quantization": "fp8"})
     route = asyncio.run(WeightRoutes(ways, notes.append).route("all", [served]))
-    assert len(route.checks) == rows
+    assert bool(route.checks) is not scales
     assert [("checksums of values" in note) for note in notes] == [True] * scales

@@ -221,10 +221,10 @@ def stored_otherwise(config: Config, model: str) -> dict[str, Any]:
 def _raw_config(model: str) -> dict[str, Any]:
     """config.json of a model folder; empty where it is not on this machine."""
     try:
-        raw: dict[str, Any] = json.loads((Path(model) / "config.json").read_bytes())
+        raw = json.loads((Path(model) / "config.json").read_bytes())
     except (OSError, ValueError):
         return {}
-    return raw
+    return raw if isinstance(raw, dict) else {}
 
 
 def _context(model: str) -> int:
