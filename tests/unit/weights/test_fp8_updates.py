@@ -55,7 +55,9 @@ def update(model, hf, tmp_path):
 
 def test_a_folder_has_numbers_and_scales_of_linear_layers_and_says_so(model, update, tmp_path):
     folder = tmp_path / "w" / "v-3"
-    stored, floats = load_file(folder / "model.safetensors"), model.tensors()
+    stored, floats = {}, model.tensors()
+    for file in folder.glob("*.safetensors"):
+        stored |= load_file(file)
     weights = sorted(name.removesuffix("_scale_inv") for name in stored if name.endswith("_scale_inv"))
     assert len(weights) == 2 * (4 + 4 * 3)  # attention, and three matrices of each expert
     assert stored.keys() - {f"{name}_scale_inv" for name in weights} == floats.keys()
@@ -87,9 +89,10 @@ def test_checksums_are_of_the_values_of_what_was_sent(hf, update, tmp_path):
 
 @pytest.mark.parametrize("part", ["weight", "weight_scale_inv"])
 def test_a_damaged_tensor_is_found_whether_numbers_or_scales(update, tmp_path, part):
-    file = tmp_path / "w" / "v-3" / "model.safetensors"
+    folder, name = tmp_path / "w" / "v-3", f"{LAYER}.self_attn.k_proj.{part}"
+    file = folder / json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][name]
     tensors = load_file(file)
-    damaged = tensors[f"{LAYER}.self_attn.k_proj.{part}"]
+    damaged = tensors[name]
     damaged.view(torch.uint8).view(-1)[3 if part != "weight" else 70] ^= 0x40
     save_file(tensors, file)
     served = expected(Shards.open(file.parent), (QKV, NORM), torch.bfloat16)
