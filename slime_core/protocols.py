@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -217,8 +216,18 @@ class RequestTurn:
             seconds={name: sum(piece.seconds.get(name, 0.0) for piece in pieces) for name in pieces[0].seconds}
             if pieces
             else {},
-            routed_experts=reduce(longer_rows, [piece.routed_experts for piece in pieces], None),
+            routed_experts=self._routed_experts(),
         )
+
+    def _routed_experts(self) -> NDArray[Any] | None:
+        """Those of all pieces; where a piece with tokens lacks them, those before it: later weights may have chosen
+        what a later piece has of its tokens."""
+        rows = None
+        for piece in self.pieces:
+            if piece.routed_experts is None and piece.tokens:
+                break
+            rows = longer_rows(rows, piece.routed_experts)
+        return rows
 
 
 @dataclass(slots=True, kw_only=True)

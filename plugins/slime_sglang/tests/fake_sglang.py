@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+from base64 import b64encode
 from contextlib import suppress
 
+import numpy as np
 from aiohttp import web
 
 VOCAB = 1000
@@ -19,6 +21,13 @@ def draw(seed, position):
 def rows(seed, start, count):
     """``output_token_logprobs`` of ``count`` tokens from ``start`` on."""
     return [[-0.001 * (position % 700) - 0.01, draw(seed, position), None] for position in range(start, start + count)]
+
+
+def experts(count):
+    """[count, 3 layers, 2], the experts of ``count`` tokens; the first layer has none."""
+    chosen = np.arange(count * 6, dtype="<i4").reshape(count, 3, 2) % 64
+    chosen[:, 0] = 0
+    return chosen
 
 
 def response(code=200, /, **body):
@@ -214,6 +223,8 @@ class FakeServer:
             "id": body["rid"], "finish_reason": reasons.get(finish), "prompt_tokens": len(ids), "cached_tokens": 0,
             "weight_version": self.version, "completion_tokens": made, "output_token_logprobs": new,
         }  # fmt: skip
+        if body.get("return_routed_experts") and finish is not None:
+            meta["routed_experts"] = b64encode(experts(len(ids) + made - 1).tobytes()).decode()
         if self.spans and finish is not None:
             meta["weight_versions"] = [{"version": self.version, "start": 0, "end": made}]
         if start >= 0:

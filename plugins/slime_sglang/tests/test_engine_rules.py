@@ -187,6 +187,14 @@ def test_a_password_in_an_address_is_refused_and_not_shown():
     assert "rollout_engine_token_env" in problem.why
 
 
+def test_sglang_says_no_experts_on_a_cpu():
+    config = config_of(CPU)
+    config = config.model_copy(update={"train": config.train.model_copy(update={"routing_replay": "rollout"})})
+    (problem,) = engine_rules.conflicts(config)
+    assert "routing_replay = rollout with device = cpu" in problem.what
+    assert "--rollout-engine local" in problem.fix
+
+
 @pytest.mark.parametrize("written", ["attention_backend", "attention-backend", "decode_attention_backend"])
 def test_the_deterministic_mode_needs_an_attention_backend_that_can(written):
     (problem,) = engine_rules.conflicts(config_of(CUDA, {written: "torch_native"}, rollout_deterministic=True))

@@ -1,5 +1,6 @@
 """Stop strings and stop ids that are sought here, as in the embedded engine."""
 
+import numpy as np
 import pytest
 from client_case import answer, expected, request
 
@@ -36,6 +37,14 @@ def test_a_stop_string_that_begins_in_kept_tokens_ends_the_completion_as_in_the_
     assert (letters(done.tokens, False), done.finish) == ("yz", "stop")
     assert len(done.log_probs) == len(done.plain_log_probs) == len(done.versions) == 2
     assert done.text == "yz"  # the text before the stop string is the earlier try's
+
+
+def test_a_cut_completion_keeps_the_experts_of_all_tokens_but_its_last():
+    asked = request(tokens=spelled("promptabxx"), kept=4, stop=("xxyz",))
+    done = completed(spelled("yzmore"))
+    done.routed_experts = np.arange(10 + 6 - 1).reshape(-1, 1, 1)
+    stop_strings.cut(done, asked, letters, tokenizer=True)
+    assert done.routed_experts.ravel().tolist() == list(range(10 + 2 - 1))
 
 
 def test_a_stop_string_is_not_sought_in_the_prompt():

@@ -2,9 +2,10 @@
 
 import math
 
+import numpy as np
 import pytest
-from client_case import answer, code_of, expected, request
-from fake_sglang import VOCAB
+from client_case import answer, body, code_of, expected, request
+from fake_sglang import VOCAB, FakeServer, experts
 
 from slime_sglang import wire
 from slime_sglang.http import ServerFault
@@ -35,6 +36,42 @@ def test_plain_log_probs_are_empty_where_sglang_does_not_tell_them():
     done = wire.completion(answer(asked), expected(asked))
     assert done.plain_log_probs == []
     assert len(done.log_probs) == 8
+
+
+def test_the_experts_of_all_tokens_but_the_last_are_read():
+    asked = request()
+    message = FakeServer().answer(body(asked, experts=True), 8, "length")
+    done = wire.completion(message, expected(asked, experts=(3, 2)))
+    assert done.routed_experts.dtype == np.uint8
+    np.testing.assert_array_equal(done.routed_experts, experts(3 + 8 - 1))
+    assert wire.completion(message, expected(asked)).routed_experts is None
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "problem"),
+    [
+        (None, (3, 2), "11 tokens came with no routed experts"),
+        ("AAAA", (3, 2), "11 tokens came with routed experts that do not fit"),
+        ("no base64!", (3, 2), "11 tokens came with routed experts that do not fit"),
+        (..., (4, 2), "11 tokens came with routed experts that do not fit"),
+    ],
+    ids=["missing", "short", "garbled", "of another model"],
+)
+def test_experts_that_are_missing_or_do_not_fit_are_a_fault(text, shape, problem):
+    asked = request()
+    message = FakeServer().answer(body(asked, experts=True), 8, "length")
+    if text is not ...:
+        message["meta_info"]["routed_experts"] = text
+    code, words = code_of(lambda: wire.completion(message, expected(asked, experts=shape)), ServerFault)
+    assert code == "ENG79"
+    assert problem in words
+    assert "--enable-return-routed-experts" in words
+
+
+def test_an_aborted_answer_may_have_no_experts():
+    """Of a request that had been retracted."""
+    asked = request()
+    assert wire.completion(answer(asked, 5, "abort"), expected(asked, experts=(3, 2))).routed_experts is None
 
 
 def test_an_aborted_answer_keeps_its_partial_tokens():

@@ -51,6 +51,11 @@ def test_top_k_and_stops_that_are_off_are_sent_as_sglang_takes_them():
     assert "routed_dp_rank" not in sent
 
 
+def test_experts_are_requested_where_they_are_replayed():
+    assert body(request(), experts=True)["return_routed_experts"] is True
+    assert "return_routed_experts" not in body(request())
+
+
 def test_a_server_without_a_tokenizer_is_sent_no_stop_strings_which_would_end_it():
     assert "stop" not in body(request(stop=("a",)), features=frozenset({bodies.NO_TOKENIZER}))["sampling_params"]
 

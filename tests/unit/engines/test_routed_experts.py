@@ -101,3 +101,5 @@ def test_pieces_of_a_request_keep_the_rows_of_those_that_came_first():
     request = GenerateRequest(id="a", tokens=[3, 4], params=SamplingParams(max_new_tokens=3), seed=1)
     done = RequestTurn(request=request, pieces=pieces, finish="stop").completion(None)
     assert done.routed_experts.ravel().tolist() == [0, 1, 2, 3]
+    pieces[0].routed_experts = None  # lost by an engine: what later weights chose for its tokens is not theirs
+    assert RequestTurn(request=request, pieces=pieces, finish="stop").completion(None).routed_experts is None

@@ -45,7 +45,14 @@ def seed(value: int) -> int:
 
 
 def body(
-    request: GenerateRequest, *, rid: str, limit: int, stream: bool, features: frozenset[str], dp_rank: int | None
+    request: GenerateRequest,
+    *,
+    rid: str,
+    limit: int,
+    stream: bool,
+    features: frozenset[str],
+    dp_rank: int | None,
+    experts: bool = False,
 ) -> dict[str, Any]:
     """What is posted to /generate. Every parameter is named, so that no server's own preference counts."""
     p = request.params
@@ -76,6 +83,7 @@ def body(
         "return_logprob": True,
         "logprob_start_len": -1,
         "stream": stream,
+        **({"return_routed_experts": True} if experts else {}),
         **_rank(dp_rank, features),
     }
 

@@ -49,6 +49,8 @@ CONTROL_SECONDS = 60.0
 ABORTS_AT_ONCE = 64
 REPLY_BYTES, TOKEN_BYTES = 1 << 20, 512
 """An answer may have so many bytes, and so many more a token (its id, its log-prob, its text)."""
+EXPERT_BYTES = 6
+"""A number of int32 in base64."""
 
 
 class Client(HttpCalls):
@@ -77,12 +79,14 @@ class Client(HttpCalls):
         epoch: int,
         tokenizer: Callable[[], Any] | None = None,
         eos: Collection[int] = (),
+        experts: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(address, concurrency=concurrency, timeout=timeout, retries=retries)
         self._vocab_size, self._context_len = vocab_size, context_len
         self.features = features  # of the installation
         self._epoch = epoch
         self._tokenizer_of, self._eos = tokenizer, eos
+        self._experts = experts  # layers, and experts a token, where samples carry those that were chosen
         self._tokenizer: Any = None
 
     def version_text(self, version: int) -> str:
@@ -109,7 +113,7 @@ class Client(HttpCalls):
 
         async def one_try(end: float) -> Completion:
             body = self._body(entry, request, limit, dp_rank, stream=False)
-            answer = await self._request(body, request, end=end, cap=_cap(limit))
+            answer = await self._request(body, request, end=end, cap=self._cap(request, limit))
             self._check_answer(answer, entry)
             done = wire.completion(answer, self._expected(request, limit, low, high))
             return self._came(self._cut(done, request), entry, 0)
@@ -280,7 +284,9 @@ class Client(HttpCalls):
             body, pieces = self._body(entry, request, limit, dp_rank, stream=True), ChunkedAnswer()
             try:
                 headers = self._headers(request)
-                sent = self._http.events("/generate", body, end=retries.end, cap=_cap(limit), headers=headers)
+                sent = self._http.events(
+                    "/generate", body, end=retries.end, cap=self._cap(request, limit), headers=headers
+                )
                 async with aclosing(sent) as events:
                     async for data in events:
                         if data == b"[DONE]":
@@ -316,8 +322,16 @@ class Client(HttpCalls):
         self, entry: InFlightRequest, request: GenerateRequest, limit: int, dp_rank: int | None, *, stream: bool
     ) -> bytes:
         rid = self._rid(entry)
-        features = self.features
-        return dumps(bodies.body(request, rid=rid, limit=limit, stream=stream, features=features, dp_rank=dp_rank))
+        options: dict[str, Any] = {"features": self.features, "dp_rank": dp_rank}
+        experts = self._experts_of(request) is not None
+        return dumps(bodies.body(request, rid=rid, limit=limit, stream=stream, experts=experts, **options))
+
+    def _experts_of(self, request: GenerateRequest) -> tuple[int, int] | None:
+        return None if request.id.startswith("eval/") else self._experts
+
+    def _cap(self, request: GenerateRequest, limit: int) -> int:
+        layers, top_k = self._experts_of(request) or (0, 0)
+        return _cap(limit) + EXPERT_BYTES * layers * top_k * (len(request.tokens) + limit)
 
     def _expected(
         self, request: GenerateRequest, limit: int, low: int, high: Callable[[], int]
@@ -330,6 +344,7 @@ class Client(HttpCalls):
             low=low,
             high=high(),
             spans=wire.SPANS in self.features,
+            experts=self._experts_of(request),
         )
 
     def _event(self, data: bytes, entry: InFlightRequest) -> Any:

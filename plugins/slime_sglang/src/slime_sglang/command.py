@@ -185,6 +185,7 @@ def own_options(config: Config, group: ServerGroup, server: ServerPlace, tp_size
         "random_seed": (config.seed + 1_000_003 * server.number) % SEEDS,  # equal ones would draw alike
         "trust_remote_code": rollout.trust_remote_code,
         "enable_deterministic_inference": rollout.rollout_deterministic,
+        "enable_return_routed_experts": config.train.routing_replay == "rollout" and not group.frozen,
     }
     if device != "auto":
         options["device"] = device
@@ -250,6 +251,13 @@ def check_features(config: Config, installation: Installation) -> None:
             where=installation.python,
             why="servers that share the trainer's GPUs give memory back",
             fix=f"{installation.python} -m pip install torch_memory_saver   or   --no-offload-rollout",
+        )
+    if config.train.routing_replay == "rollout" and "routed_experts" not in has:
+        raise ConfigError(
+            f"SGLang {installation.version} does not say which experts it chose",
+            code="CFG04",
+            where="train.routing_replay",
+            fix="update it   or   --routing-replay policy",
         )
     updates = {"disk": "disk_update", "tensor": "tensor_update", "nccl": "nccl_update"}
     transport = rollout.update_weight_transport

@@ -56,6 +56,7 @@ class FleetSettings:
     timeout: float = 1800.0  # seconds of one request
     retries: int = 3
     scores: bool = True  # its servers take a prompt without a token to make
+    experts: tuple[int, int] | None = None  # see `Client`
 
     @property
     def abilities(self) -> frozenset[Ability]:
@@ -65,6 +66,8 @@ class FleetSettings:
             abilities.add("per_sample_seed")
         if self.memory_saver:
             abilities.add("release")
+        if self.experts is not None:
+            abilities.add("routed_experts")
         if "version_spans" in self.features and "pause_modes" in self.features and self.pause_mode != "abort":
             abilities.add("live_load")
         return frozenset(abilities)
@@ -344,6 +347,7 @@ class Fleet:
             "retries": settings.retries,
             "epoch": settings.epoch,
             "eos": settings.eos,
+            "experts": settings.experts,
             "tokenizer": (lambda: self._tokenizer) if self._tokenizer is not None else None,
         }
 

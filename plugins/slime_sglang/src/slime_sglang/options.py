@@ -53,6 +53,7 @@ OWN: Mapping[str, str] = {
     "trust_remote_code": "--trust-remote-code",
     "enable_deterministic_inference": "--rollout-deterministic",
     "enable_memory_saver": "--colocate",
+    "enable_return_routed_experts": "--routing-replay rollout",
     "use_ray": "--cluster ray",
     "config": "write its options into [sglang]; several servers or models: --engine-topology FILE",
     "incremental_streaming_output": "leave it out: slime reads streams whose pieces hold all tokens so far",

@@ -29,6 +29,13 @@ def conflicts(config: Config) -> Iterator[Problem]:
     yield from _sizes(config)
     yield from _transport(config)
     yield from _deterministic(config)
+    if config.train.routing_replay == "rollout" and config.cluster.device == "cpu":
+        yield conflict(
+            "routing_replay = rollout with device = cpu",
+            ["train.routing_replay", "cluster.device"],
+            why="SGLang keeps the experts that it chose in memory that CUDA has registered",
+            fix="--rollout-engine local   or   --routing-replay policy",
+        )
     yield from _options(config)
     yield from _fp8(config)
 

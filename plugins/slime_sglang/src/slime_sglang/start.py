@@ -180,6 +180,7 @@ async def _engine(
             fix="start it with --enable-deterministic-inference",
         )
     paired = bool(gateways.pairs(gateways.kinds(part.servers)))
+    experts = None if frozen else routed_experts(config, folder, part.servers, paired=paired)
     settings = FleetSettings(
         vocab_size=folder.vocab_size,
         context_len=folder.context_len if frozen else context_len(config, folder),
@@ -189,6 +190,7 @@ async def _engine(
         # a decode server goes on with what another has computed of a prompt: with new weights it must begin anew
         pause_mode="abort" if paired else rollout.pause_generation_mode,
         scores=not paired,
+        experts=experts,
         deterministic=not others,
         memory_saver=all(server.facts.get("enable_memory_saver") for server in part.servers),
         concurrency=rollout.server_concurrency,
@@ -209,6 +211,35 @@ async def _engine(
         await engine.close()
         raise
     return engine
+
+
+def routed_experts(
+    config: Config, folder: ModelFolder, servers: Sequence[Server], *, paired: bool
+) -> tuple[int, int] | None:
+    """Layers, and experts a token, of answers that say which were chosen; None where the run does not replay them.
+
+    Raises:
+        ConfigError: CFG04, servers or a model without them.
+    """
+    if config.train.routing_replay != "rollout":
+        return None
+    text = folder.config.get_text_config()
+    top_k = int(getattr(text, "num_experts_per_tok", 0) or 0)
+    silent = [s.address.url for s in servers if not s.facts.get("enable_return_routed_experts", s.owned)]
+    reasons = {
+        "the model has no experts": not top_k,
+        "of a prompt that another server computed, a decode server does not know the experts": paired,
+        f"started without --enable-return-routed-experts: {', '.join(silent)}": bool(silent),
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        raise ConfigError(
+            "the engine cannot say which experts it chose",
+            code="CFG04",
+            where="train.routing_replay = rollout",
+            why=reason,
+            fix="--routing-replay off",
+        )
+    return int(text.num_hidden_layers), top_k
 
 
 def unused(config: Config, ways: Ways) -> Iterator[str]:

@@ -54,6 +54,8 @@ def cut(
     if end < len(done.tokens):
         done.tokens, done.log_probs, done.versions = done.tokens[:end], done.log_probs[:end], done.versions[:end]
         done.plain_log_probs = done.plain_log_probs[:end]
+        if done.routed_experts is not None:
+            done.routed_experts = done.routed_experts[: len(request.tokens) + end - 1]
         done.text = _text(done, p.stop, decode)
     elif decode is not None and done.finish == "stop" and end and done.tokens[-1] in p.stop_token_ids:
         done.text = _text(done, p.stop, decode)  # SGLang leaves that token's text out, special or not

@@ -12,6 +12,7 @@ Pure. What SGLang (0.5.12, 0.5.23) cannot be told, or tells otherwise than the e
 from __future__ import annotations
 
 import math
+from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,6 +22,7 @@ import numpy as np
 from slime_core.engines.admission import too_long
 from slime_core.errors import EngineError
 from slime_core.types import Completion
+from slime_core.weights.routers import routed_dtype
 from slime_sglang.http import fault
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ class ExpectedAnswer:
     low: int  # versions that may have made its tokens
     high: int
     spans: bool  # the server tells the version of every token
+    experts: tuple[int, int] | None = None  # layers, and experts a token, where the answer says which were chosen
 
 
 def meta(answer: Any, where: str) -> dict[str, Any]:
@@ -105,7 +108,35 @@ def completion(answer: Any, expected: ExpectedAnswer, *, final: bool = True) -> 
         epoch=expected.epoch,
         text=text if isinstance(text, str) else "",
         seconds=_seconds(info),
+        routed_experts=_experts(info, len(request.tokens) + count - 1, expected, where) if final and count else None,
     )
+
+
+def _experts(
+    info: Mapping[str, Any], rows: int, expected: ExpectedAnswer, where: str
+) -> NDArray[np.integer[Any]] | None:
+    """[rows, layers, k] of base64 int32; of all layers, with numbers of no meaning for those without experts.
+
+    Raises:
+        ServerFault: ENG79 they are missing, or of other lengths.
+    """
+    if expected.experts is None:
+        return None
+    text = info.get("routed_experts")
+    if text is None and _finish(info, where) == "abort":
+        return None  # it had none on the server any more
+    try:
+        numbers = np.frombuffer(b64decode(str(text), validate=True), dtype="<i4").reshape(rows, *expected.experts)
+    except ValueError:
+        problem = "no routed experts" if text is None else "routed experts that do not fit"
+        raise fault(
+            f"{rows + 1} tokens came with {problem}",
+            "ENG79",
+            where,
+            why=f"{' x '.join(map(str, expected.experts))} a token were requested",
+            fix="start the server with --enable-return-routed-experts",
+        ) from None
+    return numbers.astype(routed_dtype(int(numbers.max(initial=0)) + 1))
 
 
 def _seconds(info: Mapping[str, Any]) -> dict[str, float]:
