@@ -468,6 +468,7 @@ class RankTensor:
     rank: int = 0  # of the engine's tensor-parallel ranks
     pieces: tuple[Piece, ...]
     dim: int = 0
+    wide: bool = False  # the engine may keep it in float32: then the same values have other bytes
 
     @property
     def key(self) -> str:

@@ -18,6 +18,7 @@ from itertools import permutations
 
 from slime_core.errors import EngineError
 from slime_core.types import RankTensor, WeightCheck
+from slime_core.weights.hashing import EITHER
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LAYER = re.compile(r"^(model\.layers\.\d+\.)(.+)$")
@@ -124,7 +125,7 @@ def compare(
         raise _error(version, untold, len(rows), "the trainer sent no checksum of them, so nothing is known", "")
     if lost := [row.key for row in rows if row.key not in served]:
         raise _error(version, lost, len(rows), "the engine does not hold them: a shard is missing", "")
-    wrong = [row for row in rows if served[row.key] != expected[row.key]]
+    wrong = [row for row in rows if served[row.key] not in expected[row.key].split(EITHER)]
     if wrong:
         look = _Look(rows, wrong, expected, served, before or {})
         raise _error(version, [row.key for row in wrong], len(rows), look.damage(), look.where())

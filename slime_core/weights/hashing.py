@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from slime_core.types import Piece, RankTensor
 
 CHUNK = 1 << 22  # elements that are cast at once
+EITHER = " or "  # between the checksums of a row that an engine may keep in float32
 
 
 def checksum(tensor: torch.Tensor) -> str:
@@ -48,6 +49,7 @@ class Checksums:
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._digests: dict[str, str] = {}
+        self._wide: Checksums | None = None
 
     def add(self, tensors: Mapping[str, torch.Tensor], checks: Sequence[RankTensor]) -> None:
         """Read the pieces of some rows; afterwards the tensors may go or change.
@@ -58,8 +60,14 @@ class Checksums:
         Raises:
             EngineError: ENG83 a piece's tensor is not among ``tensors`` (named), ENG86 it ends before the piece does.
         """
+        import torch
+
         for check in checks:
-            self.add_row(check.key, _parts(tensors, check))
+            parts = _parts(tensors, check)
+            self.add_row(check.key, parts)
+            if check.wide and self._dtype != torch.float32:
+                self._wide = self._wide or type(self)(torch.float32)
+                self._wide.add_row(check.key, parts)
 
     def add_row(self, key: str, parts: Sequence[torch.Tensor]) -> None:
         """Read one tensor that lies in several, end to end."""
@@ -73,7 +81,11 @@ class Checksums:
         self._digests[key] = digest.digest()[:8].hex()
 
     def finish(self) -> dict[str, str]:
-        """Checksum of every row, by key."""
+        """Checksum of every row, by key; of a wide one ``CHECKSUM or CHECKSUM``, its own dtype's and float32's."""
+        wide = self._wide.finish() if self._wide is not None else {}
+        return {key: EITHER.join(filter(None, (one, wide.get(key)))) for key, one in self._finish().items()}
+
+    def _finish(self) -> dict[str, str]:
         return self._digests
 
 

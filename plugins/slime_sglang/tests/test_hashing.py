@@ -213,6 +213,18 @@ def test_rows_may_come_one_after_another_and_their_tensors_change_afterwards():
     assert sums.finish() == want  # nothing is counted twice
 
 
+@pytest.mark.parametrize("kind", ["murmur", "sha256"])
+def test_a_row_that_an_engine_may_keep_in_float32_has_two_checksums(kind):
+    sent = torch.randn(5, 3)
+    half = sent.bfloat16()
+    row = RankTensor(name="gate", pieces=(Piece(name="gate"),), wide=True)
+    found = expected({"gate": half}, [row], torch.bfloat16, kind)
+    assert found == {"gate": f"{checksum(half, kind)} or {checksum(half.float(), kind)}"}
+    found = expected({"gate": sent}, [row], torch.bfloat16, kind)  # a router bias travels in float32
+    assert found["gate"].endswith(f" or {checksum(sent, kind)}")
+    assert expected({"gate": sent}, [row], torch.float32, kind) == {"gate": checksum(sent, kind)}
+
+
 def test_a_tensor_that_the_trainer_does_not_have_is_named():
     held = RankTensor(name="qkv", pieces=(cut("q"), cut("bias")))
     with pytest.raises(EngineError, match="no tensor bias, of which the engine's qkv is made") as error:

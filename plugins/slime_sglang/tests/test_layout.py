@@ -9,7 +9,8 @@ from small_engine import Rank, hf_tensors, small_config
 from slime_core.errors import EngineError
 from slime_core.types import Piece, RankTensor
 from slime_sglang.hashing import checksum, expected
-from slime_sglang.layout import ServerSizes, layout, uncovered, unknown
+from slime_sglang.layout import layout, uncovered
+from slime_sglang.server_sizes import ServerSizes, unknown
 
 pytestmark = pytest.mark.unit
 
@@ -64,6 +65,29 @@ def test_experts_may_be_shared_out_in_groups(tp, ep):
     rows = layout(names, config, tp, ep=ep)
     found = expected(tensors, rows, torch.float32, "sha256")
     assert all(found[row.key] == checksum(ranks[row.rank].tensors[row.name], "sha256") for row in rows)
+
+
+def test_shared_experts_may_lie_behind_the_others_and_then_groups_are_refused():
+    """As on GPUs, where a token's shared expert is one more of its experts."""
+    routed = {"n_routed_experts": 2, "n_shared_experts": 1, "moe_intermediate_size": 8, "use_qk_norm": False}
+    config = small_config(model_type="glm4_moe", num_hidden_layers=1, first_k_dense_replace=0, **routed)
+    parts = (
+        *("input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.qkv_proj.weight"),
+        *("self_attn.o_proj.weight", "mlp.gate.weight", "mlp.gate.e_score_correction_bias"),
+        *("mlp.experts.w13_weight", "mlp.experts.w2_weight"),
+    )
+    names = [f"model.layers.0.{part}" for part in parts]
+    names += ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+    rows = {row.key: row for row in layout(names, config, 2)}
+    mlp = "model.layers.0.mlp."
+    assert rows[f"{mlp}experts.w13_weight@1"].pieces == tuple(
+        Piece(name=f"{mlp}{of}.{part}_proj.weight", start=4, stop=8)
+        for of in ("experts.0", "experts.1", "shared_experts")
+        for part in ("gate", "up")
+    )
+    assert [row.wide for row in rows.values() if row.name.startswith(f"{mlp}gate")] == [True] * 4
+    with pytest.raises(EngineError, match="which of 2 groups has the shared experts is not known"):
+        layout(names, config, 2, ep=2)
 
 
 def test_an_engine_of_one_rank_holds_whole_tensors():
@@ -134,7 +158,10 @@ def test_a_layer_that_the_engine_does_not_have_is_named():
     [
         ({}, ""),
         ({"model_type": "mistral"}, ""),
-        ({"model_type": "mamba"}, "of type mamba .* log-probs alone .* qwen2, qwen3, llama, mistral, qwen3_moe"),
+        (
+            {"model_type": "mamba"},
+            "of type mamba .* log-probs alone .* qwen2, mimo, qwen3, llama, mistral, glm4, qwen3_moe",
+        ),
         ({"model_type": "llama", "mlp_bias": True}, "biases in its MLPs"),
     ],
 )

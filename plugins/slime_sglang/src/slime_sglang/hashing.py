@@ -73,8 +73,7 @@ class Murmur(Checksums):
         self._tiles.append(tiles)
         self._counts.append(count)
 
-    def finish(self) -> dict[str, str]:
-        """Checksum of every row, by key."""
+    def _finish(self) -> dict[str, str]:
         if self._keys:
             device = self._tiles[0].device
             sums = [tiles.to(device) for tiles in self._tiles]

@@ -1,27 +1,31 @@
 """What each of an engine's tensors holds of which Hugging Face tensors.
 
     SGLang:  qkv_proj = q, k, v    gate_up_proj = gate, up    w13_weight = gate, up of expert 0, of expert 1, ...
+             fused_qkv_a_proj_with_mqa = q_a, kv_a    conv1d = this rank's rows of q, of k and of v
 
 A rank of N tensor-parallel ones holds its heads' rows of q, k and v (key and value heads are repeated where there are
 more ranks than heads), its rows of gate and up, its columns of the output projections, and its rows of the
-vocabulary, which is padded with zeros to a multiple of 64. Norms and routers are whole on every rank. A tied output
-embedding has no name; where an engine keeps one all the same, it must hold what the input embedding holds.
+vocabulary, which is padded with zeros to a multiple of 64. Norms, routers and the compressed halves of latent
+attention are whole on every rank. A tied output embedding has no name; where an engine keeps one all the same, it must
+hold what the input embedding holds. An engine may keep routers and their biases in float32. What it makes of a weight
+after loading (kv_b_proj's absorbed halves, 1 + a norm's weight) is not compared, but the weight is, as it was loaded.
 Read in SGLang 0.5.12.post1 and 0.5.23 (`srt/models`, `srt/layers/linear.py`, `vocab_parallel_embedding.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
-from slime_core.errors import EngineError
 from slime_core.types import Piece, RankTensor
 from slime_core.weights.canary import EMBED, HEAD, LAYER
+from slime_sglang.server_sizes import ATTENTION, LINEAR, MLP, ServerSizes, layout_error
 
-FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe")
 VOCAB_MULTIPLE = 64
-ATTENTION = "self_attn."
+DERIVED = "gemma_weight"  # the last part of the name of 1 + a norm's weight
+WIDE = ("gate.weight", "e_score_correction_bias", f"{LINEAR}A_log", f"{LINEAR}dt_bias", f"{LINEAR}norm.weight")
+"""Ends of the names of tensors that an engine may keep in float32, by its version."""
 
 Pieces = tuple[Piece, ...]
 
@@ -40,9 +44,16 @@ def layout(names: Sequence[str], config: Any, tp: int, *, ep: int = 1) -> tuple[
             of the names holds (named), or sizes that do not divide by the ranks.
     """
     sizes = ServerSizes.of(config, tp, ep)
-    rows = [RankTensor(name=n, rank=rank, pieces=_pieces(n, sizes, rank)) for n in names for rank in range(tp)]
-    if lost := uncovered(rows, sizes.names()):
-        raise _error(
+    if sizes.experts.shared and not any(f".{sizes.experts.shared}" in name for name in names):
+        sizes = replace(sizes, fused=True)
+    stored, of_model = [name for name in names if name.rpartition(".")[2] != DERIVED], set(sizes.names())
+    rows = [
+        RankTensor(name=name, rank=rank, pieces=_model_pieces(name, sizes, of_model, rank), wide=name.endswith(WIDE))
+        for name in stored
+        for rank in range(tp)
+    ]
+    if lost := uncovered(rows, of_model):
+        raise layout_error(
             f"{len(lost)} tensors of the model are in none that the engine holds: {', '.join(lost[:5])}",
             why=f"it names {len(names)} tensors",
             fix="serve the model that is trained; its config.json must be the same",
@@ -56,106 +67,29 @@ def uncovered(rows: Iterable[RankTensor], names: Iterable[str]) -> list[str]:
     return sorted(set(names) - names_held)
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class ServerSizes:
-    """What of a config decides on tensors; counts of rows are of the whole model."""
-
-    family: str
-    layers: int
-    vocab: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    inner: int  # of a dense MLP
-    experts: int  # 0 in a dense model
-    expert_inner: int
-    sparse: frozenset[int]  # layers with experts
-    tied: bool
-    qkv_bias: bool
-    output_bias: bool
-    qk_norm: bool
-    tp: int
-    ep: int
-
-    @classmethod
-    def of(cls, config: Any, tp: int, ep: int) -> ServerSizes:
-        """Raises EngineError, ENG86, for a model that :func:`unknown` names."""
-        if reason := unknown(config):
-            raise _error(reason)
-        family = str(config.model_type)
-        heads, layers = int(config.num_attention_heads), int(config.num_hidden_layers)
-        moe = family == "qwen3_moe"
-        bias = bool(getattr(config, "attention_bias", False))
-        step, dense = int(getattr(config, "decoder_sparse_step", 1)), set(getattr(config, "mlp_only_layers", ()) or ())
-        experts = int(config.num_experts) if moe else 0
-        sparse = frozenset(n for n in range(layers) if experts and n not in dense and (n + 1) % step == 0)
-        return cls(
-            family=family,
-            layers=layers,
-            vocab=int(config.vocab_size),
-            heads=heads,
-            kv_heads=int(config.num_key_value_heads or heads),
-            head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
-            inner=int(config.intermediate_size),
-            experts=experts,
-            expert_inner=int(config.moe_intermediate_size) if moe else 0,
-            sparse=sparse,
-            tied=bool(config.tie_word_embeddings),
-            qkv_bias=bias or family == "qwen2",
-            output_bias=bias and family != "qwen2",
-            qk_norm=family in ("qwen3", "qwen3_moe"),
-            tp=tp,
-            ep=ep,
+def _model_pieces(name: str, sizes: ServerSizes, of_model: set[str], rank: int) -> Pieces:
+    """The pieces of a tensor, all of them of the model's."""
+    pieces = _pieces(name, sizes, rank)
+    if not pieces or any(piece.name and piece.name not in of_model for piece in pieces):
+        raise layout_error(
+            f"the engine holds a tensor {name}, which a {sizes.family} model has no place for",
+            why="it is not known which of the trained weights it must equal",
+            fix="serve the model that is trained, unquantised; or --check-weights off",
         )
-
-    def names(self) -> list[str]:
-        """Every Hugging Face tensor of the model."""
-        names = [EMBED, "model.norm.weight", *(() if self.tied else (HEAD,))]
-        for number in range(self.layers):
-            names += (f"model.layers.{number}.{name}" for name in self._layer_names(number))
-        return names
-
-    def _layer_names(self, number: int) -> list[str]:
-        names = ["input_layernorm.weight", "post_attention_layernorm.weight"]
-        names += [f"{ATTENTION}{name}_proj.weight" for name in "qkvo"]
-        names += [f"{ATTENTION}{name}_proj.bias" for name in "qkv" if self.qkv_bias]
-        names += [f"{ATTENTION}o_proj.bias"] if self.output_bias else []
-        names += [f"{ATTENTION}{name}_norm.weight" for name in "qk" if self.qk_norm]
-        parts = [f"{name}_proj.weight" for name in ("gate", "up", "down")]
-        if number not in self.sparse:
-            return names + [f"mlp.{part}" for part in parts]
-        return [
-            *names,
-            "mlp.gate.weight",
-            *(f"mlp.experts.{expert}.{part}" for expert in range(self.experts) for part in parts),
-        ]
-
-    def share(self, name: str, count: int, rank: int, parts: int, *, dim: int = 0, rows: int = 1) -> Piece:
-        """Part ``rank`` of ``parts`` equal ones of a tensor of ``count`` times ``rows`` rows (or columns)."""
-        if count % parts:
-            raise _error(
-                f"{count} parts of {name} do not divide by {parts} ranks", fix="change the tensor-parallel size"
-            )
-        if parts == 1:
-            return Piece(name=name, dim=dim)
-        size = count // parts * rows
-        return Piece(name=name, dim=dim, start=rank * size, stop=(rank + 1) * size)
+    return pieces
 
 
 def _pieces(name: str, sizes: ServerSizes, rank: int) -> Pieces:
+    """The pieces of a tensor by its name alone; none where it is of no kind."""
     if name in (EMBED, HEAD):
         return _vocabulary(EMBED if sizes.tied else name, sizes, rank)
     if name == "model.norm.weight":
         return (Piece(name=name),)
     match = LAYER.match(name)
-    cut = PARTS.get(match[2]) if match else None
-    if match is None or cut is None:
-        raise _error(
-            f"the engine holds a tensor {name}, which a {sizes.family} model has no place for",
-            why="it is not known which of the trained weights it must equal",
-            fix="serve the model that is trained, unquantised; or --check-weights off",
-        )
-    return cut(match[1], match[2], sizes, rank)
+    part = match[2] if match else ""
+    if ATTENTION + part in PARTS and sizes.family == "qwen3_next":
+        part = ATTENTION + part  # its layers are attention themselves
+    return PARTS[part](match[1], part, sizes, rank) if match and part in PARTS else ()
 
 
 def _vocabulary(name: str, sizes: ServerSizes, rank: int) -> Pieces:
@@ -175,73 +109,120 @@ def _whole(prefix: str, part: str, sizes: ServerSizes, rank: int) -> Pieces:
     return (Piece(name=prefix + part),)
 
 
-def _qkv(prefix: str, part: str, sizes: ServerSizes, rank: int) -> Pieces:
-    kind = part.rpartition(".")[2]
-    parts, size = min(sizes.tp, sizes.kv_heads), sizes.head_dim
-    names = {which: f"{prefix}{ATTENTION}{which}_proj.{kind}" for which in "qkv"}
+def _heads(name: str, which: str, sizes: ServerSizes, rank: int, size: int) -> Piece:
+    """A rank's rows of queries, keys or values; ranks that share a key head stand beside each other."""
+    if which == "q":
+        return sizes.share(name, sizes.heads, rank, sizes.tp, rows=size)
+    parts = min(sizes.tp, sizes.kv_heads)
     if sizes.tp % parts:
-        raise _error(f"{sizes.kv_heads} key and value heads cannot be spread over {sizes.tp} ranks")
-    share = rank * parts // sizes.tp  # ranks that share a head stand beside each other
-    return (
-        sizes.share(names["q"], sizes.heads, rank, sizes.tp, rows=size),
-        *(sizes.share(names[which], sizes.kv_heads, share, parts, rows=size) for which in "kv"),
+        raise layout_error(f"{sizes.kv_heads} key and value heads cannot be spread over {sizes.tp} ranks")
+    return sizes.share(name, sizes.kv_heads, rank * parts // sizes.tp, parts, rows=size)
+
+
+def _qkv(prefix: str, part: str, sizes: ServerSizes, rank: int) -> Pieces:
+    kind, widths = part.rpartition(".")[2], {"q": sizes.query_dim, "k": sizes.head_dim, "v": sizes.head_dim}
+    return tuple(
+        _heads(f"{prefix}{ATTENTION}{which}_proj.{kind}", which, sizes, rank, size) for which, size in widths.items()
     )
 
 
-def _gate_up(prefix: str, part: str, sizes: ServerSizes, rank: int) -> Pieces:
-    return tuple(sizes.share(f"{prefix}mlp.{n}_proj.weight", sizes.inner, rank, sizes.tp) for n in ("gate", "up"))
+def _qk_norm(prefix: str, part: str, sizes: ServerSizes, rank: int) -> Pieces:
+    """Of each head alike, or of all heads together."""
+    if sizes.family != "minimax_m2":
+        return _whole(prefix, part, sizes, rank)
+    return (_heads(prefix + part, part.removeprefix(ATTENTION)[0], sizes, rank, sizes.head_dim),)
 
 
-def _down(prefix: str, part: str, sizes: ServerSizes, rank: int) -> Pieces:
-    return (sizes.share(prefix + part, sizes.inner, rank, sizes.tp, dim=1),)
+def _fused_a(prefix: str, part: str, sizes: ServerSizes, rank: int) -> Pieces:
+    return tuple(Piece(name=f"{prefix}{ATTENTION}{name}.weight") for name in ("q_a_proj", "kv_a_proj_with_mqa"))
+
+
+def _latent_heads(prefix: str, part: str, sizes: ServerSizes, rank: int) -> Pieces:
+    size = sizes.latent.nope + (sizes.latent.value if "kv_b" in part else sizes.latent.rope)
+    return (sizes.share(prefix + part, sizes.heads, rank, sizes.tp, rows=size),)
 
 
 def _output(prefix: str, part: str, sizes: ServerSizes, rank: int) -> Pieces:
-    return (sizes.share(prefix + part, sizes.heads, rank, sizes.tp, dim=1, rows=sizes.head_dim),)
+    width = sizes.latent.value or sizes.head_dim
+    return (sizes.share(prefix + part, sizes.heads, rank, sizes.tp, dim=1, rows=width),)
+
+
+def _by_key_head(prefix: str, part: str, sizes: ServerSizes, rank: int) -> Pieces:
+    """Rows of q, k, v and z, or of b and a, a key head after the other."""
+    of = sizes.linear
+    values = of.values // max(1, of.keys)
+    size = 2 * (of.key_dim + values * of.value_dim) if "qkvz" in part else 2 * values
+    return (sizes.share(prefix + part, of.keys, rank, sizes.tp, rows=size),)
+
+
+def _by_value_head(prefix: str, part: str, sizes: ServerSizes, rank: int) -> Pieces:
+    columns = part.endswith("out_proj.weight")
+    width = sizes.linear.value_dim if columns else 1
+    return (sizes.share(prefix + part, sizes.linear.values, rank, sizes.tp, dim=int(columns), rows=width),)
+
+
+def _convolution(prefix: str, part: str, sizes: ServerSizes, rank: int) -> Pieces:
+    of = sizes.linear
+    name, keys = prefix + part, of.keys * of.key_dim
+    heads = ((0, of.keys, of.key_dim), (keys, of.keys, of.key_dim), (2 * keys, of.values, of.value_dim))
+    return tuple(sizes.run(name, first, count, rank, sizes.tp, rows=size) for first, count, size in heads)
+
+
+def _gate_up(prefix: str, part: str, sizes: ServerSizes, rank: int) -> Pieces:
+    if sizes.family == "glm4":  # one tensor there too
+        return tuple(sizes.run(prefix + part, first, sizes.inner, rank, sizes.tp) for first in (0, sizes.inner))
+    of = part.removesuffix("gate_up_proj.weight")
+    return tuple(sizes.share(f"{prefix}{of}{name}.weight", _width(part, sizes), rank, sizes.tp) for name in MLP[:2])
+
+
+def _down(prefix: str, part: str, sizes: ServerSizes, rank: int) -> Pieces:
+    return (sizes.share(prefix + part, _width(part, sizes), rank, sizes.tp, dim=1),)
+
+
+def _width(part: str, sizes: ServerSizes) -> int:
+    """Of a layer's dense MLP, or of its shared experts."""
+    return sizes.experts.shared_inner if ".shared_expert" in part else sizes.inner
 
 
 def _experts(prefix: str, part: str, sizes: ServerSizes, rank: int) -> Pieces:
     """This rank's experts: [experts, rows, columns] has the same bytes as [experts * rows, columns]."""
-    if sizes.tp % sizes.ep or sizes.experts % sizes.ep:
-        raise _error(f"{sizes.experts} experts on {sizes.tp} ranks do not divide by {sizes.ep} groups")
+    of = sizes.experts
+    if sizes.tp % sizes.ep or of.count % sizes.ep:
+        raise layout_error(f"{of.count} experts on {sizes.tp} ranks do not divide by {sizes.ep} groups")
+    if sizes.fused and sizes.ep > 1:
+        raise layout_error(
+            f"which of {sizes.ep} groups has the shared experts is not known",
+            fix="--sglang-disable-shared-experts-fusion; or --check-weights off",
+        )
     inside = sizes.tp // sizes.ep
     group, place = divmod(rank, inside)
-    size = sizes.experts // sizes.ep
-    names, dim = (("gate", "up"), 0) if "w13" in part else (("down",), 1)
-    return tuple(
-        sizes.share(f"{prefix}mlp.experts.{expert}.{name}_proj.weight", sizes.expert_inner, place, inside, dim=dim)
+    size = of.count // sizes.ep
+    chosen, dim = (slice(0, 2), 0) if "w13" in part else (slice(2, 3), 1)
+    names = [
+        f"{prefix}{of.prefix}experts.{expert}.{name}.weight"
         for expert in range(group * size, (group + 1) * size)
-        for name in names
-    )
+        for name in of.names[chosen]
+    ]
+    names += [f"{prefix}{of.shared}{name}.weight" for name in (MLP[chosen] if sizes.fused else ())]
+    return tuple(sizes.share(name, of.inner, place, inside, dim=dim) for name in names)
 
 
 PARTS: dict[str, Callable[[str, str, ServerSizes, int], Pieces]] = {
-    "input_layernorm.weight": _whole,
-    "post_attention_layernorm.weight": _whole,
-    "self_attn.q_norm.weight": _whole,
-    "self_attn.k_norm.weight": _whole,
-    "self_attn.qkv_proj.weight": _qkv,
-    "self_attn.qkv_proj.bias": _qkv,
-    "self_attn.o_proj.weight": _output,
-    "self_attn.o_proj.bias": _whole,
-    "mlp.gate_up_proj.weight": _gate_up,
-    "mlp.down_proj.weight": _down,
-    "mlp.gate.weight": _whole,
-    "mlp.experts.w13_weight": _experts,
-    "mlp.experts.w2_weight": _experts,
+    **{f"{name}_layernorm.weight": _whole for name in ("input", "post_attention", "post_self_attn", "post_mlp")},
+    **{f"{ATTENTION}{name}_norm.weight": _qk_norm for name in "qk"},
+    **{f"{ATTENTION}qkv_proj.{kind}": _qkv for kind in ("weight", "bias")},
+    f"{ATTENTION}o_proj.weight": _output,
+    f"{ATTENTION}o_proj.bias": _whole,
+    f"{ATTENTION}fused_qkv_a_proj_with_mqa.weight": _fused_a,
+    **{f"{ATTENTION}{name}.weight": _whole for name in ("q_a_layernorm", "kv_a_layernorm", "kv_a_proj_with_mqa")},
+    **{f"{ATTENTION}{name}.weight": _latent_heads for name in ("q_proj", "q_b_proj", "kv_b_proj")},
+    **{f"{LINEAR}{name}.weight": _by_key_head for name in ("in_proj_qkvz", "in_proj_ba")},
+    **{LINEAR + name: _by_value_head for name in ("A_log", "dt_bias", "out_proj.weight")},
+    f"{LINEAR}conv1d.weight": _convolution,
+    f"{LINEAR}norm.weight": _whole,
+    **{f"mlp.{shared}gate_up_proj.weight": _gate_up for shared in ("", "shared_expert.", "shared_experts.")},
+    **{f"mlp.{shared}down_proj.weight": _down for shared in ("", "shared_expert.", "shared_experts.")},
+    **{f"mlp.{name}": _whole for name in ("gate.weight", "gate.e_score_correction_bias", "shared_expert_gate.weight")},
+    **{f"block_sparse_moe.{name}": _whole for name in ("gate.weight", "e_score_correction_bias")},
+    **{f"{of}.experts.{name}_weight": _experts for of in ("mlp", "block_sparse_moe") for name in ("w13", "w2")},
 }
-
-
-def _error(message: str, *, why: str = "", fix: str = "") -> EngineError:
-    return EngineError(message, code="ENG86", where="the servers' tensors", why=why, fix=fix)
-
-
-def unknown(config: Any) -> str:
-    """Why checksums of servers cannot be compared for a model, or an empty string."""
-    family = str(config.model_type)
-    if family in FAMILIES and not getattr(config, "mlp_bias", False):
-        return ""
-    odd = f"of type {family}" if family not in FAMILIES else "with biases in its MLPs"
-    return (
-        f"how SGLang holds a model {odd} is not known here, so log-probs alone tell; known are {', '.join(FAMILIES)}"
-    )

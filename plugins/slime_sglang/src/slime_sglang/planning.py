@@ -16,9 +16,9 @@ from slime_sglang import rules
 from slime_sglang.architectures import fallback
 from slime_sglang.command import prepare
 from slime_sglang.installation import PYTHON_ENV, find_python, is_here, named_here, read_here
-from slime_sglang.layout import unknown
 from slime_sglang.options import SERVER, describe
 from slime_sglang.router_options import ROUTER, options_of
+from slime_sglang.server_sizes import unknown
 from slime_sglang.topology import topology
 
 if TYPE_CHECKING:

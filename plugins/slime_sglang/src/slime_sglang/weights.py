@@ -21,7 +21,8 @@ from slime_core.types import Transport, WeightRoute
 from slime_core.weights.canary import Choice
 from slime_core.weights.fp8 import SCALE
 from slime_sglang import loading
-from slime_sglang.layout import layout, unknown
+from slime_sglang.layout import layout
+from slime_sglang.server_sizes import unknown
 
 if TYPE_CHECKING:
     from slime_core.types import Checksum, RankTensor, WeightCheck, WeightUpdate
