@@ -31,12 +31,24 @@ _LATENT = {
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}  # instead of yarn for 131,072 positions
 _GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "initializer_range": 0.2}
 
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", _COMMON | {"num_key_value_heads": 4, "attention_bias": True}),
     "mistral": ("MistralConfig", _GROUPED | _WINDOW),
     "qwen2": ("Qwen2Config", _COMMON | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", _GROUPED),
     "qwen3-moe": ("Qwen3MoeConfig", _GROUPED | _EXPERTS | {"num_experts": 4}),
+    "qwen3-next": (
+        "Qwen3NextConfig",
+        _GROUPED | _LINEAR | _EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32},
+    ),
     "gemma2": ("Gemma2Config", _GEMMA | {"query_pre_attn_scalar": 24} | _CAPS),
     "gemma3": ("Gemma3TextConfig", _GEMMA | {"layer_types": ["sliding_attention", "full_attention"]}),
     "phi3": ("Phi3Config", _COMMON | _WINDOW | {"num_key_value_heads": 2, "partial_rotary_factor": 0.75}),
@@ -57,6 +69,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Class of the config and its values, by name; Phi-4 is ``phi3``."""
+RECURRENT = ("qwen3-next",)
+"""Families with a state that goes over the borders of a pack: they run one sequence a row."""
 
 
 def family_config(name: str, vocab_size: int, **changes: Any) -> Any:

@@ -117,8 +117,11 @@ class PackedPlan(OwnPlan):
     def __init__(self, model: Any, device: str) -> None:
         from transformers import AttentionInterface
 
-        if getattr(model.config.get_text_config(), "attention_chunk_size", None):
+        text = model.config.get_text_config()
+        if getattr(text, "attention_chunk_size", None):
             raise Unfit("attention is chunked, which the packed plan does not support")
+        if odd := set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
+            raise Unfit(f"layers of type {', '.join(sorted(odd))} have a state that packed rows lack; SGLang keeps it")
         AttentionInterface.register(ATTENTION, slot_attention)
         self._model = model
         self.routers: Routers | None = None  # where choices of experts are recorded, into the cache

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from slime_core.testing.families import FAMILIES
+from slime_core.testing.families import FAMILIES, RECURRENT
 
 pytestmark = pytest.mark.unit
 
 PLANS = {
     **dict.fromkeys(FAMILIES, "packed"),
     **dict.fromkeys(["qwen3", "qwen3-wide", "qwen2", "llama", "mistral"], "lean"),
-    "mamba": "rescan",
+    **dict.fromkeys(["mamba", *RECURRENT], "rescan"),
 }
-ROUTED = {"qwen3-moe", "gpt-oss", "deepseek-v2"}
+ROUTED = {"qwen3-moe", "qwen3-next", "gpt-oss", "deepseek-v2"}
 DTYPES = {"float32": (torch.float32, 2e-4), "bfloat16": (torch.bfloat16, 0.25)}
 
 

@@ -9,7 +9,7 @@ import torch
 import trainer_bench as made
 import transformers
 
-from slime_core.testing.families import FAMILIES, family_model
+from slime_core.testing.families import FAMILIES, RECURRENT, family_model
 from slime_core.testing.models import char_tokenizer
 from slime_core.trainers.compiling import Compiled
 from slime_core.trainers.fsdp.model import FsdpPolicy
@@ -65,7 +65,7 @@ def expected(path, batch):
 
 FUSED = {"qwen2", "qwen3"}  # the table's Llama has biases
 CASES = {"cohere": (cohere(), True, False), "mamba": (mamba(), False, True)}  # and whether logits are a product
-CASES |= {name: (name, True, name != "gemma2") for name in FAMILIES}
+CASES |= {name: (name, name not in RECURRENT, name != "gemma2") for name in FAMILIES}
 
 
 @pytest.mark.parametrize("name", CASES)
