@@ -22,6 +22,7 @@ from slime_core.weights.transports.quantised import no_linear_layers
 if TYPE_CHECKING:
     from slime_core.weights.fp8 import BlockFormat
 
+CONVOLUTION = "linear_attn.conv1d.weight"  # [channels, 1, width]
 STACKED = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 """Tensors of a layer's experts, one above the other: [E, 2 I, H] (gate, then up) and [E, H, I]."""
 
@@ -52,7 +53,7 @@ def parts_of(name: str, shape: torch.Size) -> tuple[TensorPart, ...]:
     Raises:
         TrainerError: a stack of matrices of another layout.
     """
-    if len(shape) < 3:
+    if len(shape) < 3 or name.endswith(CONVOLUTION):
         return (TensorPart(name, tuple(shape), _whole),)
     prefix, _, last = name.rpartition(".")
     if not name.endswith(STACKED):
