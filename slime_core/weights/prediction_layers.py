@@ -1,7 +1,7 @@
-"""Layers that predict tokens further ahead (DeepSeek V3, section 2.2), which a folder stores after the model's own.
+"""Layers that predict tokens further ahead (DeepSeek V3, section 2.2), which a folder stores beside the model's own.
 
 Only the Megatron trainer trains them, if it is told to. A folder that is written from another keeps those of its
-layers that were not trained.
+layers that were not trained, and the layers for pictures of a model whose text part is trained.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from slime_core.durable import storage_error
 from slime_core.weights.shards import INDEX, Shards, TensorInfo
 
 FILE = "model-prediction-layers.safetensors"
-BESIDE = ("qwen3_next",)
-"""Families whose config.json does not count them."""
+BESIDE = {
+    "qwen3_next": ("mtp.",),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), ("mtp.", "model.visual.")),
+}
+"""Of families whose config.json does not count them; those of pictures too, where the text model alone is trained."""
 
 
 def layers(config: Any) -> int:
@@ -27,10 +30,10 @@ def layers(config: Any) -> int:
 def prefixes(config: Any) -> tuple[str, ...]:
     """How names of such layers' tensors begin: ``model.layers.N.``, N from ``num_hidden_layers`` on, or as in MiMo.
 
-    Those of `BESIDE` begin with ``mtp.``.
+    Others are in `BESIDE`.
     """
-    if getattr(config, "model_type", "") in BESIDE:
-        return ("mtp.",)
+    if names := BESIDE.get(getattr(config, "model_type", "")):
+        return names
     count = layers(config)
     if not count:  # a model of pictures and text has no layers of its own
         return ()
@@ -53,6 +56,8 @@ def stored(folder: Path, config: Any) -> dict[str, TensorInfo]:
 def carry(origin: Path, folder: Path, config: Any) -> None:
     """Put ``origin``'s layers into a model folder, but for tensors that it has, with an index of all files.
 
+    A model of pictures and text has its whole config again, where the folder has that of its text part.
+
     Raises:
         StorageError: they cannot be written.
     """
@@ -65,6 +70,8 @@ def carry(origin: Path, folder: Path, config: Any) -> None:
         return
     try:
         _write(infos, folder)
+        if getattr(config, "text_config", None) is not None:
+            _write_config(origin, folder)
     except OSError as error:
         raise storage_error(error, folder, "the model folder cannot be written") from error
 
@@ -78,3 +85,12 @@ def _write(infos: Mapping[str, TensorInfo], folder: Path) -> None:
     total = sum(path.stat().st_size for path in {folder / name for name in files.values()})
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_config(origin: Path, folder: Path) -> None:
+    """The config of all layers, with the dtype of those that were written."""
+    file = folder / "config.json"
+    config, dtype = json.loads((origin / file.name).read_bytes()), json.loads(file.read_bytes()).get("dtype")
+    if dtype:
+        config["dtype"] = config["text_config"]["dtype"] = dtype
+    file.write_text(json.dumps(config, indent=2) + "\n")

@@ -104,7 +104,7 @@ class Shards(Mapping[str, "torch.Tensor"]):
             infos = read_header(folder / SINGLE)
         else:
             raise _no_weights(folder)
-        infos = _with_values(infos, folder)
+        infos = _experts_apart(_with_values(infos, folder), folder)
         return cls({name: info for name, info in infos.items() if not name.endswith(COMPUTED)})
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -144,6 +144,9 @@ class Shards(Mapping[str, "torch.Tensor"]):
         return len(self.infos)
 
 
+STACKS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
+STACKING = ("qwen3_5_moe",)
+"""Families whose published folders hold the experts of a layer in two tensors."""
 COMPUTED = ".rotary_emb.inv_freq"
 """Frequencies that some folders store beside their weights; models compute them."""
 PICKLES = ("*.bin", "*.pt", "*.pth")
@@ -314,6 +317,24 @@ def _with_values(infos: dict[str, TensorInfo], folder: Path) -> dict[str, Tensor
         for other in (numbers.name, scales, *others):
             infos.pop(other, None)
         infos[name] = replace(numbers, name=name, dtype="BF16", shape=form.shape(numbers.shape), stored=stored)
+    return infos
+
+
+def _experts_apart(infos: dict[str, TensorInfo], folder: Path) -> dict[str, TensorInfo]:
+    """The tensors of a folder, a stack of experts as a tensor each: [E, 2 I, H] is gate over up, [E, H, I] down."""
+    stacks = [info for info in infos.values() if len(info.shape) == 3 and info.name.endswith(STACKS)]
+    if not stacks or json.loads((folder / "config.json").read_bytes()).get("model_type") not in STACKING:
+        return infos
+    for stack in stacks:
+        del infos[stack.name]
+        prefix, _, last = stack.name.rpartition(".")
+        names = ("down",) if last == "down_proj" else ("gate", "up")
+        for expert in range(stack.shape[0]):
+            one = stack.rows(expert, 1)
+            matrices, height = replace(one, shape=one.shape[1:]), one.shape[1] // len(names)
+            for number, which in enumerate(names):
+                name = f"{prefix}.{expert}.{which}_proj.weight"
+                infos[name] = replace(matrices.rows(number * height, height), name=name)
     return infos
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from cuda_on_cpu import cpu_redirect
 from megatron_ranks import TENSOR, micro_batch
+from safetensors.torch import load_file, save_file
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("megatron-families")]
 
@@ -95,6 +96,7 @@ HYBRID = {
     "partial_rotary_factor": 0.5,
     "rms_norm_eps": 1e-3,
 }
+PICTURES = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
 FAMILIES = {
     "llama": {"model_type": "llama", "rope_parameters": LLAMA3},
     "mistral": {"model_type": "mistral", "sliding_window": None},
@@ -102,6 +104,8 @@ FAMILIES = {
     "qwen3": {"model_type": "qwen3"},
     "qwen3_moe": {"model_type": "qwen3_moe", **EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [0]},
     "qwen3_next": {"model_type": "qwen3_next", **HYBRID, "mlp_only_layers": [1]},
+    "qwen3_5": {"model_type": "qwen3_5", **HYBRID, "tie_word_embeddings": True, "vision_config": PICTURES},
+    "qwen3_5_moe": {"model_type": "qwen3_5_moe", **HYBRID, "vision_config": PICTURES},
     "glm4": {"model_type": "glm4"},
     "glm4_moe": {"model_type": "glm4_moe", **ROUTED, "use_qk_norm": True, "attention_bias": True},
     "glm4_moe_lite": {"model_type": "glm4_moe_lite", **LATENT, "rms_norm_eps": 1e-3},
@@ -110,7 +114,18 @@ FAMILIES = {
     "mimo": {"model_type": "mimo", "attention_bias": True, "rope_theta": 640000},
     "minimax_m2": {"model_type": "minimax_m2", **SIGMOID, "rotary_dim": 4, "rope_theta": 1e4},
 }
-SPARSE = ("qwen3_moe", "qwen3_next", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "kimi_k2", "minimax_m2")
+SPARSE = (
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_5_moe",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "deepseek_v3",
+    "kimi_k2",
+    "minimax_m2",
+)
+MOST = tuple(name for name in FAMILIES if name != "qwen3_5")
+"""Where it would prove nothing that others do not."""
 GROUPED = {"moe_grouped_gemm": True}
 WITHIN = {"gradient_accumulation_fusion": True}  # the default on GPUs, no flag: the ranks set it
 INTERLEAVED = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}
@@ -119,11 +134,11 @@ HALVES = {"make_vocab_size_divisible_by": 2}  # ids on both ranks; else the seco
 LAYOUTS = {  # ranks, flags, families
     "one": (1, {}, tuple(FAMILIES)),
     "tensor": (2, TENSOR, tuple(FAMILIES)),
-    "tensor, gradients within products": (2, TENSOR | WITHIN | HALVES, tuple(FAMILIES)),
-    "pipeline": (2, {"pipeline_model_parallel_size": 2}, tuple(FAMILIES)),
-    "pipeline, interleaved": (2, INTERLEAVED, tuple(FAMILIES)),
-    "pipeline, interleaved, tensor": (4, INTERLEAVED | TENSOR, tuple(FAMILIES)),
-    "context": (2, {"context_parallel_size": 2, "use_distributed_optimizer": False}, tuple(FAMILIES)),
+    "tensor, gradients within products": (2, TENSOR | WITHIN | HALVES, MOST),
+    "pipeline": (2, {"pipeline_model_parallel_size": 2}, MOST),
+    "pipeline, interleaved": (2, INTERLEAVED, MOST),
+    "pipeline, interleaved, tensor": (4, INTERLEAVED | TENSOR, MOST),
+    "context": (2, {"context_parallel_size": 2, "use_distributed_optimizer": False}, MOST),
     "expert": (2, {"expert_model_parallel_size": 2, "use_distributed_optimizer": False}, SPARSE),
     "expert tensor": (2, {"expert_tensor_parallel_size": 2, "use_distributed_optimizer": False}, SPARSE),
     "tensor, whole experts": (
@@ -198,14 +213,17 @@ def packs():
 
 def draw(name: str, root: Path, **changes: object) -> None:
     """Save the family's model under ``root/NAME/model``, and its gradients as a folder of the same names."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     from slime_core.weights.native_configs import native_config
 
     torch.manual_seed(7)
-    values = {**COMMON, **FAMILIES[name], **changes}
+    values, kind = {**COMMON, **FAMILIES[name], **changes}, AutoModelForCausalLM
+    if vision := values.pop("vision_config", None):
+        outer = {"model_type": values.pop("model_type"), "tie_word_embeddings": "tie_word_embeddings" in values}
+        values, kind = {**outer, "text_config": values, "vision_config": vision}, AutoModelForImageTextToText
     config = native_config(values) or AutoConfig.for_model(**values)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    model = kind.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor.ndim == 1 and "inv_freq" not in key:  # norms, biases: away from 1 and 0
@@ -215,6 +233,8 @@ def draw(name: str, root: Path, **changes: object) -> None:
     model.save_pretrained(root / name / "model")
     file = root / name / "model" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": values["model_type"]}))
+    if name == "qwen3_5_moe":
+        stack_experts(root / name / "model")
     found, total, size = [], torch.zeros(()), torch.zeros(())
     for micro in packs():
         edges = zip(micro.cu_seqlens[:-1], micro.cu_seqlens[1:], strict=True)
@@ -232,6 +252,18 @@ def draw(name: str, root: Path, **changes: object) -> None:
             parameter.copy_(parameter.grad if parameter.grad is not None else torch.zeros_like(parameter))
     model.save_pretrained(root / name / "gradients")
     torch.save({"loss": total.detach(), "size": size, "rows": found}, root / name / "expected.pt")
+
+
+def stack_experts(folder: Path) -> None:
+    """Store the experts of a layer as published folders of Qwen3.5 do, in two tensors."""
+    tensors = load_file(folder / "model.safetensors")
+    for layer in {name.partition("experts.")[0] for name in tensors if ".experts." in name}:
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{layer}experts.{n}.{which}_proj.weight") for n in range(HYBRID["num_experts"])])
+            for which in ("gate", "up", "down")
+        )
+        tensors |= {f"{layer}experts.gate_up_proj": torch.cat([gate, up], dim=1), f"{layer}experts.down_proj": down}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 @dataclass

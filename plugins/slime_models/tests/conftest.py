@@ -48,6 +48,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"model_type": "qwen3_moe", **EXPERTS, "decoder_sparse_step": 2},
     "qwen3_moe-mixed": {"model_type": "qwen3_moe", **EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]},
     "qwen3_next": {"model_type": "qwen3_next", **LINEAR, **GATED, "mlp_only_layers": [1]},
+    "qwen3_5_text": {"model_type": "qwen3_5_text", **LINEAR, "tie_word_embeddings": True},
+    "qwen3_5_moe_text": {"model_type": "qwen3_5_moe_text", **LINEAR, **GATED},
     "glm4": {"model_type": "glm4"},
     "glm4-unbiased": {"model_type": "glm4", "attention_bias": False},
     "glm4_moe": {"model_type": "glm4_moe", **ROUTED, "use_qk_norm": True, "attention_bias": True},

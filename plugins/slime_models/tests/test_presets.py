@@ -24,6 +24,9 @@ PUBLISHED = {  # billions on the model cards: all, all but embeddings, one token
     "qwen3-30b-a3b": (30.5, 29.9, 3.3),
     "qwen3-235b-a22b": (235, 234, 22),
     "qwen3-next-80b-a3b": (80, 79, 3),
+    "qwen3.5-9b": (9, None, None),
+    "qwen3.5-27b": (27, None, None),
+    "qwen3.5-35b-a3b": (35, None, 3),
     "qwen2.5-0.5b": (0.49, 0.36, None),
     "qwen2.5-1.5b": (1.54, 1.31, None),
     "qwen2.5-3b": (3.09, 2.77, None),
@@ -49,7 +52,7 @@ ABSENT = {
     **dict.fromkeys(("kimi-k2", "kimi-k2-thinking"), 0.5),
 }
 """The share of embedding and output matrix that a card leaves out of a token's parameters."""
-IN_BILLIONS = ("qwen3-next-80b-a3b",)  # their names count a token's parameters so
+IN_BILLIONS = ("qwen3-next-80b-a3b", "qwen3.5-35b-a3b")  # their names count a token's parameters so
 STORED = {  # parameters in the published safetensors files
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
@@ -95,6 +98,7 @@ def test_every_preset_has_a_published_figure_and_a_source():
 def test_every_size_that_was_promised_is_there():
     sizes = {
         "qwen3-": "0.6b 1.7b 4b 8b 14b 32b 30b-a3b 235b-a22b next-80b-a3b",
+        "qwen3.5-": "9b 27b 35b-a3b",
         "qwen2.5-": "0.5b 1.5b 3b 7b 14b 32b 72b",
         "llama3.": "1-8b 1-70b 2-1b 2-3b",
         "glm-4": "-9b-0414 .5-air .5",

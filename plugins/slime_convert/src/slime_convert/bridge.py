@@ -10,6 +10,7 @@ tensor-parallel rank holds. Bridges come from plugins (`slime_model_bridge`); no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -141,7 +142,7 @@ class Bridge:
         Args:
             ahead: layers that predict further ahead, each built as the last layer is
         """
-        sizes = self.sizes(config)
+        sizes, config = self.sizes(config), language_part(config)
         rows = [row for row in self.rows if holds(row.when, config, self.defaults)]
         entries = [e for row in rows if "{layer}" not in row.megatron for e in _filled(row, -1, sizes)]
         for layer in range(sizes.layers):
@@ -166,6 +167,7 @@ class Bridge:
         Raises:
             DataError: TOK00 the config lacks an attribute, TOK200 it has a value that these layers do not express.
         """
+        config = language_part(config)
         for name, values in self.only.items():
             if (value := getattr(config, name, None)) is not None and value not in values:
                 raise refused(self.family, name, value, f"its layers are built for {_or(values)}")
@@ -173,7 +175,7 @@ class Bridge:
 
     def sizes(self, config: Any, multiple: int = 1) -> Sizes:
         """Numbers of a config; rows of the vocabulary are filled up to a ``multiple``."""
-        fields = self.megatron(config)
+        ahead, fields, config = prefixes(config), self.megatron(config), language_part(config)
         vocab = int(config.vocab_size)
         words = dimensions(fields, vocab)
         experts = int(fields.get("num_moe_experts") or 0)
@@ -194,7 +196,7 @@ class Bridge:
             linear_layers=frozenset(n for n, linear in enumerate(fields.get("linear_attention_freq", ())) if linear),
             tied=bool(getattr(config, "tie_word_embeddings", False)),
             rope=words.get("rope", 0),
-            ahead=prefixes(config),
+            ahead=ahead,
             words=words,
         )
 
@@ -212,6 +214,16 @@ class Bridge:
                 fix="save the model again with the transformers version that this slime names",
             )
         return value
+
+
+def language_part(config: Any) -> Any:
+    """The part of a config that describes the language model; of a model of pictures and text, its ``text_config``."""
+    text = getattr(config, "text_config", None)
+    if text is None:
+        return config
+    text = copy(text)
+    text.tie_word_embeddings = config.tie_word_embeddings  # the outer one decides
+    return text
 
 
 @dataclass(slots=True, frozen=True)

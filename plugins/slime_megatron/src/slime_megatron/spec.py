@@ -100,7 +100,7 @@ def block_spec(config: TransformerConfig, bridge: Bridge, chunk: int | None = No
     if not has_transformer_engine():
         block.layer_norm = Norm
     if config.linear_attention_freq:
-        first = get_transformer_layer_offset(config)
+        first = get_transformer_layer_offset(config, vp_stage=chunk)
         linear = config.linear_attention_freq[first : first + len(block.layer_specs)]
         specs = zip(block.layer_specs, linear, strict=True)
         block.layer_specs = [_linear(layer, bridge) if is_linear else layer for layer, is_linear in specs]

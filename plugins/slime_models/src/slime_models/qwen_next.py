@@ -1,11 +1,13 @@
-"""Qwen3-Next: three layers of four have linear attention (a gated delta net), the fourth gated full attention.
+"""Qwen3-Next and Qwen3.5: linear attention (gated delta nets) in three layers of four, gated attention in the fourth.
 
-Norms but that of the delta net have weights around 0; a quarter of each head is rotated; every token passes a shared
-expert behind a gate of its own.
+Norms but that of the delta net have weights around 0; a quarter of each head is rotated. Where there are experts,
+every token passes a shared one too, behind a gate of its own. Qwen3.5 is a model of pictures and text, of which the
+text part is trained.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -104,3 +106,45 @@ QWEN3_NEXT = Bridge(
     },
     only={**ONLY, "attention_bias": (False,)},
 )
+
+
+def _in_language_model(rows: tuple[BridgeRow, ...]) -> tuple[BridgeRow, ...]:
+    """The rows as a folder with layers for pictures names them."""
+    return tuple(
+        replace(row, hf=tuple(re.sub(r"^model\.", "model.language_model.", name) for name in row.hf)) for row in rows
+    )
+
+
+def all_layers(config: Any) -> list[int]:
+    """1 for every layer."""
+    return [1] * int(config.num_hidden_layers)
+
+
+APART = (
+    _linear("in_proj_qkv.weight", "sections", "linear_qkv hidden", "linear_key linear_key linear_value"),
+    _linear("in_proj_z.weight", "rows", "linear_value hidden"),
+    _linear("in_proj_b.weight", "rows", "linear_heads hidden"),
+    _linear("in_proj_a.weight", "rows", "linear_heads hidden"),
+)
+
+QWEN3_5_TEXT = Bridge(
+    family="qwen3_5_text",
+    rows=(*ENDS, NORMS[1], *DELTA_NET, *APART, *FULL_ATTENTION, *MLP),
+    fields=HYBRID,
+    linear_apart=True,
+    only=QWEN3_NEXT.only,
+)
+QWEN3_5_MOE_TEXT = replace(
+    QWEN3_5_TEXT,
+    family="qwen3_5_moe_text",
+    rows=(*ENDS, NORMS[1], *DELTA_NET, *APART, *FULL_ATTENTION, ROUTER, *EXPERTS, *SHARED_EXPERT),
+    fields={
+        **QWEN3_NEXT.fields,
+        "ffn_hidden_size": "moe_intermediate_size",
+        "num_moe_experts": "num_experts",
+        "moe_layer_freq": all_layers,
+        "moe_router_pre_softmax": Given(False),  # weights are shares of the chosen experts
+    },
+)
+QWEN3_5 = replace(QWEN3_5_TEXT, family="qwen3_5", rows=_in_language_model(QWEN3_5_TEXT.rows))
+QWEN3_5_MOE = replace(QWEN3_5_MOE_TEXT, family="qwen3_5_moe", rows=_in_language_model(QWEN3_5_MOE_TEXT.rows))

@@ -40,6 +40,7 @@ FAMILIES = {
     "mimo": "mimo",
     "minimax-m2": "minimax_m2",
     "qwen3-next": "qwen3_next",
+    **dict.fromkeys(("qwen3.5-35b", "qwen3.5-122b", "qwen3.5-397b", "qwen3.6-35b"), "qwen3_5_moe"),
     "qwen3.5": "qwen3_5",
     "qwen3.6": "qwen3_5",
 }
@@ -179,6 +180,16 @@ def _place(problem: Problem) -> str:
 
 def _conflicts(loaded: LoadedConfig) -> Iterator[Problem]:
     """What cannot hold together, on any machine."""
+    data, rollout = loaded.config.data, loaded.config.rollout
+    if data.multimodal_keys and not (rollout.custom_generate_function_path or rollout.rollout_function_path):
+        yield Problem(
+            code="CFG04",
+            what="--multimodal-keys names media that no engine here would see",
+            keys=(("data", "multimodal_keys"),),
+            why="prompts go to engines as text alone, so the model would answer without its pictures",
+            fix="leave --multimodal-keys out to train on text, or generate with a function: "
+            "--custom-generate-function-path",
+        )
     for stage in stages(loaded.config):
         yield from rules.conflicts(stage)
         trainer = trainer_of(stage)
