@@ -6,6 +6,7 @@ import shlex
 import pytest
 
 from slime_core.weights.native_configs import native_config
+from slime_core.config.fields import core_keys
 from slime_megatron.agreement import disagreements
 from slime_megatron.flags import flags, problems
 from slime_models.arguments import model_args, pattern
@@ -160,7 +161,10 @@ def typed(args):
     known, table = flags(), {}
     for text in args:
         name, *values = shlex.split(text)
-        flag = known[name.removeprefix("--").replace("-", "_")]
+        key = name.removeprefix("--").replace("-", "_")
+        if key in core_keys():
+            continue  # a key of [train], which Megatron's flags need not repeat
+        flag = known[key]
         table[flag.name] = (
             flag.kind(values[0]) if values and flag.kind in (int, float, str) else values[0] if values else True
         )

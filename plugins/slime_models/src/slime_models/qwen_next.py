@@ -8,6 +8,7 @@ text part is trained.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -108,7 +109,7 @@ QWEN3_NEXT = Bridge(
 )
 
 
-def _in_language_model(rows: tuple[BridgeRow, ...]) -> tuple[BridgeRow, ...]:
+def _in_language_model(rows: Sequence[BridgeRow]) -> tuple[BridgeRow, ...]:
     """The rows as a folder with layers for pictures names them."""
     return tuple(
         replace(row, hf=tuple(re.sub(r"^model\.", "model.language_model.", name) for name in row.hf)) for row in rows
