@@ -5,8 +5,8 @@ import shlex
 
 import pytest
 
-from slime_core.weights.native_configs import native_config
 from slime_core.config.fields import core_keys
+from slime_core.weights.native_configs import native_config
 from slime_megatron.agreement import disagreements
 from slime_megatron.flags import flags, problems
 from slime_models.arguments import model_args, pattern
