@@ -11,9 +11,11 @@ Each writes ROOT/answers-RANK.json: the families' worst relative errors.
 import json
 import os
 import sys
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -196,6 +198,22 @@ def test_log_probs_gradients_and_weights_are_those_of_transformers(models, zygot
             assert found["copied"] == [] or not flags.get("use_distributed_optimizer", True), where
             if rank == 0:
                 assert found["count"] > 20, where
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_fingerprint_sums_the_parameters_of_transformers(models, name):
+    from slime_core.weights.build import skeleton
+    from slime_models.families import BRIDGES
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what megatron-core imports
+        from slime_megatron.fingerprint import spots
+    config = Folder(models / name / "model").config
+    bridge = BRIDGES[config.model_type]
+    tensors = SimpleNamespace(sizes=bridge.sizes(config))
+    entries = [entry for entry in bridge.entries(config) if not entry.megatron.endswith("expert_bias")]
+    summed = {spot.name: spot.shape for entry in entries for spot in spots(entry, tensors)}
+    assert summed == {key: tuple(tensor.shape) for key, tensor in skeleton(config).named_parameters()}
 
 
 ENTROPY = 0.1  # its weight in the loss

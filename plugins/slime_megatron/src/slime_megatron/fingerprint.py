@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from slime_megatron.tensors import LocalTensor, Tensors
     from slime_megatron.worker import MegatronWorker
 
-EXPERT = re.compile(r"(.*mlp\.experts)\.\d+\.(gate|up|down)_proj\.weight")
+EXPERT = re.compile(r"(.*mlp\.experts)\.\d+\.(?:(gate|up|down)_proj|(w[123]))\.weight")
+MIXTRAL = {"w1": "gate", "w3": "up", "w2": "down"}
+"""Names of an expert's matrices that begin with ``block_sparse_moe``, where transformers has ``mlp``."""
 AT_ONCE, AT_ONCE_ON_CPU = 1 << 22, 1 << 16  # elements
 LONG = BLOCK  # elements of a run, on average, from which on runs are summed one after another
 
@@ -78,15 +80,17 @@ def _owned(one: Learned) -> Iterator[tuple[Master, LocalTensor, int, int]]:
 def spots(entry: Entry, tensors: Tensors) -> list[Spot]:
     """Where the tensors of ``entry.hf`` lie in the parameters of transformers' model."""
     spots = []
-    for name, shape in zip(entry.hf, entry.shapes, strict=True):
+    for stored, shape in zip(entry.hf, entry.shapes, strict=True):
+        name = stored.replace(".block_sparse_moe.", ".mlp.")
         stack = EXPERT.fullmatch(name)
         if stack is None or entry.expert < 0:
             spots.append(Spot(name, shape))
             continue
         rows, columns = shape
-        down = stack[2] == "down"
+        kind = stack[2] or MIXTRAL[stack[3]]
+        down = kind == "down"
         whole = (tensors.sizes.experts, rows if down else 2 * rows, columns)
-        begin = (entry.expert * whole[1] + (rows if stack[2] == "up" else 0)) * columns
+        begin = (entry.expert * whole[1] + (rows if kind == "up" else 0)) * columns
         spots.append(Spot(f"{stack[1]}.{'down_proj' if down else 'gate_up_proj'}", whole, begin))
     return spots
 

@@ -12,6 +12,7 @@ from slime_sglang.installation import PROBE, Installation, ask, cache_folder, ke
 
 SECONDS = 600.0
 FALLBACK = "Transformers"  # what names of SGLang's wrappers around transformers' models begin with
+TRUST = "rollout.trust_remote_code = true, which lets SGLang run the folder's code; or "
 PACKAGE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 
 
@@ -20,8 +21,8 @@ def fallback(
 ) -> str:
     """What to say of a folder that SGLang serves by transformers' code; empty where SGLang has a model of its own.
 
-    A name that stands in SGLang's source costs nothing. Another is asked of its registry, in its own Python, which
-    imports every model that it has; the answer is kept.
+    A name that stands in SGLang's source costs nothing, unless the folder's config needs code that may not run. Else
+    its registry is asked, in its own Python, which imports every model that it has; the answer is kept.
 
     Args:
         installation: that serves it.
@@ -36,12 +37,14 @@ def fallback(
     """
     try:
         config = (model / "config.json").read_bytes()
-        names = [str(name) for name in json.loads(config)["architectures"]]
+        table = json.loads(config)
+        names = [str(name) for name in table["architectures"]]
     except (OSError, ValueError, KeyError, TypeError):
         return ""
     words = dict(zip(command.arguments, command.arguments[1:], strict=False))
     implementation = words.get("--model-impl", "auto")
-    if implementation == "auto" and installation.architectures.intersection(names):
+    loads = trust or "auto_map" not in table
+    if implementation == "auto" and loads and installation.architectures.intersection(names):
         return ""
     question = (str(model), implementation, str(int(trust)))
     package = installation.environment(command.env).get(PACKAGE, "")
@@ -58,7 +61,8 @@ def fallback(
                 code="CFG04",
                 where=where,
                 why=str(answer["refusal"]),
-                fix="--rollout-engine local, which runs models of transformers; or a newer SGLang; or "
+                fix=("" if loads else TRUST)
+                + "--rollout-engine local, which runs models of transformers; or a newer SGLang; or "
                 f'{PACKAGE} = "PACKAGE" under [sglang.env], a package that has the model',
             ) from None
         name = str(answer["class"])

@@ -123,3 +123,15 @@ def test_the_registry_of_the_real_one_has_the_last_word(installed, tmp_path, arc
     except ConfigError as error:
         text = str(error)
     assert re.search(said, text)
+
+
+@pytest.mark.nightly
+def test_a_config_of_code_that_may_not_run_is_refused_with_the_key_that_lets_it_run(installed, tmp_path):
+    names = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "auto_map": {"AutoConfig": "code.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps({**names, "num_hidden_layers": 2, "hidden_size": 64}))
+    command = Command(arguments=(), env=ENVIRONMENT)
+    with pytest.raises(ConfigError) as error:
+        fallback(installed, command, tmp_path, trust=False, where="rollout.hf_checkpoint", cache=tmp_path)
+    assert "trust_remote_code" in error.value.why
+    assert error.value.fix.startswith("rollout.trust_remote_code = true")
+    assert fallback(installed, command, tmp_path, trust=True, where="", cache=tmp_path) == ""
