@@ -168,6 +168,25 @@ def mixture(folder):
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
+def mimo(folder, **shape):
+    """The tests' small dense model with a layer that predicts further ahead, as MiMo stores it."""
+    from safetensors.torch import load_file, save_file
+
+    from slime_core.testing import tiny_model
+
+    stored = load_file(tiny_model(folder, "qwen2", **shape) / "model.safetensors")
+    hidden = stored["model.norm.weight"].shape[0]
+    last = {name: tensor for name, tensor in stored.items() if name.startswith("model.layers.1.")}
+    stored |= {name.replace("model.layers.1.", "model.mtp_layers.0."): t.clone() for name, t in last.items()}
+    norms, draw = ("token_layernorm", "hidden_layernorm", "final_layernorm"), torch.Generator().manual_seed(0)
+    stored |= {f"model.mtp_layers.0.{name}.weight": torch.ones(hidden) for name in norms}
+    stored["model.mtp_layers.0.input_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=draw) * 0.1
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "mimo", "num_nextn_predict_layers": 1}))
+    return folder
+
+
 def micro_batch(lengths, responses, seed, vocab=99):
     """Sequences whose last tokens, so many of each, are responses; each has a column and a weight of its own."""
     draw = np.random.default_rng(seed)

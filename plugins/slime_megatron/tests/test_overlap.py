@@ -7,7 +7,7 @@ gather at once. Buckets are small, so that every layer has its own.
 
 import numpy as np
 import pytest
-from megatron_ranks import PIPELINE, Ranks, answer, equal, run_ranks
+from megatron_ranks import PIPELINE, Ranks, answer, equal, mimo, run_ranks
 from splits import rank_batch_of
 
 from slime_core.testing import tiny_model
@@ -16,7 +16,13 @@ pytest.importorskip("megatron.core", reason="an optional extra: pip install slim
 pytestmark = [pytest.mark.integration, pytest.mark.nightly]
 
 INTERLEAVED = PIPELINE | {"num_layers_per_virtual_pipeline_stage": 1}
-LAYOUTS = {"data": (2, {}, False), "pipeline": (4, PIPELINE, True), "interleaved": (4, INTERLEAVED, False)}
+AHEAD = PIPELINE | {"enable_mtp_training": True}
+LAYOUTS = {
+    "data": (2, {}, False),
+    "pipeline": (4, PIPELINE, True),
+    "interleaved": (4, INTERLEAVED, False),
+    "ahead": (4, AHEAD, False),
+}
 OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 5000}
 ROLES = ("reference", "policy")
 TRAIN = {"advantage_estimator": "ppo", "critic_lr": 1e-3, "kl_loss_coef": 0.05, "clip_grad": 0.0, "lr": 1e-2}
@@ -28,7 +34,8 @@ def ranks(request, zygote, tmp_path_factory):
     """What the ranks of a layout found; an output matrix of its own is one that no module's pass waits for."""
     root = tmp_path_factory.mktemp("root")
     world, flags, tied = LAYOUTS[request.param]
-    tiny_model(root / "model", tied=tied, layers=4 if request.param == "interleaved" else 2)
+    write = mimo if request.param == "ahead" else tiny_model
+    write(root / "model", tied=tied, layers=4 if request.param == "interleaved" else 2)
     return run_ranks(zygote, tmp_path_factory.mktemp("said"), with_and_without, world, root, world, flags)
 
 

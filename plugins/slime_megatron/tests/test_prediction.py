@@ -7,12 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from megatron_ranks import answer, config_of, make_worker, micro_batch, run_ranks, trainer_bench
+from megatron_ranks import answer, config_of, make_worker, micro_batch, mimo, run_ranks, trainer_bench
 from safetensors.torch import load_file, save_file
 from test_families import COMMON, FAMILIES, GRADIENTS, TENSOR, VALUES, Folder, loss, relative
 
 from slime_convert.folder_writing import How
-from slime_core.testing import tiny_model
 from slime_core.types import MicroBatch
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("megatron-families")]
@@ -242,17 +241,7 @@ def learn(rank, root, megatron):
 
 
 def test_a_run_with_it_trains_the_policy_as_without_and_keeps_sends_and_converts_it(zygote, tmp_path):
-    folder = tiny_model(tmp_path / "mimo", "qwen2")
-    stored = load_file(folder / "model.safetensors")
-    hidden = stored["model.norm.weight"].shape[0]
-    last = {name: t for name, t in stored.items() if name.startswith("model.layers.1.")}
-    stored |= {name.replace("model.layers.1.", "model.mtp_layers.0."): t.clone() for name, t in last.items()}
-    norms, draw = ("token_layernorm", "hidden_layernorm", "final_layernorm"), torch.Generator().manual_seed(0)
-    stored |= {f"model.mtp_layers.0.{name}.weight": torch.ones(hidden) for name in norms}
-    stored["model.mtp_layers.0.input_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=draw) * 0.1
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "mimo", "num_nextn_predict_layers": 1}))
+    stored = load_file(mimo(tmp_path / "mimo") / "model.safetensors")
     megatron = {"enable_mtp_training": True, "mtp_loss_scaling_factor": 0.5}
     (found,) = run_ranks(zygote, tmp_path, learn, 1, tmp_path, megatron)
     losses = found.pop("losses")

@@ -190,6 +190,8 @@ class ModelStage(torch.nn.ModuleList):
         if not last.ahead or first.pre_process == last.post_process:
             return
         weight = first.input_matrix() if first.pre_process else torch.empty_like(last.output_matrix())
+        if first.pre_process and first.wait_for is not None:  # sent before the pass that would wait
+            first.wait_for(weight)
         dist.broadcast(weight.detach(), group=parallel_state.get_embedding_group(), group_src=0)
         last.first_embedding = weight if last.post_process else None
 
