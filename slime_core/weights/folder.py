@@ -15,6 +15,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -185,6 +186,9 @@ class ModelFolder:
         from slime_core.weights import build
 
         self._shards = Shards.open(self.path)
+        if isinstance(self.stored_in, BlockFormat):
+            names = frozenset(name for name, info in self._shards.infos.items() if info.stored)
+            self.stored_in = replace(self.stored_in, weights=names)
         self._fit = build.fit(
             build.skeleton(self.config, trust_remote_code=self.trust_remote_code), self._shards, self.path
         )

@@ -36,6 +36,8 @@ class BlockFormat:
     block: tuple[int, int] = (128, 128)  # rows, columns
     float_modules: tuple[str, ...] = ()  # modules whose weights stay in floats, with all that is below them
 
+    weights: frozenset[str] | None = None  # names of the weights in fp8, of a folder that was read
+
     form = "fp8 in blocks"
 
     @classmethod
@@ -59,6 +61,8 @@ class BlockFormat:
 
     def covers(self, name: str) -> bool:
         """Whether a tensor of a model folder is held in fp8: linear layers of attention, MLPs and experts."""
+        if self.weights is not None:
+            return name in self.weights
         if not LINEAR.search(name) or FLOAT.search(name):
             return False
         module = name.removesuffix(".weight")

@@ -10,6 +10,7 @@ Every rank goes through all gathers, also where rank 0 has failed, so that no ra
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -95,6 +96,7 @@ def rounded(tensors: Mapping[str, torch.Tensor], block_format: BlockFormat | Non
     """
     if block_format is None:
         return dict(tensors)
+    block_format = replace(block_format, weights=None)  # names of a folder, which are not the model's in every family
     engine_tensors = {
         name: _rounded(name, tensor, block_format) if tensor.ndim == 2 or name.endswith(STACKED) else tensor
         for name, tensor in tensors.items()

@@ -9,11 +9,12 @@ from safetensors.torch import load_file, save_file
 from slime_core.config.schema import Config
 from slime_core.errors import EngineError, TrainerError
 from slime_core.testing.families import family_model
+from slime_core.testing.models import fp8_model
 from slime_core.trainers.fsdp.publishing import rounded, sources_of
 from slime_core.types import Piece, RankTensor, WeightRoute
 from slime_core.weights.canary import compare
 from slime_core.weights.folder import ModelFolder
-from slime_core.weights.fp8 import BlockFormat
+from slime_core.weights.fp8 import BlockFormat, rollout_form
 from slime_core.weights.hashing import checksum, expected
 from slime_core.weights.logprob_check import Band
 from slime_core.weights.shards import Shards
@@ -85,6 +86,18 @@ def test_checksums_are_of_the_values_of_what_was_sent(hf, update, tmp_path):
     assert torch.equal(engine[name].to(torch.bfloat16), values[name])  # what the embedded engine computes with
     stack = engine[f"{LAYER}.mlp.experts.gate_up_proj"].to(torch.bfloat16)
     assert torch.equal(stack[2, 160:], values[f"{LAYER}.mlp.experts.2.up_proj.weight"])
+
+
+def test_of_a_folder_in_fp8_those_weights_are_quantised_that_it_has_so(model, hf, tmp_path):
+    path = fp8_model(tmp_path / "fp8", model.path)
+    tensors, name = load_file(path / "model.safetensors"), f"{LAYER}.self_attn.o_proj.weight"
+    del tensors[f"{name}_scale_inv"]
+    save_file(tensors | {name: tensors[name].float()}, path / "model.safetensors")
+    form = rollout_form("fp8", ModelFolder.open(path).stored_in)
+    parts = [part for one in in_fp8(sources_of(dict(hf.named_parameters()), torch.clone), form) for part in one.parts]
+    sent = {part.name for part in parts if part.dtype is torch.float8_e4m3fn}
+    assert sent == {one.removesuffix("_scale_inv") for one in tensors if one.endswith("_scale_inv")}
+    assert (len(sent), name in sent) == (31, False)
 
 
 @pytest.mark.parametrize("part", ["weight", "weight_scale_inv"])
