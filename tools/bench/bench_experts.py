@@ -2,7 +2,8 @@
 
     python tools/bench/bench_experts.py  # all 128 experts of Qwen3-30B-A3B on a rank, 8192 tokens
     python tools/bench/bench_experts.py --experts 16 --ranks 8 --tokens 65536  # one of 8 ranks that share them
-    python tools/bench/bench_experts.py --smoke                                # what a CPU can: a small shape
+    python tools/bench/bench_experts.py --device cpu --hidden 512 --width 192 --tokens 2048 --rounds 3  # float32
+    python tools/bench/bench_experts.py --smoke                                # a small shape on a CPU
 
 Rows are as a router that learns deals them: each expert's share is drawn from a Dirichlet distribution.
 
@@ -10,7 +11,8 @@ Rows are as a router that learns deals them: each expert's share is drawn from a
     product       Megatron's experts in one product, weights in one buffer, as in a model that learns
     stacked       the same with weights that lie apart, which are copied into one tensor each time
     accumulated   product, and gradients added to float32 ones, as in a step
-    transformers  FSDP's: `grouped_mm` with its sort of rows, gather, activation and sum over a token's experts
+    grouped_mm    FSDP's, of transformers, with its sort of rows, gather, activation and sum over a token's experts
+    eager         transformers' loop over experts, which FSDP does not use
     kernels       the six grouped products alone, without activation and autograd: what torch's kernel can give
     triton        the six of `grouped_triton.py`, gradients of weights added to float32 ones in place
     activation    SwiGLU with the router's weights alone, forward and backward
@@ -39,8 +41,8 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
         "num_layers": 1, "num_attention_heads": 1, "hidden_size": args.hidden, "ffn_hidden_size": args.width,
         "num_moe_experts": args.experts, "moe_ffn_hidden_size": args.width, "moe_grouped_gemm": True,
         "gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "add_bias_linear": False,
-        "bias_activation_fusion": not args.smoke, "params_dtype": torch.float32 if args.smoke else torch.bfloat16,
-        "bf16": not args.smoke, "use_cpu_initialization": True, "perform_initialization": False,
+        "bias_activation_fusion": args.device != "cpu", "params_dtype": dtype_of(args),
+        "bf16": args.device != "cpu", "use_cpu_initialization": True, "perform_initialization": False,
     }  # fmt: skip
     layers = {name: alone(fields, grouped=name != "loop") for name in ("loop", "product", "stacked", "accumulated")}
     for name, experts in layers.items():
@@ -72,14 +74,18 @@ def accumulate(experts: Any) -> None:
         parameter.main_grad = part.view_as(parameter)
 
 
+def dtype_of(args: argparse.Namespace) -> torch.dtype:
+    """What a device computes in."""
+    return torch.float32 if args.device == "cpu" else torch.bfloat16
+
+
 def rows_of(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rows, how many each expert has, and the router's weights."""
     total, draw = args.tokens * args.topk // args.ranks, torch.Generator().manual_seed(1)
     torch.manual_seed(1)
     share = torch.distributions.Dirichlet(torch.full((args.experts,), args.even)).sample()
     counts = torch.bincount(torch.multinomial(share, total, replacement=True, generator=draw), minlength=args.experts)
-    dtype = torch.float32 if args.smoke else torch.bfloat16
-    rows = torch.randn(total, args.hidden, generator=draw).to(args.device, dtype).requires_grad_()
+    rows = torch.randn(total, args.hidden, generator=draw).to(args.device, dtype_of(args)).requires_grad_()
     return rows, counts, torch.rand(total, generator=draw).to(args.device).requires_grad_()
 
 
@@ -96,13 +102,15 @@ def pass_of(experts: Any, rows: torch.Tensor, counts: torch.Tensor, probs: torch
     return once
 
 
-def of_transformers(args: argparse.Namespace, experts: Any, counts: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """FSDP's way over the same weights and as many rows of each expert, tokens and all."""
+def of_transformers(
+    args: argparse.Namespace, experts: Any, counts: torch.Tensor, implementation: str
+) -> Callable[[], torch.Tensor]:
+    """transformers' way over the same weights and as many rows of each expert, tokens and all."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
     config = Qwen3MoeConfig(hidden_size=args.hidden, moe_intermediate_size=args.width, num_experts=args.experts)
-    config._experts_implementation = "grouped_mm"
+    config._experts_implementation = implementation
     first = next(experts.parameters())
     with torch.device("meta"):
         stacks = Qwen3MoeExperts(config)
@@ -210,13 +218,14 @@ def main() -> None:
     args = parser.parse_args()
     if args.smoke:
         args.device, args.experts, args.tokens, args.hidden, args.width, args.rounds = "cpu", 8, 256, 64, 32, 3
-    wait = (lambda: None) if args.smoke else torch.cuda.synchronize
+    wait = torch.cuda.synchronize if args.device == "cuda" else lambda: None
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     given = rows_of(args)
     layers = make(args)
     passes = {name: pass_of(experts, *given) for name, experts in layers.items()}
     compared = list(passes)
-    passes["transformers"] = of_transformers(args, layers["product"], given[1])
+    for implementation in ("grouped_mm", "eager"):
+        passes[implementation] = of_transformers(args, layers["product"], given[1], implementation)
     passes |= parts_of(layers["product"], *given)
     outs = {name: once() for name, once in passes.items()}
     seconds: dict[str, list[float]] = {name: [] for name in passes}
@@ -227,7 +236,7 @@ def main() -> None:
             once()
             wait()
             seconds[name].append(time.perf_counter() - start)
-    machine = "CPU" if args.smoke else torch.cuda.get_device_name()
+    machine = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     print(
         f"{args.experts} experts {args.hidden} x {args.width}, {len(given[0])} rows, {machine}, {torch.__version__}\n"
     )
