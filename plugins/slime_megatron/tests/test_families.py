@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -225,8 +226,13 @@ def loss(log_probs, entropy, columns, train):
 
 
 def packs():
-    """Two micro-batches: sequences of several lengths, one of them of a prompt that two share."""
-    return [micro_batch([7, 12, 5], [3, 6, 2], seed=1), micro_batch([20, 3], [11, 1], seed=2)]
+    """Two micro-batches: sequences of several lengths; and one beside a prompt of 4 tokens that two share."""
+    shared = micro_batch([20, 4, 3, 5], [11, 0, 3, 5], seed=2)
+    positions, predict = shared.position_ids.copy(), shared.predict.copy()
+    positions[24:] += 4
+    predict[11 + 3] = 23  # the first token after the prompt, as of the sequence before
+    shared = replace(shared, prefix=np.array([-1, -1, 1, 1], np.int32), position_ids=positions, predict=predict)
+    return [micro_batch([7, 12, 5], [3, 6, 2], seed=1), shared]
 
 
 def draw(name: str, root: Path, **changes: object) -> None:
@@ -255,8 +261,10 @@ def draw(name: str, root: Path, **changes: object) -> None:
         stack_experts(root / name / "model")
     found, total, size = [], torch.zeros(()), torch.zeros(())
     for micro in packs():
-        edges = zip(micro.cu_seqlens[:-1], micro.cu_seqlens[1:], strict=True)
-        rows = [model(input_ids=torch.from_numpy(micro.tokens[a:b])[None]).logits[0] for a, b in edges]
+        parts, rows = np.split(micro.tokens, micro.cu_seqlens[1:-1]), []
+        for part, head in zip(parts, micro.prefix, strict=True):
+            tokens = np.concatenate([parts[head], part]) if head >= 0 else part
+            rows.append(model(input_ids=torch.from_numpy(tokens)[None]).logits[0, -len(part) :])
         logs = torch.cat(rows)[micro.predict].log_softmax(-1)
         log_probs = logs.gather(1, torch.from_numpy(micro.target)[:, None])[:, 0]
         entropy = -(logs.exp() * logs).sum(-1)

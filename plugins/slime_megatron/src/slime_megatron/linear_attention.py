@@ -170,8 +170,8 @@ def delta_rule(
     strength: torch.Tensor,
     lengths: Sequence[int],
 ) -> torch.Tensor:
-    """`gated_delta_rule`, on a GPU by the kernel of flash-linear-attention where that is installed."""
-    if not v.is_cuda or find_spec("fla") is None:
+    """`gated_delta_rule`, on a GPU in half precision by flash-linear-attention's kernel where that is installed."""
+    if not v.is_cuda or v.dtype == torch.float32 or find_spec("fla") is None:
         return gated_delta_rule(q, k, v, fading, strength, lengths)
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
