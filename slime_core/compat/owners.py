@@ -209,7 +209,8 @@ async def _with_log_probs(sample: CoreSample, ctx: Context) -> CoreSample:
 def generate(fn: Function, session: CompatSession) -> Function:
     """`slime_generate` by ``generate(args, sample, sampling_params[, evaluation])``, a sample at a time.
 
-    A list of samples in place of one is fan-out: its members share the rollout and the group's share of the loss.
+    A list of samples in place of one is fan-out: its members share the rollout and the group's share of the loss. An
+    empty list aborts the sample.
     """
 
     async def one(sample: Sample, ctx: Context) -> list[CoreSample]:
@@ -225,6 +226,9 @@ def generate(fn: Function, session: CompatSession) -> Function:
                 output = await session.threads.run(lambda: fn(*arguments, **offered))
                 output = await output if inspect.isawaitable(output) else output
         items = list(output) if isinstance(output, (list, tuple)) else [output]
+        if not items:
+            sample.status = Status.ABORTED
+            items = [sample]
         for item in items:
             if not isinstance(item, CoreSample):
                 raise TypeError(f"returned {type(item).__name__}; return the sample, or a list of samples")

@@ -11,6 +11,7 @@ from slime_core.config.sections.rollout import RolloutSection
 from slime_core.errors import PluginError
 from slime_core.plugins import load_plugins
 from slime_core.plugins.locate import locate
+from slime_core.types import Status
 
 pytestmark = pytest.mark.unit
 
@@ -221,6 +222,13 @@ async def fn(args, sample, sampling_params):
     assert done.rollouts == {10: [0, 1], 11: [2, 3]}
     assert [s.response_tokens for s in done.samples] == [[5], [6], [5], [6]]
     assert [r.value for r in rewards] == [2.0, 3.0, 2.0, 3.0]
+
+
+def test_a_sample_without_samples_is_aborted(by, connect, make_group):
+    plugins, ctx = connect(by("async def fn(args, sample, params): return []\n", custom_generate_function_path=True))
+    done = asyncio.run(plugins.generate(make_group(), ctx))
+    assert [sample.status for sample in done.samples] == [Status.ABORTED] * 2
+    assert done.rollouts == {10: [0], 11: [1]}
 
 
 @pytest.mark.parametrize(("group_rm", "rewards"), [(False, [7.0, 0.0]), (True, [0.0, 0.0])])
