@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from slime_core.types import Completion, longer_rows
+from slime_core.types import Completion, joined_experts
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -216,18 +216,8 @@ class RequestTurn:
             seconds={name: sum(piece.seconds.get(name, 0.0) for piece in pieces) for name in pieces[0].seconds}
             if pieces
             else {},
-            routed_experts=self._routed_experts(),
+            routed_experts=joined_experts(pieces),
         )
-
-    def _routed_experts(self) -> NDArray[Any] | None:
-        """Those of all pieces; where a piece with tokens lacks them, those before it: later weights may have chosen
-        what a later piece has of its tokens."""
-        rows = None
-        for piece in self.pieces:
-            if piece.routed_experts is None and piece.tokens:
-                break
-            rows = longer_rows(rows, piece.routed_experts)
-        return rows
 
 
 @dataclass(slots=True, kw_only=True)

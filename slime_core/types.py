@@ -8,7 +8,7 @@ Dimensions in names and shapes: S samples of a step, G groups, T tokens (prompt 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Literal
@@ -137,7 +137,8 @@ class Sample:
     ) -> None:
         """Add one turn's tokens: a model's, with their log-probs, or an environment's, with ``mask=0``.
 
-        ``routed_experts`` is a completion's, from the sample's first token on; rows that the sample has stay.
+        ``routed_experts`` is a completion's, from the sample's first token on; rows that the sample has stay, and
+        none is added where those of an earlier turn are missing.
 
         Raises:
             ValueError: trainable tokens without log-probs, or lists that differ in length.
@@ -151,6 +152,7 @@ class Sample:
         if set(lengths.values()) != {count}:
             raise ValueError(f"sample {self.id}: lengths differ in append_response: {lengths}")
         before, grown = self.response_length, []
+        covered = routed_experts is not None and self._experts_covered()
         fills = {"tokens": 0, "loss_mask": 1, "weight_versions": -1, "rollout_log_probs": 0.0}
         for (name, fill), more in zip(fills.items(), (tokens, masks, versions, log_probs), strict=True):
             values = getattr(self, name)
@@ -160,8 +162,14 @@ class Sample:
             values += new
             setattr(self, name, values)
         self.response_length, self.response = before + count, self.response + text
-        if routed_experts is not None:
+        if covered:
             self.rollout_routed_experts = longer_rows(self.rollout_routed_experts, routed_experts)
+
+    def _experts_covered(self) -> bool:
+        """Whether the last token that a model made has the experts of those before it."""
+        last = max((place for place, version in enumerate(self.weight_versions) if version >= 0), default=-1)
+        rows = self.rollout_routed_experts
+        return last < 0 or (rows is not None and rows.shape[0] >= self.prompt_length + last)
 
     def truncate_response(self, count: int, text: str) -> None:
         """Leave the first ``count`` tokens of the response, which are ``text``, such as those before unread words."""
@@ -191,6 +199,11 @@ class Sample:
         if inputs := values.get("multimodal_train_inputs"):
             values["multimodal_train_inputs"] = {key: _array_ref(ref) for key, ref in inputs.items()}
         return cls(**values)
+
+
+def routed_dtype(experts: int) -> type[np.integer[Any]]:
+    """The smallest dtype that holds the number of an expert."""
+    return np.uint8 if experts <= 1 << 8 else np.int16
 
 
 def longer_rows(rows: Any, more: NDArray[Any] | None) -> Any:
@@ -341,6 +354,19 @@ class Completion:
     """Wall time in ``queue`` and then in ``prefill``, where the engine says it; the rest of a request is decoding."""
     routed_experts: NDArray[Any] | None = field(default=None, compare=False)
     """[n, layers, k], the experts chosen for the first n tokens of prompt and response, all but the last; or None."""
+
+
+def joined_experts(pieces: Iterable[Completion]) -> NDArray[Any] | None:
+    """Routed experts of a sequence that was made in pieces, each by the weights that first computed its token.
+
+    Where a piece with tokens lacks them, those before it: what a later piece has of its tokens may be later weights'.
+    """
+    rows = None
+    for piece in pieces:
+        if piece.routed_experts is None and piece.tokens:
+            break
+        rows = longer_rows(rows, piece.routed_experts)
+    return rows
 
 
 @dataclass(slots=True, kw_only=True)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any, Self
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Self
 
-from slime_core.types import Sample as CoreSample, Status
+import numpy as np
+
+from slime_core.types import ArrayRef, Sample as CoreSample, Status, longer_rows, routed_dtype
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 FINISH = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 _FIELDS = tuple(item.name for item in fields(CoreSample))
@@ -176,6 +183,8 @@ class Sample(CoreSample):
             number = int(version) if trainable and version.isdigit() else -1
             self.append_response(tokens, log_probs, mask=int(trainable), version=number)
         self.response += text or ""
+        if meta.get("routed_experts") is not None:
+            self.rollout_routed_experts = _experts(self, args, meta)
         if not update_terminal_info or not meta.get("finish_reason"):
             return
         if version and not version.isdigit():
@@ -184,6 +193,28 @@ class Sample(CoreSample):
             self.spec_info.add(meta)
         self.prefix_cache_info.add(meta)
         self.status = FINISH.get(meta["finish_reason"]["type"], self.status)
+
+
+def _experts(sample: CoreSample, args: Any, meta: Mapping[str, Any]) -> NDArray[Any]:
+    """The sample's routed experts with those of an answer, base64 of int32 [tokens - 1 - start, layers, k].
+
+    Raises:
+        ValueError: another size.
+    """
+    start, rows = int(meta.get("routed_experts_start_len") or 0), sample.rollout_routed_experts
+    shape = meta.get("routed_experts_shape") or (args.num_layers, args.moe_router_topk)
+    numbers = np.frombuffer(b64decode(meta["routed_experts"]), dtype="<i4")
+    try:
+        experts = numbers.reshape(len(sample.tokens) - 1 - start, *shape)
+    except ValueError as error:
+        size = f"{len(sample.tokens) - 1 - start} x {' x '.join(map(str, shape))}"
+        raise ValueError(f"sample {sample.id}: {len(numbers)} routed experts came, not {size}") from error
+    experts = experts.astype(routed_dtype(int(experts.max(initial=0)) + 1))
+    if not start:
+        return longer_rows(rows, experts)  # type: ignore[no-any-return]
+    if not isinstance(rows, np.ndarray) or len(rows) < start:
+        raise ValueError(f"sample {sample.id}: routed experts came from token {start} on, and it lacks those before")
+    return np.concatenate([rows[:start], experts])
 
 
 def plain(sample: CoreSample, version: int) -> CoreSample:
@@ -199,6 +230,8 @@ def plain(sample: CoreSample, version: int) -> CoreSample:
         sample.loss_mask = [int(mask) for mask in sample.loss_mask]
     if sample.rollout_log_probs is not None:
         sample.rollout_log_probs = [float(value) for value in sample.rollout_log_probs]
+    if not isinstance(sample.rollout_routed_experts, (ArrayRef, np.ndarray, NoneType)):
+        sample.rollout_routed_experts = np.asarray(sample.rollout_routed_experts)
     sample.status = Status(getattr(sample.status, "value", sample.status))
     if sample.status is Status.PENDING and sample.response_length:
         sample.status = Status.COMPLETED

@@ -22,6 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from slime_core.errors import ConfigError
+from slime_core.types import routed_dtype
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,11 +30,6 @@ if TYPE_CHECKING:
 LAYER = re.compile(r"\.(\d+)\.")
 NOT_CHOSEN = -1
 """In place of an expert, in every place of a row: the router chooses itself."""
-
-
-def routed_dtype(experts: int) -> type[np.integer[Any]]:
-    """The smallest dtype that holds the number of an expert."""
-    return np.uint8 if experts <= 1 << 8 else np.int16
 
 
 class RouterChoice(TorchFunctionMode):

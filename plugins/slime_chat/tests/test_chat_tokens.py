@@ -1,5 +1,6 @@
 """What the engine is asked and what it answers are the samples' ids, letter by letter."""
 
+import numpy as np
 import pytest
 
 pytestmark = pytest.mark.unit
@@ -37,6 +38,21 @@ def test_a_dialogue_is_one_sample_of_the_engines_own_ids(context, talk, letters)
     )
     assert sample.weight_versions == [3, 3, 3, 3, -1, -1, -1, -1, -1, 3, 3, 3]
     assert (sample.status, sample.response) == ("truncated", "oneUgoAtwo")
+
+
+def test_the_experts_of_a_dialogue_are_those_that_were_chosen_first(context, talk, letters):
+    """One layer, one expert: the second request routes the first turn's tokens anew."""
+    ctx = context("one|", "two")
+
+    async def agent(client, session):
+        first = await client.say([HI])
+        await client.say([HI, first, user("go")])
+        for number, node in enumerate(session._tree.nodes):
+            count = len(node.tokens()) - 1
+            node.done.routed_experts = np.full((count, 1, 1), number, dtype=np.uint8)
+
+    (sample,) = talk(ctx, agent).samples()
+    assert sample.rollout_routed_experts.ravel().tolist() == [0] * len("Uhi|Aone") + [1] * len("|Ugo|Atw")
 
 
 def asked(ctx, letters):

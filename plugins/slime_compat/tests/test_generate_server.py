@@ -7,8 +7,10 @@ import threading
 from contextlib import suppress
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from slime_compat import sglang
 from slime_compat.http import HttpStatusError, get, post, wait_before_retry
 from slime_compat.loopback import LoopbackServer, require_token
 from slime_compat.served.rewards import remote_rm
@@ -16,6 +18,7 @@ from slime_core.compat.sample import Sample
 from slime_core.compat.session import CompatSession
 from slime_core.config.schema import Config
 from slime_core.context import Context
+from slime_core.types import Completion
 
 pytestmark = pytest.mark.unit
 
@@ -407,3 +410,16 @@ def test_a_server_that_closes_cuts_off_a_caller_who_does_not_read(monkeypatch):
     with caller:
         assert not server._thread.is_alive()
         assert server._loop.is_closed()
+
+
+def test_the_experts_of_an_answer_are_there_where_they_are_requested():
+    done = Completion(
+        id="a", tokens=[7], log_probs=[-0.5], plain_log_probs=[], finish="length", versions=[3],
+        routed_experts=np.array([[[1, 2]], [[3, 4]]], dtype=np.uint8),
+    )  # fmt: skip
+    words = {"log_probs": True, "version": 3, "seconds": 0.1}
+    meta = sglang.answer(done, 2, "", experts=True, **words)["meta_info"]
+    sample = Sample(tokens=[5, 6])
+    sample.append_response_tokens(tokens=[7], log_probs=[-0.5], meta_info=meta)
+    assert sample.rollout_routed_experts.tolist() == [[[1, 2]], [[3, 4]]]
+    assert "routed_experts" not in sglang.answer(done, 2, "", **words)["meta_info"]

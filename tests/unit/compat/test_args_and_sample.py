@@ -1,9 +1,11 @@
 """slime's args and its Sample."""
 
+import base64
 import copy
 import pickle
 from argparse import Namespace
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -310,3 +312,35 @@ def test_the_reward_that_trains(reward, key, value):
         reward_key = key
 
     assert Sample(reward=reward).get_reward_value(Args()) == value
+
+
+def experts_of(*rows, **more):
+    """``meta_info`` of an answer whose tokens were sent to these experts, one a token in one layer."""
+    text = base64.b64encode(np.array(rows, dtype="<i4").tobytes()).decode()
+    return {"routed_experts": text, "routed_experts_shape": [1, 1], **more}
+
+
+def test_the_experts_of_an_answer_go_behind_those_of_earlier_turns():
+    """The second answer's begin again at the first token, the third's where it was asked to."""
+    sample = Sample(tokens=[5, 6])
+    sample.append_response_tokens(tokens=[7], log_probs=[-0.5], meta_info=experts_of(0, 1))
+    sample.append_response_tokens(tokens=[8], trainable=False)
+    sample.append_response_tokens(tokens=[9], log_probs=[-0.5], meta_info=experts_of(9, 9, 2, 3))
+    sample.append_response_tokens(tokens=[4], log_probs=[-0.5], meta_info=experts_of(4, routed_experts_start_len=4))
+    assert sample.rollout_routed_experts.ravel().tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match="3 routed experts came, not 6 x 1 x 1"):
+        sample.append_response_tokens(tokens=[4], log_probs=[-0.5], meta_info=experts_of(1, 2, 3))
+    args = SimpleNamespace(num_layers=1, moe_router_topk=2)
+    sample = Sample(tokens=[5])
+    meta = {"routed_experts": base64.b64encode(np.array([300, 2], dtype="<i4").tobytes()).decode()}
+    sample.append_response_tokens(args, tokens=[7], log_probs=[-0.5], meta_info=meta)
+    assert sample.rollout_routed_experts.tolist() == [[[300, 2]]]
+    with pytest.raises(ValueError, match="from token 3 on, and it lacks those before"):
+        sample.append_response_tokens(
+            tokens=[1, 2], log_probs=[-0.5] * 2, meta_info=experts_of(routed_experts_start_len=3)
+        )
+
+
+def test_experts_that_a_function_sets_become_an_array():
+    sample = Sample(tokens=[5, 6], response_length=1, rollout_routed_experts=[[[1, 2]]])
+    assert plain(sample, 0).rollout_routed_experts.shape == (1, 1, 2)

@@ -16,7 +16,7 @@ from typing import Any
 from slime_chat.tree import Node
 from slime_core.context import FINISHED
 from slime_core.rollout.groups import sibling
-from slime_core.types import Sample, Status
+from slime_core.types import Sample, Status, joined_experts
 
 CHAT = "chat"
 """Key of a sample's metadata."""
@@ -73,7 +73,7 @@ def _parts(leaves: Sequence[Node]) -> list[tuple[int, list[Node], set[int]]]:
 def _empty(sample: Sample, prompt: Sequence[int]) -> None:
     sample.tokens, sample.response_length, sample.response = list(prompt), 0, ""
     sample.loss_mask = sample.rollout_log_probs = None
-    sample.weight_versions = []
+    sample.weight_versions, sample.rollout_routed_experts = [], None
 
 
 def _fill(sample: Sample, path: Sequence[Node], trained: set[int], tokenizer: Any) -> None:
@@ -94,7 +94,8 @@ def _fill(sample: Sample, path: Sequence[Node], trained: set[int], tokenizer: An
         mask += [*([0] * len(words)), *([int(node.number in trained)] * count)]
         versions += [*([-1] * len(words)), *node.done.versions]
         texts += [tokenizer.decode(words, skip_special_tokens=True) if words else "", node.done.text]
-    sample.append_response(tokens, log_probs, mask, text="".join(texts), version=versions)
+    experts = joined_experts(node.done for node in path if node.done is not None)
+    sample.append_response(tokens, log_probs, mask, text="".join(texts), version=versions, routed_experts=experts)
     last = path[-1].done
     assert last is not None
     sample.status = FINISHED[last.finish]

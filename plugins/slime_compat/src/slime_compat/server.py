@@ -124,7 +124,8 @@ class GenerateServer:
                 done.tokens, skip_special_tokens=bool(sampling_params.get("skip_special_tokens", True))
             )
         log_probs, seconds = bool(payload.get("return_logprob")), time.monotonic() - start
-        answer = sglang.answer(done, len(tokens), text, log_probs=log_probs, version=engine.version, seconds=seconds)
+        parts: dict[str, bool] = {"log_probs": log_probs, "experts": bool(payload.get("return_routed_experts"))}
+        answer = sglang.answer(done, len(tokens), text, version=engine.version, seconds=seconds, **parts)
         answer["meta_info"] |= {"input_token_logprobs": scored} if scored else {}
         return answer
 

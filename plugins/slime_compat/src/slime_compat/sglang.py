@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from slime_compat.handlers import HttpError
 from slime_core.types import Completion, SamplingParams
 
 DEFAULT_NEW_TOKENS = 128  # SGLang's own
-PAYLOAD = {"text", "input_ids", "sampling_params", "return_logprob", "logprob_start_len"}
+PAYLOAD = {"text", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "return_routed_experts"}
 PAYLOAD |= {"rid", "log_metrics", "priority", "stream"}  # change no answer
 EMPTY: tuple[Any, ...] = (None, False, 0, "", [], {}, -1)
 _OURS = {"max_new_tokens", "temperature", "top_p", "top_k", "stop", "stop_token_ids", "ignore_eos"}
@@ -66,7 +67,14 @@ def from_dict(params: Mapping[str, Any]) -> SamplingParams:
 
 
 def answer(
-    done: Completion, prompt_tokens: int, text: str, *, log_probs: bool, version: int, seconds: float
+    done: Completion,
+    prompt_tokens: int,
+    text: str,
+    *,
+    log_probs: bool,
+    version: int,
+    seconds: float,
+    experts: bool = False,
 ) -> dict[str, Any]:
     """SGLang's answer to one request; log-probs are those of the distribution drawn from."""
     weight_version = max(done.versions, default=version)
@@ -85,6 +93,11 @@ def answer(
     if log_probs:
         meta["output_token_logprobs"] = entries(done.tokens, done.log_probs)
         meta["weight_versions"] = list(done.versions)  # ours: one a token
+    if experts and done.routed_experts is not None:
+        meta["routed_experts"] = b64encode(done.routed_experts.astype("<i4").tobytes()).decode()
+        meta["routed_experts_shape"] = list(
+            done.routed_experts.shape[1:]
+        )  # ours: layers with experts, experts a token
     return {"text": text, "output_ids": list(done.tokens), "meta_info": meta}
 
 

@@ -21,8 +21,7 @@ import numpy as np
 
 from slime_core.engines.admission import too_long
 from slime_core.errors import EngineError
-from slime_core.types import Completion
-from slime_core.weights.routers import routed_dtype
+from slime_core.types import Completion, routed_dtype
 from slime_sglang.http import fault
 
 if TYPE_CHECKING:

@@ -131,6 +131,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         sample.status = Status.TRUNCATED
         return sample
     payload = {"input_ids": sample.tokens, "sampling_params": params, "return_logprob": True}
+    payload["return_routed_experts"] = args.use_rollout_routing_replay
     answer = await post(get_model_url(args), payload)
     meta = answer["meta_info"]
     token_rows = meta["output_token_logprobs"]
