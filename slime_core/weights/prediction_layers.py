@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from slime_core.durable import storage_error
-from slime_core.weights.shards import INDEX, Shards, TensorInfo
+from slime_core.weights.shards import INDEX, SINGLE, Shards, TensorInfo
 
-FILE = "model-prediction-layers.safetensors"
+FIRST, FILE = "model-00001-of-00002.safetensors", "model-prediction-layers.safetensors"
 BESIDE = {
     "qwen3_next": ("mtp.",),
     **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), ("mtp.", "model.visual.")),
@@ -82,6 +82,9 @@ def _write(infos: Mapping[str, TensorInfo], folder: Path) -> None:
     shards = Shards(infos)
     files = {name: info.file.name for name, info in Shards.open(folder).infos.items()} | dict.fromkeys(infos, FILE)
     save_file({name: shards[name] for name in infos}, folder / FILE, metadata={"format": "pt"})
+    if (folder / SINGLE).is_file():  # transformers reads a file of this name alone, whatever an index says
+        (folder / SINGLE).replace(folder / FIRST)
+        files = {name: FIRST if file == SINGLE else file for name, file in files.items()}
     total = sum(path.stat().st_size for path in {folder / name for name in files.values()})
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

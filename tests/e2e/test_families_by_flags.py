@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from slime_core.testing.families import FAMILIES, RECURRENT, family_model
-from slime_core.testing.models import CHAT_TEMPLATE
+from slime_core.testing.models import CHAT_TEMPLATE, char_tokenizer
 from slime_core.weights.folder import ModelFolder
 from slime_core.weights.shards import Shards
 
@@ -100,6 +100,26 @@ def test_longrope_within_its_first_length_is_as_fast_as_any(train, work):
     assert "slow" not in said
     line, said = train("--dtype", "float32", "--run-dir", "longer")
     assert "rollout_max_context_len=64 avoids it" in said
+
+
+def test_the_text_part_of_a_model_of_pictures_trains_and_its_folder_stays_whole(train, work):
+    """Qwen3.5's kind: what is written has the layers for pictures as they were, and loads as the whole model."""
+    text = {**FAMILIES["qwen3-next"][1], "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    tokenizer = char_tokenizer()
+    tokenizer.save_pretrained(work / "model")
+    text = {name: value for name, value in text.items() if "expert" not in name} | {"vocab_size": len(tokenizer)}
+    pictures = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+    config = transformers.AutoConfig.for_model("qwen3_5", text_config=text, vision_config=pictures)
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    model.save_pretrained(work / "model")
+    line, _ = train("--dtype", "float32")
+    assert line["metrics"]["train_rollout_logprob_abs_diff"] < 1e-4
+    whole, info = type(model).from_pretrained(work / "out" / "final", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    for name, tensor in whole.state_dict().items():
+        if "visual" in name:
+            assert torch.equal(tensor, model.state_dict()[name]), name
 
 
 def test_layers_that_predict_further_ahead_are_kept(train, slime, work):

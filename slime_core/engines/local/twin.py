@@ -27,6 +27,9 @@ TRANSPORTS = ("shared", "tensors")
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linear layers over the same input."""
 
+LANGUAGE = "model.language_model."
+"""Before the names of a language model in a folder that has layers for pictures too."""
+
 
 class Twin:
     """The module, what it serves, and whether its storage is the trainer's."""
@@ -115,12 +118,13 @@ class Twin:
 
     def _matched(self, update: WeightUpdate) -> dict[str, torch.Tensor]:
         state = self.model.state_dict(keep_vars=True)
+        received = {name.replace(LANGUAGE, "model.", 1): tensor for name, tensor in update.tensors.items()}
         tensors: dict[str, torch.Tensor] = {}
-        for name, tensor in update.tensors.items():
+        for name, tensor in received.items():
             if name in state:
                 tensors.setdefault(self._ties[name][0], tensor)
         ahead = prefixes(self.model.config)
-        unknown = sorted(name for name in set(update.tensors) - set(state) if not name.startswith(ahead))
+        unknown = sorted(name for name in set(received) - set(state) if not name.startswith(ahead))
         missing = sorted(name for name, names in self._ties.items() if names[0] == name and name not in tensors)
         shapes = [
             f"{name} is {list(t.shape)}, not {list(state[name].shape)}"

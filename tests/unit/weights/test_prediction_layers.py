@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from slime_core.weights.prediction_layers import carry, prefixes
 from slime_core.weights.shards import Shards
@@ -45,7 +45,7 @@ def test_a_folder_that_was_written_without_them_has_them_again(tmp_path):
     assert set(stored) == {"model.norm.weight", "mtp.fc.weight"}
     assert torch.equal(stored["mtp.fc.weight"], ahead)
     assert torch.equal(stored["model.norm.weight"], weight * 2)
-    assert set(load_file(new / "model.safetensors")) == {"model.norm.weight"}
+    assert not (new / "model.safetensors").exists()  # transformers would read it alone
 
 
 def test_a_model_of_pictures_and_text_has_its_whole_config_again(tmp_path):
