@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from slime_core.protocols import RequestTurn
-from slime_core.types import Completion, GenerateRequest, SamplingParams
+from slime_core.types import Completion, GenerateRequest, Sample, SamplingParams
 
 pytestmark = pytest.mark.unit
 
@@ -103,3 +103,26 @@ def test_pieces_of_a_request_keep_the_rows_of_those_that_came_first():
     assert done.routed_experts.ravel().tolist() == [0, 1, 2, 3]
     pieces[0].routed_experts = None  # lost by an engine: what later weights chose for its tokens is not theirs
     assert RequestTurn(request=request, pieces=pieces, finish="stop").completion(None).routed_experts is None
+
+
+def rows(*experts):
+    """The experts of tokens, one layer, one expert."""
+    return np.array(experts, dtype=np.uint8).reshape(-1, 1, 1)
+
+
+def test_a_sample_keeps_the_experts_of_its_tokens_when_turns_are_added_and_cut():
+    """A prompt of 2; the second turn, which routed all tokens anew, is cut back to its observation."""
+    sample = Sample(tokens=[3, 4])
+    sample.append_response([5, 6], [-0.1] * 2, version=0, routed_experts=rows(0, 1, 2))
+    sample.append_response([7], mask=0)
+    sample.append_response([8], [-0.1], version=1, routed_experts=rows(9, 9, 9, 3, 4))
+    assert sample.rollout_routed_experts.ravel().tolist() == [0, 1, 2, 3, 4]
+    sample.truncate_response(1, "")
+    assert sample.rollout_routed_experts.ravel().tolist() == [0, 1, 2]
+
+
+def test_experts_that_an_earlier_turn_lost_are_not_replaced_by_those_of_a_later_one():
+    sample = Sample(tokens=[3, 4])
+    sample.append_response([5, 6], [-0.1] * 2, version=0)
+    sample.append_response([8], [-0.1], version=1, routed_experts=rows(0, 1, 2, 3))
+    assert sample.rollout_routed_experts is None
