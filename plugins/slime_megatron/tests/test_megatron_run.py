@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from slime_core.testing import tiny_model
+from slime_core.testing.models import fp8_model
 
 pytestmark = [pytest.mark.system, pytest.mark.xdist_group("megatron-runs")]
 
@@ -229,3 +230,23 @@ def test_the_last_checkpoint_becomes_the_folder_that_the_run_ends_in(work, train
     same(tmp_path / "hf", ended / "final")
     first, last = load_file(work / "model" / "model.safetensors"), load_file(tmp_path / "hf" / "model.safetensors")
     assert not torch.equal(first["model.norm.weight"], last["model.norm.weight"]), "nothing was learnt"
+
+
+@pytest.mark.nightly
+def test_a_folder_in_fp8_has_the_first_loss_of_fsdp_and_is_rolled_out_in_fp8(work, zygote, tmp_path_factory):
+    """Both read the same weights; later ones may round to neighbours of e4m3, and then other tokens are drawn."""
+    fp8_model(work / "fp8", work / "model")
+    words = ("run", "both.toml", "--hf-checkpoint", "fp8", "--rollout-quantization", "fp8")
+    said = tmp_path_factory.mktemp("said")
+    done = zygote.slime(said, *words, "--run-dir", "fp8-fsdp", cwd=work, path=(), hung=280)
+    assert done.returncode == 0, done.stderr
+    run(work, *words, "--run-dir", "fp8-megatron", "--train-backend", "megatron", *LAYOUTS["tensor"])
+    both = [
+        [one["metrics"] for one in steps(work / name) if one["kind"] == "step"]
+        for name in ("fp8-fsdp", "fp8-megatron")
+    ]
+    for name in ("loss", "grad_norm"):
+        assert both[1][0][name] == pytest.approx(both[0][0][name], rel=1e-4)
+    for metrics in (*both[0][1:], *both[1][1:]):
+        assert 1e-4 < metrics["train_rollout_logprob_abs_diff"] < 0.05
+        assert "tis_weight" in metrics

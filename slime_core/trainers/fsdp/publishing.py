@@ -91,6 +91,8 @@ def _rows(number: int, begin: int, end: int, tensor: torch.Tensor) -> torch.Tens
 def rounded(tensors: Mapping[str, torch.Tensor], block_format: BlockFormat | None) -> dict[str, torch.Tensor]:
     """The tensors of an engine in this process, which computes with what one in fp8 would be sent; None: as they are.
 
+    Ranks other than the first have none.
+
     Raises:
         TrainerError: none of them is known as a linear layer.
     """
@@ -101,7 +103,7 @@ def rounded(tensors: Mapping[str, torch.Tensor], block_format: BlockFormat | Non
         name: _rounded(name, tensor, block_format) if tensor.ndim == 2 or name.endswith(STACKED) else tensor
         for name, tensor in tensors.items()
     }
-    if all(engine_tensors[name] is tensor for name, tensor in tensors.items()):
+    if tensors and all(engine_tensors[name] is tensor for name, tensor in tensors.items()):
         raise no_linear_layers()
     return engine_tensors
 

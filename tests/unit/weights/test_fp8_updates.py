@@ -141,6 +141,7 @@ def test_a_model_without_known_linear_layers_is_refused():
     assert caught.value.fix == "--rollout-quantization none"
     with pytest.raises(TrainerError, match="no linear layers"):
         rounded(tensors, FORMAT)
+    assert rounded({}, FORMAT) == {}  # of a rank that publishes nothing
 
 
 def test_the_band_of_log_probs_is_five_times_as_wide_and_ends_at_the_ceiling():
