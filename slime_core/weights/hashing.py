@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 
 CHUNK = 1 << 22  # elements that are cast at once
 EITHER = " or "  # between the checksums of a row that an engine may keep in float32
+LANGUAGE = "model.language_model."
+"""Before the names of a text model's tensors in a folder that has layers for pictures too."""
+
+
+def text_name(name: str) -> str:
+    """A tensor's name in a folder of the text model alone, as layouts have it."""
+    return name.replace(LANGUAGE, "model.", 1)
 
 
 def checksum(tensor: torch.Tensor) -> str:

@@ -18,6 +18,7 @@ import torch
 
 from slime_core.errors import EngineError
 from slime_core.kernels.linear import adjacent
+from slime_core.weights.hashing import text_name
 from slime_core.weights.prediction_layers import prefixes
 
 if TYPE_CHECKING:
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 TRANSPORTS = ("shared", "tensors")
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linear layers over the same input."""
-
-LANGUAGE = "model.language_model."
-"""Before the names of a language model in a folder that has layers for pictures too."""
 
 
 class Twin:
@@ -118,7 +116,7 @@ class Twin:
 
     def _matched(self, update: WeightUpdate) -> dict[str, torch.Tensor]:
         state = self.model.state_dict(keep_vars=True)
-        received = {name.replace(LANGUAGE, "model.", 1): tensor for name, tensor in update.tensors.items()}
+        received = {text_name(name): tensor for name, tensor in update.tensors.items()}
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in received.items():
             if name in state:

@@ -81,6 +81,13 @@ def test_a_tally_gives_the_checksums_of_the_bytes_and_keeps_no_tensor_longer_tha
     }
 
 
+def test_a_tally_knows_a_text_models_tensors_by_their_names_in_a_folder_with_layers_for_pictures():
+    norm = RankTensor(name="model.norm.weight", pieces=(Piece(name="model.norm.weight"),))
+    tally = Tally(WeightRoute(transport="disk", dtype="float32", checks=(norm,)), hashing.Checksums)
+    tally.add_all({"model.language_model.norm.weight": torch.ones(3), "model.visual.norm.weight": torch.zeros(3)})
+    assert tally.finish() == {norm.key: hashing.checksum(torch.ones(3))}
+
+
 def test_a_check_of_a_tensor_that_is_not_sent_is_an_error_that_names_both():
     head = RankTensor(name="lm_head.weight", pieces=(Piece(name="lm_head.weight"),))
     tally = Tally(WeightRoute(transport="disk", dtype="bfloat16", checks=(head,)), hashing.Checksums)

@@ -9,6 +9,7 @@ vocabulary, which is padded with zeros to a multiple of 64. Norms, routers and t
 attention are whole on every rank. A tied output embedding has no name; where an engine keeps one all the same, it must
 hold what the input embedding holds. An engine may keep routers and their biases in float32. What it makes of a weight
 after loading (kv_b_proj's absorbed halves, 1 + a norm's weight) is not compared, but the weight is, as it was loaded.
+Layers for pictures are not trained and not compared. Pieces have the names of a folder of the text model alone.
 Read in SGLang 0.5.12.post1 and 0.5.23 (`srt/models`, `srt/layers/linear.py`, `vocab_parallel_embedding.py`).
 """
 
@@ -20,10 +21,11 @@ from typing import Any
 
 from slime_core.types import Piece, RankTensor
 from slime_core.weights.canary import EMBED, HEAD, LAYER
-from slime_sglang.server_sizes import ATTENTION, LINEAR, MLP, ServerSizes, layout_error
+from slime_sglang.server_sizes import ATTENTION, HYBRID, LINEAR, MLP, ServerSizes, layout_error
 
 VOCAB_MULTIPLE = 64
 DERIVED = "gemma_weight"  # the last part of the name of 1 + a norm's weight
+VISUAL = "visual."  # layers for pictures
 WIDE = ("gate.weight", "e_score_correction_bias", f"{LINEAR}A_log", f"{LINEAR}dt_bias", f"{LINEAR}norm.weight")
 """Ends of the names of tensors that an engine may keep in float32, by its version."""
 
@@ -47,6 +49,8 @@ def layout(names: Sequence[str], config: Any, tp: int, *, ep: int = 1) -> tuple[
     if sizes.experts.shared and not any(f".{sizes.experts.shared}" in name for name in names):
         sizes = replace(sizes, fused=True)
     stored, of_model = [name for name in names if name.rpartition(".")[2] != DERIVED], set(sizes.names())
+    if sizes.pictures:
+        stored = [name for name in stored if not name.startswith(VISUAL)]
     rows = [
         RankTensor(name=name, rank=rank, pieces=_model_pieces(name, sizes, of_model, rank), wide=name.endswith(WIDE))
         for name in stored
@@ -87,7 +91,7 @@ def _pieces(name: str, sizes: ServerSizes, rank: int) -> Pieces:
         return (Piece(name=name),)
     match = LAYER.match(name)
     part = match[2] if match else ""
-    if ATTENTION + part in PARTS and sizes.family == "qwen3_next":
+    if ATTENTION + part in PARTS and sizes.family in HYBRID:
         part = ATTENTION + part  # its layers are attention themselves
     return PARTS[part](match[1], part, sizes, rank) if match and part in PARTS else ()
 
@@ -147,12 +151,18 @@ def _output(prefix: str, part: str, sizes: ServerSizes, rank: int) -> Pieces:
     return (sizes.share(prefix + part, sizes.heads, rank, sizes.tp, dim=1, rows=width),)
 
 
-def _by_key_head(prefix: str, part: str, sizes: ServerSizes, rank: int) -> Pieces:
-    """Rows of q, k, v and z, or of b and a, a key head after the other."""
+def _into_linear(prefix: str, part: str, sizes: ServerSizes, rank: int) -> Pieces:
+    """Rows of q, k, v and z, or of b and a: a key head after the other, or each of tensors of their own."""
     of = sizes.linear
-    values = of.values // max(1, of.keys)
-    size = 2 * (of.key_dim + values * of.value_dim) if "qkvz" in part else 2 * values
-    return (sizes.share(prefix + part, of.keys, rank, sizes.tp, rows=size),)
+    if sizes.family == "qwen3_next":
+        values = of.values // max(1, of.keys)
+        size = 2 * (of.key_dim + values * of.value_dim) if "qkvz" in part else 2 * values
+        return (sizes.share(prefix + part, of.keys, rank, sizes.tp, rows=size),)
+    apart = f"{prefix}{LINEAR}in_proj_"
+    if "qkvz" in part:
+        z = sizes.share(f"{apart}z.weight", of.values, rank, sizes.tp, rows=of.value_dim)
+        return (*_convolution(prefix, f"{LINEAR}in_proj_qkv.weight", sizes, rank), z)
+    return tuple(sizes.share(f"{apart}{which}.weight", of.values, rank, sizes.tp) for which in "ba")
 
 
 def _by_value_head(prefix: str, part: str, sizes: ServerSizes, rank: int) -> Pieces:
@@ -216,7 +226,7 @@ PARTS: dict[str, Callable[[str, str, ServerSizes, int], Pieces]] = {
     f"{ATTENTION}fused_qkv_a_proj_with_mqa.weight": _fused_a,
     **{f"{ATTENTION}{name}.weight": _whole for name in ("q_a_layernorm", "kv_a_layernorm", "kv_a_proj_with_mqa")},
     **{f"{ATTENTION}{name}.weight": _latent_heads for name in ("q_proj", "q_b_proj", "kv_b_proj")},
-    **{f"{LINEAR}{name}.weight": _by_key_head for name in ("in_proj_qkvz", "in_proj_ba")},
+    **{f"{LINEAR}{name}.weight": _into_linear for name in ("in_proj_qkvz", "in_proj_ba")},
     **{LINEAR + name: _by_value_head for name in ("A_log", "dt_bias", "out_proj.weight")},
     f"{LINEAR}conv1d.weight": _convolution,
     f"{LINEAR}norm.weight": _whole,

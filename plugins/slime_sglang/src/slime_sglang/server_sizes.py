@@ -11,7 +11,9 @@ from slime_core.weights.canary import EMBED, HEAD
 
 PLAIN = ("qwen2", "mimo", "qwen3", "llama", "mistral", "glm4")
 LATENT = ("deepseek_v3", "kimi_k2", "glm4_moe_lite")
-FAMILIES = (*PLAIN, "qwen3_moe", "qwen3_next", "glm4_moe", "minimax_m2", *LATENT)
+PICTURES = ("qwen3_5", "qwen3_5_moe")  # beside the text model, whose config is its own
+HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # linear attention in some layers
+FAMILIES = (*PLAIN, "qwen3_moe", *HYBRID, *PICTURES, "glm4_moe", "minimax_m2", *LATENT)
 OUTPUT_BIAS = ("qwen3", "qwen3_moe", "llama", "mistral")  # where attention_bias means the output too
 ATTENTION, LINEAR = "self_attn.", "linear_attn."
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -56,6 +58,7 @@ class ServerSizes:
     """What of a config decides on tensors; counts of rows are of the whole model."""
 
     family: str
+    pictures: bool  # the engine holds layers for them too, which are not trained
     layers: int
     vocab: int
     heads: int
@@ -79,26 +82,29 @@ class ServerSizes:
         """Raises EngineError, ENG86, for a model that :func:`unknown` names."""
         if reason := unknown(config):
             raise layout_error(reason)
+        tied, pictures = bool(config.tie_word_embeddings), config.model_type in PICTURES
+        config = _text(config)
         family = str(config.model_type)
         heads, layers = int(config.num_attention_heads), int(config.num_hidden_layers)
         bias = bool(getattr(config, "attention_bias", False))
-        kinds = getattr(config, "layer_types", None) or () if family == "qwen3_next" else ()
+        kinds = getattr(config, "layer_types", None) or () if family in HYBRID else ()
         return cls(
             family=family,
+            pictures=pictures,
             layers=layers,
             vocab=int(config.vocab_size),
             heads=heads,
             kv_heads=int(config.num_key_value_heads or heads),
             head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
-            inner=int(config.intermediate_size),
+            inner=int(getattr(config, "intermediate_size", 0)),
             experts=_experts(config),
             latent=_latent(config) if family in LATENT else Latent(),
             linear=_linear(config) if kinds else Linear(),
             linear_layers=frozenset(n for n, kind in enumerate(kinds) if kind == "linear_attention"),
-            tied=bool(config.tie_word_embeddings),
+            tied=tied,
             qkv_bias=bias or family in ("qwen2", "mimo"),
             output_bias=bias and family in OUTPUT_BIAS,
-            qk_norm=family in ("qwen3", "qwen3_moe", "qwen3_next", "minimax_m2")
+            qk_norm=family in ("qwen3", "qwen3_moe", *HYBRID, "minimax_m2")
             or (family == "glm4_moe" and bool(config.use_qk_norm)),
             tp=tp,
             ep=ep,
@@ -107,7 +113,7 @@ class ServerSizes:
     @property
     def query_dim(self) -> int:
         """Rows of a head's queries, with its gate where it has one."""
-        return self.head_dim * (2 if self.family == "qwen3_next" else 1)
+        return self.head_dim * (2 if self.family in HYBRID else 1)
 
     def names(self) -> list[str]:
         """Every Hugging Face tensor of the model."""
@@ -123,7 +129,8 @@ class ServerSizes:
 
     def _attention(self, number: int) -> list[str]:
         if number in self.linear_layers:
-            parts = ("in_proj_qkvz.weight", "in_proj_ba.weight", "conv1d.weight", "A_log", "dt_bias", "norm.weight")
+            into = ("qkvz", "ba") if self.family == "qwen3_next" else ("qkv", "z", "b", "a")
+            parts = (*(f"in_proj_{part}.weight" for part in into), "conv1d.weight", "A_log", "dt_bias", "norm.weight")
             return [LINEAR + part for part in (*parts, "out_proj.weight")]
         if self.family in LATENT:
             queries = ("q_a_proj", "q_a_layernorm", "q_b_proj") if self.latent.q_rank else ("q_proj",)
@@ -142,7 +149,7 @@ class ServerSizes:
         names = [f"{of.prefix}gate.weight", *([of.prefix + of.bias] if of.bias else [])]
         names += [f"{of.prefix}experts.{n}.{part}.weight" for n in range(of.count) for part in of.names]
         names += [f"{of.shared}{part}.weight" for part in MLP if of.shared]
-        names += ["mlp.shared_expert_gate.weight"] if self.family == "qwen3_next" else []
+        names += ["mlp.shared_expert_gate.weight"] if self.family in HYBRID else []
         return names
 
     def share(self, name: str, count: int, rank: int, parts: int, *, dim: int = 0, rows: int = 1) -> Piece:
@@ -161,7 +168,7 @@ class ServerSizes:
 
 def _experts(config: Any) -> Experts:
     family, layers = str(config.model_type), range(int(config.num_hidden_layers))
-    if family in PLAIN:
+    if family in (*PLAIN, "qwen3_5_text"):
         return Experts()
     if family == "minimax_m2":
         return Experts(
@@ -173,13 +180,13 @@ def _experts(config: Any) -> Experts:
             bias="e_score_correction_bias",
         )
     inner = int(config.moe_intermediate_size)
-    if family in ("qwen3_moe", "qwen3_next"):
+    if family in ("qwen3_moe", *HYBRID):
         step, dense = int(getattr(config, "decoder_sparse_step", 1)), set(getattr(config, "mlp_only_layers", ()) or ())
         return Experts(
             count=int(config.num_experts),
             inner=inner,
             layers=frozenset(n for n in layers if n not in dense and (n + 1) % step == 0),
-            shared="mlp.shared_expert." if family == "qwen3_next" else "",
+            shared="mlp.shared_expert." if family in HYBRID else "",
             shared_inner=int(getattr(config, "shared_expert_intermediate_size", 0)),
         )
     shared = int(config.n_shared_experts or 0)
@@ -211,6 +218,11 @@ def _linear(config: Any) -> Linear:
     )
 
 
+def _text(config: Any) -> Any:
+    """The config of the text model."""
+    return config.text_config if config.model_type in PICTURES else config
+
+
 def unknown(config: Any) -> str:
     """Why checksums of servers cannot be compared for a model, or an empty string."""
     family = str(config.model_type)
@@ -218,7 +230,7 @@ def unknown(config: Any) -> str:
         odd = f"of type {family}"
     elif getattr(config, "mlp_bias", False):
         odd = "with biases in its MLPs"
-    elif family in (*LATENT, "qwen3_next") and getattr(config, "attention_bias", False):
+    elif family in (*LATENT, *HYBRID, *PICTURES) and getattr(_text(config), "attention_bias", False):
         odd = f"of type {family} with biases in its attention"
     else:
         return ""

@@ -20,6 +20,7 @@ from slime_core.errors import EngineError
 from slime_core.types import Transport, WeightRoute
 from slime_core.weights.canary import Choice
 from slime_core.weights.fp8 import SCALE
+from slime_core.weights.hashing import text_name
 from slime_sglang import loading
 from slime_sglang.layout import layout
 from slime_sglang.server_sizes import unknown
@@ -200,7 +201,8 @@ class WeightRoutes:
         from slime_sglang.hashing import expected
 
         kind, dtype = checksum_of(self._ways.device), getattr(torch, self._ways.dtype)
-        return expected(Shards.open(folder), self.all_checks(), dtype, kind)
+        shards = Shards({text_name(name): info for name, info in Shards.open(folder).infos.items()})
+        return expected(shards, self.all_checks(), dtype, kind)
 
 
 def why_unmapped(server_version: str, trainer_version: str = "") -> str:

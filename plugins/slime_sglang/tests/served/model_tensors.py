@@ -1,8 +1,10 @@
 """Every tensor that ranks of SGLang hold of model folders, by its own classes, loaders and checksums; no server starts.
 
-    python model_tensors.py OUT DTYPE FOLDER:TP:EP ...      writes OUT/NAME-RANK.json: checksum by name of tensor
+    python model_tensors.py OUT DTYPE FOLDER:TP:EP ...      writes OUT/NAME-RANK.json: checksums by name of tensor,
+                                                            first of the folder, then of an update by names
 
-Run by the Python of SGLang's environment. It imports SGLang once, and forks each rank.
+The update is FOLDER.safetensors. Run by the Python of SGLang's environment. It imports SGLang once, and forks
+each rank. Qwen3.5's class asks for operations that have no build for a bare CPU; they are declared, and never called.
 """
 
 import json
@@ -12,10 +14,18 @@ import sys
 import traceback
 from pathlib import Path
 
-import sglang.srt.models.registry  # noqa: F401 imports every model, before ranks are forked
 import torch
-from sglang.benchmark import one_batch
-from sglang.srt.utils.weight_checker import WeightChecker
+
+for operation in (
+    *("fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu"),
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+):
+    torch.library.define(f"sgl_kernel::{operation}", "() -> ()")
+
+import sglang.srt.models.registry  # noqa: E402, F401 imports every model, before ranks are forked
+from safetensors.torch import load_file  # noqa: E402
+from sglang.benchmark import one_batch  # noqa: E402
+from sglang.srt.utils.weight_checker import WeightChecker  # noqa: E402
 
 
 def free_port():
@@ -26,7 +36,7 @@ def free_port():
 
 
 def checksums(folder, dtype, tp, ep, rank, port):
-    """What `/weights_checker` would answer of a rank."""
+    """What `/weights_checker` would answer of a rank, before an update and after it."""
     torch.set_num_threads(1)
     args = one_batch.ServerArgs(
         model_path=folder, skip_tokenizer_init=True, trust_remote_code=True, device="cpu", dtype=dtype, tp_size=tp,
@@ -44,7 +54,11 @@ def checksums(folder, dtype, tp, ep, rank, port):
     runner = one_batch.ModelRunner(
         model_config=config, mem_fraction_static=0.2, gpu_id=rank, nccl_port=port, server_args=args
     )
-    return WeightChecker(get_model=lambda: runner.model).handle("checksum", role="target")["checksums"]
+    checker = WeightChecker(get_model=lambda: runner.model)
+    answers = [checker.handle("checksum", role="target")["checksums"]]
+    update = load_file(Path(folder).with_suffix(".safetensors"))
+    runner.model.load_weights(list(update.items()))  # as every transport does
+    return [*answers, checker.handle("checksum", role="target")["checksums"]]
 
 
 def main(out, dtype, *models):

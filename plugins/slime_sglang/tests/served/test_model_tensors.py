@@ -1,4 +1,5 @@
-"""What SGLang's own models hold of a folder, byte by byte, against the layout: every family, shared by two ranks."""
+"""What SGLang's own models hold of a folder and of an update, byte by byte, against the layout: every family, shared by
+two ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from slime_core.errors import EngineError
 from slime_core.types import RankTensor
 from slime_core.weights.canary import compare
 from slime_core.weights.folder import read_config
+from slime_core.weights.hashing import text_name
 from slime_core.weights.native_configs import native_config
+from slime_core.weights.shards import Shards
 from slime_sglang.hashing import expected
 from slime_sglang.layout import layout
 
@@ -49,6 +52,9 @@ NEXT = {
     "shared_expert_intermediate_size": WIDTH, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
     "linear_key_head_dim": 8, "linear_value_head_dim": 6, "partial_rotary_factor": 0.5,
 }  # fmt: skip
+PICTURES = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+EVERY = {"full_attention_interval": 4}
+DENSE = {name: value for name, value in NEXT.items() if "expert" not in name and "moe" not in name}
 FAMILIES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     # class, expert-parallel groups, values, values of a published config.json that transformers does not write
     "glm4": ("Glm4", 1, {"attention_bias": True}, {}),
@@ -59,27 +65,53 @@ FAMILIES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "mimo": ("MiMo", 1, {"head_dim": 4}, {"auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}}),
     "minimax_m2": ("MiniMaxM2", 1, {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 4},
                    {"use_routing_bias": True, "use_qk_norm": True, "scoring_func": "sigmoid"}),
-    "qwen3_next": ("Qwen3Next", 1, NEXT, {"full_attention_interval": 4}),
+    "qwen3_next": ("Qwen3Next", 1, NEXT, EVERY),
+    "qwen3_5": ("Qwen3_5", 1, {**DENSE, "vision_config": PICTURES, "tie_word_embeddings": True}, EVERY),
+    "qwen3_5_moe": ("Qwen3_5Moe", 1, {**NEXT, "vision_config": PICTURES}, EVERY),
+    "qwen3_5_moe_text": ("Qwen3_5Moe", 1, NEXT, EVERY),
 }  # fmt: skip
 MIMO = "from transformers import Qwen2Config\n\n\nclass MiMoConfig(Qwen2Config):\n    model_type = 'mimo'\n"
 
 
 def write_model(path: Path, family: str) -> None:
-    """A folder as it is published: weights in bfloat16 and router biases in float32."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """A folder as it is published: weights in bfloat16 and router biases in float32. Beside it, an update by names."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind, _, values, published = FAMILIES[family]
-    raw = {"model_type": family, **COMMON, **values}
-    model = AutoModelForCausalLM.from_config(native_config(raw) or AutoConfig.for_model(**raw), dtype=torch.float32)
+    raw, model_class, task = {"model_type": family, **COMMON, **values}, AutoModelForCausalLM, "CausalLM"
+    if pictures := raw.pop("vision_config", None):
+        tied = {"tie_word_embeddings": "tie_word_embeddings" in raw}
+        raw = {"model_type": raw.pop("model_type"), "text_config": raw, "vision_config": pictures, **tied}
+        model_class, task = AutoModelForImageTextToText, "ConditionalGeneration"
+    model: Any = model_class.from_config(native_config(raw) or AutoConfig.for_model(**raw), dtype=torch.float32)
     model.save_pretrained(path)
     config = json.loads((path / "config.json").read_text())
-    config |= {"model_type": family, "architectures": [f"{kind}ForCausalLM"], **published}
+    config |= {"model_type": family, "architectures": [f"{kind}For{task}"]}
+    config.get("text_config", config).update(published)
     (path / "config.json").write_text(json.dumps(config))
     (path / "configuration_mimo.py").write_text(MIMO)
     draw, file = torch.Generator().manual_seed(1), path / "model.safetensors"
     tensors = {name: torch.randn(tensor.shape, generator=draw) for name, tensor in load_file(file).items()}
     kinds = {name: torch.float32 if name.endswith(BIAS) else torch.bfloat16 for name in tensors}
-    save_file({name: tensor.to(kinds[name]) for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+    tensors = {name: tensor.to(kinds[name]) for name, tensor in tensors.items()}
+    if family == "qwen3_5_moe":
+        tensors = stacked(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    sent = Shards.open(path)  # FSDP sends a text model's names, Megatron those of the folder
+    names = {name if family == "qwen3_5" else text_name(name): name for name in sent if ".visual." not in name}
+    save_file({name: -sent[stored] for name, stored in names.items()}, path.with_suffix(".safetensors"))
+
+
+def stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The experts of a layer in two tensors, as published folders of Qwen3.5 have them."""
+    tensors = dict(tensors)
+    for layer in {name.partition("experts.")[0] for name in tensors if ".experts." in name}:
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{layer}experts.{n}.{which}_proj.weight") for n in range(NEXT["num_experts"])])
+            for which in ("gate", "up", "down")
+        )
+        tensors |= {f"{layer}experts.gate_up_proj": torch.cat([gate, up], dim=1), f"{layer}experts.down_proj": down}
+    return tensors
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +136,14 @@ def test_sglangs_ranks_hold_the_bytes_that_the_layout_says_and_any_damaged_tenso
     files = [held / f"{family}-{rank}.json" for rank in range(2)]
     assert all(file.is_file() for file in files), (held / "log.txt").read_text()[-4000:]
     ranks = [json.loads(file.read_text()) for file in files]
-    served = {f"{name}@1" if rank else name: digest for rank in range(2) for name, digest in ranks[rank].items()}
-    tensors = load_file(held / family / "model.safetensors")
-    rows = layout(list(ranks[0]), read_config(held / family), 2, ep=FAMILIES[family][1])
-    assert compare(rows, expected(tensors, rows, torch.bfloat16, "sha256"), served, 1) == len(rows)
+    rows = layout(list(ranks[0][0]), read_config(held / family), 2, ep=FAMILIES[family][1])
+    stored, sent = Shards.open(held / family), load_file(held / f"{family}.safetensors")
+    for number, tensors in enumerate((stored, sent)):
+        tensors = {text_name(name): tensor for name, tensor in tensors.items() if ".visual." not in name}
+        served = {
+            f"{name}@1" if rank else name: digest for rank in range(2) for name, digest in ranks[rank][number].items()
+        }
+        assert compare(rows, expected(tensors, rows, torch.bfloat16, "sha256"), served, number) == len(rows)
     for name, tensor in tensors.items():
         damaged = tensor.clone()
         damaged.view(-1)[-1] += 1
