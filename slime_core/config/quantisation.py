@@ -19,14 +19,15 @@ def settled(config: Config, tables: Mapping[str, Any]) -> Config:
 
     Args:
         tables: what was written of it; ``use_tis`` stays as it is where they name a correction, on or off.
+            So it does where there are no rollouts.
     """
     rollout = config.rollout
     if rollout.rollout_quantization == "auto" and _is_fp8(rollout.hf_checkpoint) and not engine_of(config).embedded:
         rollout = rollout.model_copy(update={"rollout_quantization": "fp8"})
     if rollout.rollout_quantization != "fp8":
         return config
-    named = any(name in CORRECTIONS for name in _train_keys(tables))
-    train = config.train if named else config.train.model_copy(update={"use_tis": True})
+    as_is = any(name in CORRECTIONS for name in _train_keys(tables)) or (config.train.offline and not config.stage)
+    train = config.train if as_is else config.train.model_copy(update={"use_tis": True})
     return config.model_copy(update={"rollout": rollout, "train": train})
 
 

@@ -22,6 +22,7 @@ FP8 = "--rollout-quantization=fp8"
         (["--use-rs"], False, ""),
         (["--use-rollout-logprobs"], False, ""),
         (["--rs-veto-threshold=0.01"], False, ""),
+        (["--loss-type=sft_loss"], False, ""),
     ],
 )
 def test_tis_is_on_unless_a_correction_is_named(flags, use_tis, said):
