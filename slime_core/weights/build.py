@@ -22,6 +22,7 @@ from slime_core.errors import DataError
 from slime_core.seeds import seed_of
 from slime_core.weights.prediction_layers import prefixes
 from slime_core.weights.shards import Shards
+from slime_core.weights.transports.buckets import FLOAT32
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SHOWN = 10
@@ -193,9 +194,8 @@ def allocate(config: Any, dtype: str, device: str, attn_implementation: str | No
     with torch.device(device), no_init_weights():
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **kwargs)
     model.tie_weights()
-    names = getattr(model, "_keep_in_fp32_modules_strict", None) or ()  # router biases
     for name, buffer in model.named_buffers():
-        if name.rpartition(".")[2] in names:
+        if name.endswith(FLOAT32):
             buffer.data = buffer.data.float()
     return _evaluating(model)
 

@@ -3,8 +3,10 @@
 import json
 
 import pytest
+import torch
 from test_command import config_of, installed, words_of
 
+from slime_core.weights.shards import header
 from slime_sglang import sharing
 
 pytestmark = pytest.mark.unit
@@ -16,8 +18,10 @@ def folder(path, parameters):
     """A model folder of so many parameters in bfloat16, none of which is there."""
     path.mkdir()
     (path / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
+    text = header([("weight", torch.bfloat16, [parameters])])
     with (path / "model.safetensors").open("wb") as file:
-        file.truncate(2 * parameters)
+        file.write(text)
+        file.truncate(len(text) + 2 * parameters)
     return str(path)
 
 

@@ -6,7 +6,9 @@ import zlib
 import pytest
 import torch
 
+from slime_core.engines.local.twin import Twin
 from slime_core.errors import EngineError
+from slime_core.testing.families import family_config
 from slime_core.types import WeightUpdate
 
 pytestmark = pytest.mark.unit
@@ -52,6 +54,21 @@ def test_copied_weights_do_not_follow_the_trainer(bench, ask):
             assert (await engine.generate(ask())).log_probs == before.log_probs
 
     bench().run(go)
+
+
+@pytest.mark.parametrize("family", ["glm4-moe", "minimax-m2"])
+def test_an_engine_in_half_precision_keeps_a_step_of_a_router_bias(family):
+    """Near 8 bfloat16 has steps of 0.06, and a bias moves by 0.001."""
+    twin = Twin(family_config(family, 40), torch.bfloat16, "cpu", False)
+    weights = {name: torch.zeros_like(tensor) for name, tensor in twin.model.state_dict().items()}
+    biases = {
+        name: torch.full_like(t, 8.001, dtype=torch.float32)
+        for name, t in weights.items()
+        if name.endswith("correction_bias")
+    }
+    twin.load(WeightUpdate(version=1, epoch=0, transport="tensors", tensors=weights | biases))
+    assert biases
+    assert all(torch.equal(twin.model.state_dict()[name], bias) for name, bias in biases.items())
 
 
 def test_a_copy_after_shared_storage_leaves_the_trainers_tensors_alone(bench):
