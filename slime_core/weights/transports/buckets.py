@@ -10,6 +10,7 @@ a weight in fp8 is its scales and its numbers (`transports.quantised`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FLOAT32 = "e_score_correction_bias"
 """The last part of the names of tensors that keep float32 in any engine."""
+FUSED = re.compile(r"\.(q_a_proj|kv_a_proj_with_mqa)\.")
+"""SGLang joins a layer's two tensors, and fills its own only where one request has both."""
 AT_ONCE = 256 << 20  # bytes of gathered tensors that wait for one cast
 
 
@@ -93,6 +96,8 @@ class Bucket:
 def lay_out(parts: Iterable[TensorPart], dtype: str, most: int = 0) -> tuple[Bucket, ...]:
     """Buckets of at most ``most`` bytes (a larger tensor has one of its own); 0: one bucket of a dtype.
 
+    Tensors that SGLang fuses stand side by side in one bucket.
+
     Raises:
         TrainerError: a dtype that engines are not given, or a name that comes twice.
     """
@@ -110,16 +115,20 @@ def lay_out(parts: Iterable[TensorPart], dtype: str, most: int = 0) -> tuple[Buc
 
 
 def _buckets(parts: Sequence[TensorPart], kind: torch.dtype, most: int) -> list[Bucket]:
+    groups: dict[str, list[tuple[TensorPart, int]]] = {}  # parts and bytes of what stays together
+    for part in parts:
+        size = torch.Size(part.shape).numel() * kind.itemsize
+        groups.setdefault(FUSED.sub(".fused.", part.name), []).append((part, size))
     buckets: list[Bucket] = []
     slots: list[Slot] = []
     place = 0
-    for part in parts:
-        size = torch.Size(part.shape).numel() * kind.itemsize
-        if slots and most and place + size > most:
+    for group in groups.values():
+        if slots and most and place + sum(size for _, size in group) > most:
             buckets.append(Bucket(tuple(slots)))
             slots, place = [], 0
-        slots.append(Slot(part.name, kind, tuple(part.shape), place, place + size))
-        place += size
+        for part, size in group:
+            slots.append(Slot(part.name, kind, tuple(part.shape), place, place + size))
+            place += size
     return [*buckets, Bucket(tuple(slots))] if slots else buckets
 
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from itertools import product
 
 import pytest
 import torch
@@ -41,6 +42,19 @@ def test_buckets_hold_what_fits_and_a_larger_tensor_has_one_of_its_own():
         ends = [0] + [slot.end for slot in bucket.slots]
         assert [slot.begin for slot in bucket.slots] == ends[:-1]
     assert [bucket.size for bucket in lay_out(parts, "bfloat16")] == [2 * (264 + 64 + 32 + 7 + 585)]
+
+
+def test_what_sglang_fuses_within_one_request_is_never_split_between_two():
+    kinds, layers = ("weight", "bias"), [f"model.layers.{n}.self_attn." for n in range(2)]
+    names = [f"{layer}{name}" for layer in layers for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")]
+    parts = [TensorPart(f"{name}.{kind}", (2, 5), lambda whole: whole) for name in names for kind in kinds]
+    for most in (1, 100, 10**6):
+        buckets = lay_out(parts, "float32", most=most)
+        places = {slot.name: number for number, bucket in enumerate(buckets) for slot in bucket.slots}
+        assert len(places) == len(parts)
+        for layer, kind in product(layers, kinds):
+            assert places[f"{layer}q_a_proj.{kind}"] == places[f"{layer}kv_a_proj_with_mqa.{kind}"]
+    assert [bucket.size for bucket in lay_out(parts, "float32", most=1)] == [80, 80, 40, 40, 80, 80, 40, 40]
 
 
 def test_a_name_that_comes_twice_and_an_unknown_dtype_are_errors():

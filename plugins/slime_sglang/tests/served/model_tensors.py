@@ -3,7 +3,7 @@
     python model_tensors.py OUT DTYPE FOLDER:TP:EP ...      writes OUT/NAME-RANK.json: checksums by name of tensor,
                                                             first of the folder, then of an update by names
 
-The update is FOLDER.safetensors. Run by the Python of SGLang's environment. It imports SGLang once, and forks
+The update is FOLDER.safetensors, in the buckets of FOLDER.json, lists of names. Run by the Python of SGLang's environment. It imports SGLang once, and forks
 each rank. Qwen3.5's class asks for operations that have no build for a bare CPU; they are declared, and never called.
 """
 
@@ -57,7 +57,8 @@ def checksums(folder, dtype, tp, ep, rank, port):
     checker = WeightChecker(get_model=lambda: runner.model)
     answers = [checker.handle("checksum", role="target")["checksums"]]
     update = load_file(Path(folder).with_suffix(".safetensors"))
-    runner.model.load_weights(list(update.items()))  # as every transport does
+    for names in json.loads(Path(folder).with_suffix(".json").read_text()):
+        runner.model.load_weights([(name, update[name]) for name in names])  # as every transport does
     return [*answers, checker.handle("checksum", role="target")["checksums"]]
 
 

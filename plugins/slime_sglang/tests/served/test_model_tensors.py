@@ -21,6 +21,7 @@ from slime_core.weights.folder import read_config
 from slime_core.weights.hashing import text_name
 from slime_core.weights.native_configs import native_config
 from slime_core.weights.shards import Shards
+from slime_core.weights.transports.buckets import TensorPart, lay_out
 from slime_sglang.hashing import expected
 from slime_sglang.layout import layout
 
@@ -74,7 +75,8 @@ MIMO = "from transformers import Qwen2Config\n\n\nclass MiMoConfig(Qwen2Config):
 
 
 def write_model(path: Path, family: str) -> None:
-    """A folder as it is published: weights in bfloat16 and router biases in float32. Beside it, an update by names."""
+    """A folder as it is published: weights in bfloat16 and router biases in float32. Beside it, an update by names, in
+    buckets that are as small as they get."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind, _, values, published = FAMILIES[family]
@@ -99,7 +101,11 @@ def write_model(path: Path, family: str) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
     sent = Shards.open(path)  # FSDP sends a text model's names, Megatron those of the folder
     names = {name if family == "qwen3_5" else text_name(name): name for name in sent if ".visual." not in name}
-    save_file({name: -sent[stored] for name, stored in names.items()}, path.with_suffix(".safetensors"))
+    update = {name: -sent[stored] for name, stored in names.items()}
+    save_file(update, path.with_suffix(".safetensors"))
+    parts = [TensorPart(name, tuple(tensor.shape), lambda whole: whole) for name, tensor in update.items()]
+    buckets = [bucket.described()["names"] for bucket in lay_out(parts, "bfloat16", most=1)]
+    path.with_suffix(".json").write_text(json.dumps(buckets))
 
 
 def stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
