@@ -21,6 +21,7 @@ FLAGS = (
 VALUES = (
     *("attention_backend", "sampling_backend", "load_format", "dtype", "disaggregation_mode", "model_path", "device"),
     *("tp_size", "random_seed", "context_length", "pp_size", "mem_fraction_static", "json_model_override_args"),
+    "speculative_algorithm",
 )
 
 
@@ -128,6 +129,22 @@ def test_servers_are_told_how_weights_are_sent_where_their_folder_says_otherwise
         assert json.loads(value(words, "--json-model-override-args")) == overrides
     fixed = commands(config, installed(), topology(config), fixed=True)[0].arguments
     assert not {"--load-format", "--json-model-override-args"} & set(fixed)
+
+
+def test_a_draft_model_is_refused_where_servers_start_without_weights(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+
+    def words(kind, algorithm):
+        folder = {"hf_checkpoint": str(tmp_path), "rollout_quantization": kind}
+        table = {"speculative-algorithm": algorithm}
+        return words_of(config_of(device="cuda", sglang=table, train={"dtype": "bfloat16"}, **folder))
+
+    for algorithm in ("EAGLE", "NEXTN"):
+        with pytest.raises(ConfigError, match=f"speculative_algorithm = {algorithm} with weights") as caught:
+            words("fp8", algorithm)
+        assert caught.value.code == "CFG04"
+        assert "--load-format" not in words("none", algorithm)
+    assert value(words("fp8", "NGRAM"), "--load-format") == "dummy"
 
 
 @pytest.mark.parametrize(

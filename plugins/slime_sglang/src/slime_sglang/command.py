@@ -46,6 +46,7 @@ ON_CPU: Mapping[str, Any] = {  # what SGLang needs where there is no GPU, and no
     "skip_server_warmup": True,
     "sleep_on_idle": True,  # an idle scheduler would take a core for itself
 }
+DRAFT = "speculative_algorithm"  # of SGLang; all but n-grams have a draft model
 SEEDS = 2**31
 SPARE = 8  # positions; SGLang ends a request two before its context does, and slime counts by itself
 
@@ -118,7 +119,7 @@ def commands(
 
     Raises:
         ConfigError: of :func:`slime_sglang.installation.arguments`; CFG04 the installation lacks what
-            the config needs of it.
+            the config needs of it, or a draft model cannot be loaded.
     """
     check_features(config, installation)
     _check_router(config, installation, servers, where)
@@ -157,8 +158,9 @@ def command(
     arguments(installation, group.options, where=lambda name: f"{group.where}, options.{name}")
     written = {**_canonical(installation, options), **_canonical(installation, group.options)}
     defaults = own_options(config, group, server, parallel_size(group.gpus, written, group.where))
-    if not group.frozen and not fixed:
-        defaults |= stored_otherwise(config, group.model)
+    if not group.frozen and not fixed and (as_sent := stored_otherwise(config, group.model)):
+        _check_draft(written)
+        defaults |= as_sent
     if not group.frozen and shares(config):
         if gives_memory(config, options_set(config)):
             defaults["enable_memory_saver"] = True
@@ -217,6 +219,23 @@ def stored_otherwise(config: Config, model: str) -> dict[str, Any]:
         return {}
     table = sent.table() if sent is not None else None
     return {"load_format": "dummy", engine_rules.OVERRIDES: json.dumps({"quantization_config": table})}
+
+
+def _check_draft(options: Mapping[str, Any]) -> None:
+    """Refuse a draft model beside weights in another form than their folder's.
+
+    Raises:
+        ConfigError: CFG04.
+    """
+    algorithm = options.get(DRAFT)
+    if algorithm and str(algorithm).upper() != "NGRAM":
+        raise ConfigError(
+            f"{DRAFT} = {algorithm} with weights that are sent in another form than their folder has",
+            code="CFG04",
+            where=f"sglang.{DRAFT}, rollout.rollout_quantization",
+            why="servers then start with random weights, and no trainer sends those of the draft model",
+            fix=f"leave {DRAFT} out   or   --rollout-quantization auto, with a folder in fp8 or in floats",
+        )
 
 
 def _raw_config(model: str) -> dict[str, Any]:
