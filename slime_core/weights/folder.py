@@ -105,7 +105,7 @@ class ModelFolder:
     def tokenizer(self) -> Any:
         """The folder's tokenizer (transformers.PreTrainedTokenizerBase), loaded once."""
         if self._tokenizer is None:
-            self._tokenizer = _load_tokenizer(self.path, self.trust_remote_code)
+            self._tokenizer = _load_tokenizer(self.path, self.config, self.trust_remote_code)
         return self._tokenizer
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -335,7 +335,7 @@ def _refuse_quantised(folder: Path, raw: Mapping[str, Any]) -> None:
         code="TOK48",
         where=f"{folder / 'config.json'}: quantization_config",
         why="loadable are float weights, fp8 with weight_block_size (DeepSeek V3, Qwen3-*-FP8), and symmetric int4 of "
-        "compressed-tensors",
+        "compressed-tensors in groups of adjacent columns (actorder null, static or weight)",
         fix="name the unquantised model",
     )
 
@@ -391,18 +391,20 @@ def _load_config(folder: Path, raw: Mapping[str, Any], trust_remote_code: bool) 
     return config
 
 
-def _load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+def _load_tokenizer(folder: Path, config: Any, trust_remote_code: bool) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     # A folder that declares the generic class means its tokenizer.json as it stands. AutoTokenizer would put another
     # pipeline around its vocabulary for some model types (qwen2 in transformers 5.17), and encode other ids.
-    # It would also make an empty tokenizer of a folder that has none.
+    # It would also make an empty tokenizer of a folder that has none, and without a config run config.json's code.
     if not trust_remote_code and not any(file for name in VOCABULARIES for file in folder.glob(name)):
         raise _no_tokenizer(folder, f"it has none of {', '.join(VOCABULARIES)}")
     generic = _read_json(folder / "tokenizer_config.json").get("tokenizer_class") in GENERIC_TOKENIZERS
-    kind = PreTrainedTokenizerFast if generic and (folder / "tokenizer.json").is_file() else AutoTokenizer
+    kwargs: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     try:
-        return kind.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
+        if generic and (folder / "tokenizer.json").is_file():
+            return PreTrainedTokenizerFast.from_pretrained(str(folder), **kwargs)
+        return AutoTokenizer.from_pretrained(str(folder), config=config, **kwargs)
     except Exception as error:  # tokenizers raises bare Exception
         raise _no_tokenizer(folder, f"{type(error).__name__}: {''.join(str(error).splitlines()[:1])}") from error
 

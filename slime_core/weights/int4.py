@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 PACKED = ".weight_packed"
 EACH = 8  # numbers in an int32
 ZERO = 8  # what stands for 0
+ORDERS = (None, False, "static", "weight")  # values of actorder with which a group is of adjacent columns
 
 
 @dataclass(slots=True, frozen=True)
@@ -30,7 +31,7 @@ class PackedFormat:
     group: int = 32  # columns
 
     height = 1  # rows that share a scale
-    form = 'symmetric "pack-quantized" int4 of compressed-tensors in groups'
+    form = 'symmetric "pack-quantized" int4 of compressed-tensors in groups of adjacent columns'
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> PackedFormat | None:
@@ -43,7 +44,8 @@ class PackedFormat:
         if not isinstance(weights, dict):
             return None
         sizes, group = (weights.get("num_bits"), weights.get("symmetric")), weights.get("group_size")
-        return cls(group) if sizes == (4, True) and type(group) is int and group > 0 else None
+        plain = sizes == (4, True) and weights.get("actorder") in ORDERS
+        return cls(group) if plain and type(group) is int and group > 0 else None
 
     def names(self, stored: str) -> tuple[str, str, tuple[str, ...]]:
         """Of a stored weight: the weight's own name, that of its scales, and those of what says nothing more."""

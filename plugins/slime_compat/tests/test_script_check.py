@@ -251,6 +251,26 @@ def test_a_check_names_everything_that_is_in_the_way_at_once(tmp_path):
     assert "does not run as it is: 4 things are in the way" in facts["verdict"]
 
 
+@pytest.mark.parametrize(
+    ("first", "differs"),
+    [
+        ('E=\'{"env_vars": {"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1"}}\'', True),
+        ("export OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1", True),
+        ("export OPEN_TRAINING_INT4_FAKE_QAT_FLAG=0", False),
+    ],
+)
+def test_a_check_says_that_nothing_rounds_to_int4_here(tmp_path, first, differs):
+    script = tmp_path / "run.sh"
+    script.write_text(f'{first}\nray job submit --runtime-env-json="$E" -- python3 train.py --num-rollout 1 {FIRST}\n')
+    facts = checked(script)
+    assert [text.partition("=1: slime rounds weights")[0] for text in facts["differences"]] == (
+        ["OPEN_TRAINING_INT4_FAKE_QAT_FLAG"] if differs else []
+    )
+    assert facts["errors"] == []
+    table = CliRunner().invoke(compat, ["check", str(script)], standalone_mode=False).output
+    assert ("\ndiffers (1)\n  OPEN_TRAINING_INT4" in table) == differs
+
+
 def test_the_tables_of_a_check_have_every_part(script):
     result = CliRunner().invoke(compat, ["check", str(script)], standalone_mode=False)
     for text in (

@@ -132,6 +132,14 @@ def test_defaults_of_slime_that_depend_on_the_estimator():
     assert values_of("--advantage-estimator", "ppo", "--lr", "3e-6")["--critic-lr"] == "3e-6"
 
 
+def test_a_router_bias_without_a_rate_moves_at_the_one_of_megatron():
+    bias = "--moe-router-enable-expert-bias"
+    rate = "--moe-router-bias-update-rate"
+    assert values_of(bias)[rate] == "0.001"
+    assert values_of(bias, rate, "0")[rate] == "0"
+    assert rate not in words_of("--num-experts", "8")
+
+
 def test_a_supervised_script_counts_its_steps_from_the_rows(tmp_path):
     data = tmp_path / "rows.jsonl"
     data.write_text(json.dumps({"messages": []}) + "\n")

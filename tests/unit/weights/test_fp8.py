@@ -204,7 +204,9 @@ def test_a_folder_in_int4_is_its_float_twin(tmp_path):
     assert model.state_dict().keys() == tensors.keys() | {name}
 
 
-@pytest.mark.parametrize("weights", [{"num_bits": 8}, {"symmetric": False}, {"group_size": None}])
+@pytest.mark.parametrize(
+    "weights", [{"num_bits": 8}, {"symmetric": False}, {"group_size": None}, {"actorder": "group"}]
+)
 def test_int4_of_another_kind_is_refused(tmp_path, weights):
     folder = tiny_model(tmp_path / "model")
     groups = {"group_0": {"weights": INT4["config_groups"]["group_0"]["weights"] | weights}}

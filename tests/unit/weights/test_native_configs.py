@@ -67,8 +67,11 @@ def published(request, tmp_path):
 
 
 @pytest.mark.parametrize("trust", [False, True])
-def test_a_published_folder_has_the_logits_of_transformers_own_layers_without_its_code(published, trust):
+@pytest.mark.parametrize("tokenizer", ["TokenizersBackend", "Qwen2Tokenizer"])
+def test_a_published_folder_has_the_logits_of_transformers_own_layers_without_its_code(published, tokenizer, trust):
     _, model, path = published
+    file = path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": tokenizer}))
     folder = ModelFolder.open(path, trust_remote_code=trust)
     tokens = torch.arange(3, 40)[None]
     with torch.no_grad():

@@ -47,6 +47,11 @@ FAMILIES = {
 """How folders of slime's scripts begin -> the model_type of their config.json, first match first."""
 QUANTISED = re.compile(r"int8|awq|gptq")
 """In names of folders whose weights are quantised in a way that does not load."""
+DIFFERENCES = {
+    "OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "slime rounds weights to int4 in training and serves them so. Neither is "
+    "here: servers have bfloat16, four times the memory (--rollout-quantization fp8: twice)"
+}
+"""Variables that change a run of slime's when they are 1, and what is otherwise here."""
 _WORDS = re.compile(r"\$\{\w+(\[@\])?\}")
 """A variable or an array that is a word, or several, by itself."""
 
@@ -82,6 +87,12 @@ class ScriptCheck:
         ]
 
     @property
+    def differences(self) -> list[str]:
+        """What the script's variables switch on in slime, and nothing does here."""
+        variables = self.launch.variables
+        return [f"{name}=1: {text}" for name, text in DIFFERENCES.items() if variables.get(name) == "1"]
+
+    @property
     def exit_code(self) -> int:
         """0 where nothing is in the way but files; else that of the first error."""
         errors = [*self.errors, *(use.error for use in self.functions if use.error)]
@@ -97,7 +108,7 @@ class ScriptCheck:
             return "runs here once its files and variables are there" + (
                 "; its model is compared then" if self.model.startswith("not compared") else ""
             )
-        return "runs here"
+        return "runs here" + (", and differs in what its variables switch on" if self.differences else "")
 
     @property
     def words(self) -> list[str]:

@@ -83,6 +83,7 @@ def _facts(result: ScriptCheck) -> dict[str, Any]:
         "functions": [{"flag": f.flag, "path": f.path, "error": _text(f.error)} for f in result.functions],
         "errors": [_text(error) for error in result.errors],
         "missing": result.missing,
+        "differences": result.differences,
         "model": result.model,
         "verdict": result.verdict,
         "command": " ".join(["slime run", *result.words]),
@@ -111,6 +112,7 @@ def _print(result: ScriptCheck) -> None:
         "functions", [[use.flag, use.path, "loads" if use.error is None else "fails"] for use in result.functions]
     )
     _section("files that are not on this machine", [[text] for text in result.missing])
+    _section("differs", [[text] for text in result.differences])
     click.echo(f"model: {result.model}\n")
     for error in [*result.errors, *(use.error for use in result.functions if use.error)]:
         click.echo(f"{error}\n")

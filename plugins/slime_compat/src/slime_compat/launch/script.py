@@ -28,6 +28,7 @@ _OWN_FOLDER = re.compile(r"\$\(dirname\s+(?:--\s+)?\"?(?:\$\{BASH_SOURCE(?:\[0\]
 _CHANGED_FOLDER = re.compile(
     r"\$\(\s*cd\s+(?:--\s+)?(.+?)\s*(?:&?>\s*/dev/null\s*(?:2>&1\s*)?)?&&\s*pwd(?:\s+-P)?\s*\)"
 )
+_PAIR = re.compile(r'"(\w+)"\s*:\s*"([^"]*)"')
 _HEREDOC = re.compile(r"<<-?\s*['\"]?(\w+)['\"]?")
 _OPERATIONS = {
     ast.Add: operator.add,
@@ -57,6 +58,7 @@ class LaunchScript:
     folders: list[Path] = field(default_factory=list)  # of PYTHONPATH, those that exist
     sources: list[Path] = field(default_factory=list)  # files that it sources
     missing: list[str] = field(default_factory=list)  # those that are not there
+    variables: dict[str, str] = field(default_factory=dict)  # that it sets, in a JSON text for ray too
     cut: int = 0  # line behind the command that goes on with its arrays: a backslash is missing before it
 
 
@@ -135,10 +137,12 @@ class _Shell:
             if word.startswith("PYTHONPATH="):
                 self._add_folders(word.partition("=")[2])
             elif word.startswith("--runtime-env-json") or word.lstrip().startswith("{"):
-                self._add_folders(*re.findall(r'"PYTHONPATH"\s*:\s*"([^"]*)"', word))
+                self._launch.variables |= (pairs := dict(_PAIR.findall(word)))
+                self._add_folders(pairs.get("PYTHONPATH", ""))
             elif Path(word).name in DOORS and not self._launch.door and at and "python" in " ".join(words[:at]):
                 self._launch.door, self._launch.line = Path(word).name, line
                 self._launch.words = words[at + 1 :]
+                self._launch.variables |= {name: values[0] for name, values in self._values.items() if values}
 
     def _without_keywords(self, raw: list[str], joined: bool) -> list[str]:
         """The command without the words before it that begin and end blocks and their branches."""

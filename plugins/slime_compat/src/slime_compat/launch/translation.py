@@ -483,6 +483,8 @@ def _defaults(line: SlimeLine, argv: Sequence[str], ahead: int) -> Iterator[list
         yield ["--opd-kl-coef", "1.0"]
     if not line.has("--calculate-per-token-loss", "--loss-aggregation"):
         yield ["--loss-aggregation", "rollout_mean"]
+    if line.has("--moe-router-enable-expert-bias") and not line.has("--moe-router-bias-update-rate"):
+        yield ["--moe-router-bias-update-rate", "0.001"]
     if line.first("--advantage-estimator", "grpo") in ("gspo", "cispo"):  # whose own clip stands before 0.2 here
         clip = _last(argv, "--eps-clip") or "0.2"
         yield from ([flag, clip] for flag in ("--eps-clip", "--eps-clip-high") if not line.has(flag))
