@@ -69,6 +69,7 @@ def test_train_takes_a_script_of_slimes_and_plans_the_model_of_the_config(place)
         "family": "qwen3",
         "ranks": 8,
         "layout": {"tp": 2, "pp": 2, "cp": 1, "dp": 2},
+        "chunks": 1,
         "layers": [14, 14],
         "vocabulary": 152064,
         "sequence_parallel": True,
