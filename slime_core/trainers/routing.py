@@ -10,7 +10,7 @@ expert: the router chooses itself. No trained token depends on such a row.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from slime_core.ledger.segments import read_array
 from slime_core.weights.routers import NOT_CHOSEN
 
 if TYPE_CHECKING:
+    import torch
     from numpy.typing import NDArray
 
     from slime_core.trainers.data_parallel import RankBatch
@@ -40,7 +41,7 @@ class RoutingReplay:
 
     def __init__(self, kind: str, segments: Path, layers: list[int], top_k: int) -> None:
         self.kind, self._segments, self._layers, self._top_k = kind, segments, layers, top_k
-        self._recorded: dict[tuple[bytes, bytes], Any] = {}
+        self._recorded: dict[tuple[bytes, bytes], NDArray[np.int16]] = {}
 
     def source(self, batch: Batch, role: str) -> Source:
         """What a pass over ``batch`` for a role, or ``train``, does; a probe's batch has no experts to replay."""
@@ -50,11 +51,11 @@ class RoutingReplay:
             return "none" if batch.routed_experts is None else "engine"
         return "recorded" if role == "train" else "record"
 
-    def record(self, micro: MicroBatch, choices: Any) -> None:
-        """Keep what a micro-batch's scoring pass chose, until :meth:`forget`."""
-        self._recorded[_key(micro)] = choices
+    def record(self, micro: MicroBatch, choices: torch.Tensor) -> None:
+        """Keep what a micro-batch's scoring pass chose, [T, layers, k], in host memory until :meth:`forget`."""
+        self._recorded[_key(micro)] = choices.short().cpu().numpy()
 
-    def recorded(self, micro: MicroBatch) -> Any:
+    def recorded(self, micro: MicroBatch) -> NDArray[np.int16]:
         """What :meth:`record` kept of a micro-batch.
 
         Raises:
@@ -104,10 +105,10 @@ class RoutingReplay:
                     name, problem, f"the model has {len(self._layers)} layers with experts, {self._top_k} a token"
                 )
 
-    def rows(self, batch: Batch, micro: MicroBatch) -> NDArray[np.int64]:
+    def rows(self, batch: Batch, micro: MicroBatch) -> NDArray[np.int16]:
         """[T, layers, k], the engine's choice for each row of a pack, and -1 where it made none."""
         assert batch.routed_experts is not None
-        out = np.full((len(micro.tokens), len(self._layers), self._top_k), NOT_CHOSEN, dtype=np.int64)
+        out = np.full((len(micro.tokens), len(self._layers), self._top_k), NOT_CHOSEN, dtype=np.int16)
         bounds = zip(
             micro.samples.tolist(), micro.cu_seqlens[:-1].tolist(), micro.cu_seqlens[1:].tolist(), strict=True
         )

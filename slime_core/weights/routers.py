@@ -38,7 +38,7 @@ class RouterChoice(TorchFunctionMode):
     def __init__(self, experts: int, top_k: int) -> None:
         super().__init__()
         self.experts, self.top_k = experts, top_k
-        self.rows: torch.Tensor | None = None  # [N, k] int64: to replay
+        self.rows: torch.Tensor | None = None  # [N, k], int16 at least: to replay
         self.chosen: torch.Tensor | None = None  # [N, k]: of the last pass
         self.differences: list[torch.Tensor] = []  # tokens whose own choice was another, and replayed tokens
 

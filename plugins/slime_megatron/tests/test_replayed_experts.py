@@ -97,9 +97,34 @@ def ranks(zygote, root, tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_of_any_layout_with_given_experts_are_those_of_fsdp(ranks, case):
     for returned in ranks:
-        error, mismatch = returned[case]
+        error, mismatch, *_ = returned[case]
         assert error < 1e-4
         assert mismatch > 0.5
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_experts_of_a_step_are_two_bytes_each_on_the_host_and_wait_only_for_layers_made_again(ranks, case):
+    for returned in ranks:
+        *_, kinds, waiting = returned[case]
+        assert kinds == [["ndarray", "int16"]]
+        assert bool(waiting) == ("recompute_granularity" in LAYOUTS[CASES[case][2]])
+
+
+def watch_waiting(worker):
+    """A list that each pass of a router appends to: micro-batches whose experts it keeps for the backward pass."""
+    counts = []
+    for module in worker.policy.stage.modules():
+        if hasattr(module, "router_replay"):
+            module.register_forward_hook(lambda m, *_: counts.append(len(m.router_replay.waiting)))
+    return counts
+
+
+def arrays_of(worker, batch):
+    """Types of what holds the experts of a step's micro-batches before it begins."""
+    rank_batch = worker.partitioner().partition(batch)[worker.dp_rank.number]
+    with worker._routed(rank_batch, "train"):
+        experts = [worker.policy.passes._work(micro).experts for micro in worker.packs(rank_batch)[0]]
+    return sorted({(type(one).__name__, str(one.dtype)) for one in experts})
 
 
 def one_by_name(grads, name):
@@ -113,17 +138,20 @@ def one_by_name(grads, name):
 
 
 def replayed(rank, root):
-    """By layout, family and kind: the largest error of a gradient, relative to its size, and the mismatch."""
+    """By case: the largest error of a gradient, relative to its size, the mismatch, what holds the experts of the
+    step's micro-batches, and of how many of them a router keeps some.
+    """
     returned = {}
     for case, (family, kind, layout) in CASES.items():
         expected = load_file(root / f"{family}-{kind}.safetensors")
         ranks = Ranks(root, family, LAYOUTS[layout], rank, 2, routing_replay=kind)
-        grads, mismatch = gradients_of(ranks.worker, with_experts(ranks.batch), kind)
+        batch, waiting = with_experts(ranks.batch), watch_waiting(ranks.worker)
+        grads, mismatch = gradients_of(ranks.worker, batch, kind)
         errors = [
             float((one_by_name(grads, name) - grad).abs().max() / grad.abs().max().clamp(min=1e-6))
             for name, grad in expected.items()
         ]
-        returned[case] = [max(errors), mismatch]
+        returned[case] = [max(errors), mismatch, arrays_of(ranks.worker, batch), max(waiting)]
     return returned
 
 

@@ -140,12 +140,10 @@ class FsdpWorker(Worker):
         elif source == "record":
             with routers.recording():
                 yield
-            routing.record(micro, routers.rows().cpu())
+            routing.record(micro, routers.rows())
         else:
-            rows = routing.recorded(micro) if source == "recorded" else None
-            if rows is None:
-                rows = torch.from_numpy(routing.rows(rank_batch.batch, micro))
-            with routers.replaying(rows.to(self.device)):
+            rows = routing.recorded(micro) if source == "recorded" else routing.rows(rank_batch.batch, micro)
+            with routers.replaying(to_device(rows, self.device)):
                 yield
 
     def make_routing(self) -> RoutingReplay:

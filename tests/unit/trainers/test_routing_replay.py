@@ -163,6 +163,10 @@ def test_training_replays_the_choice_of_the_pass_that_made_the_old_log_probs(fol
                     parameter.copy_(parameter.flip(0))
         results.append(one.thread.call(step_of, one.worker, batch))
         assert one.thread.call(one.worker._routing_mismatch)["routing_mismatch"] > 0.2
+        rank_batch = one.worker.partitioner().partition(batch)[0]
+        routing, micro = one.worker.routing, one.worker.packs(rank_batch, one.worker.policy)[0][0]
+        rows = routing.recorded(micro) if one is b else routing.rows(batch, micro)
+        assert rows.nbytes == 2 * len(micro.tokens) * LAYERS * TOP_K  # numpy: on the host
     assert difference(*results)[0] < 1e-4
     b.worker.routing.forget()
     with pytest.raises(TrainerError, match="were not recorded"):

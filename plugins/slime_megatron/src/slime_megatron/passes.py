@@ -40,8 +40,8 @@ class MicroBatchInputs:
     pack: Pack
     copies: NDArray[np.int64]  # of its rows, `expert_load.copies_of_rows`, 0 of filling
     temperature: torch.Tensor | None  # [R]
-    experts: torch.Tensor | None  # [N, local layers, k], to replay for its rows
-    chosen: dict[int, torch.Tensor]  # [N, k] by layer, of a pass that records
+    experts: NDArray[np.int16] | None  # [N, local layers, k], to replay for its rows
+    chosen: dict[int, torch.Tensor]  # [N, k] by layer, of a pass that records; in host memory
 
 
 class Passes:
@@ -106,7 +106,7 @@ class Passes:
         def step(works: Iterator[MicroBatchInputs], model: Any) -> tuple[torch.Tensor, Any]:
             work = next(works)
             if self.routers is not None:
-                self.routers.forward(work.experts)
+                self.routers.forward(None if work.experts is None else to_device(work.experts, self.device))
             with nullcontext() if forward_only else self.expert_load.counting(work.copies):
                 hidden = model(work.pack)
             if self.routers is not None and self.routed is not None and self.routed.source == "record":
@@ -141,7 +141,7 @@ class Passes:
         if routed.source == "record" and routers.replays:
             for work in works:
                 rows = torch.stack([work.chosen[layer] for layer in routers.replays], dim=1)
-                routed.routing.record(work.micro, rows.cpu())
+                routed.routing.record(work.micro, rows)
 
     def _work(self, micro: MicroBatch) -> MicroBatchInputs:
         config = self.stage.config
@@ -159,10 +159,10 @@ class Passes:
             {},
         )
 
-    def _experts(self, micro: MicroBatch, pack: Pack) -> torch.Tensor | None:
+    def _experts(self, micro: MicroBatch, pack: Pack) -> NDArray[np.int16] | None:
         if self.routers is None or self.routed is None or not self.routers.replays:
             return None
-        return self.routers.rows(self.routed, micro, pack, self.device)
+        return self.routers.rows(self.routed, micro, pack)
 
     def _score(self, work: MicroBatchInputs, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The stage's ``score`` of all response tokens of the micro-batch, [R] each, on all context-parallel ranks."""

@@ -24,6 +24,7 @@ from slime_megatron.packing import owned
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
+    from numpy.typing import NDArray
 
     from slime_core.trainers.routing import RoutingReplay, Source
     from slime_core.types import Batch, MicroBatch
@@ -92,10 +93,10 @@ class StageRouters:
         )
         return [number for number, has_experts in enumerate(pattern) if has_experts]
 
-    def rows(self, routed: RoutedPass, micro: MicroBatch, pack: Pack, device: torch.device) -> torch.Tensor | None:
+    def rows(self, routed: RoutedPass, micro: MicroBatch, pack: Pack) -> NDArray[np.int16] | None:
         """[N, local layers, k] of this rank's rows of a pack; None where nothing is replayed."""
         if routed.source == "recorded":
-            return routed.routing.recorded(micro).to(device)  # type: ignore[no-any-return]
+            return routed.routing.recorded(micro)
         if routed.source != "engine":
             return None
         rows = routed.routing.rows(routed.batch, micro)
@@ -106,7 +107,7 @@ class StageRouters:
             tp = parallel_state.get_tensor_model_parallel_world_size()
             rows = np.split(rows, tp)[parallel_state.get_tensor_model_parallel_rank()]
         every = self.layers
-        return torch.from_numpy(rows[:, [every.index(layer) for layer in self.replays]]).to(device)
+        return rows[:, [every.index(layer) for layer in self.replays]]
 
     def forward(self, rows: torch.Tensor | None) -> None:
         """Replay these rows in the next forward pass of a chunk."""
@@ -114,13 +115,14 @@ class StageRouters:
             replay.rows = None if rows is None else rows[:, place]
 
     def chosen(self, chunk: Any) -> dict[int, torch.Tensor]:
-        """By layer, what the routers of a chunk chose in its last pass, [N, k]."""
+        """By layer, what the routers of a chunk chose in its last pass, [N, k] int16 in host memory."""
         layers = {module.layer_number - 1 for module in chunk.modules() if hasattr(module, "self_attention")}
-        return {n: replay.choice.chosen for n, replay in self.replays.items() if n in layers}  # type: ignore[misc]
+        return {n: r.choice.chosen.short().cpu() for n, r in self.replays.items() if n in layers}  # type: ignore[union-attr]
 
     @contextmanager
     def active(self, *, keeps: bool) -> Iterator[None]:
         """Replay or record in the passes of the block; ``keeps``: they go backward too."""
+        keeps = keeps and self.config.recompute_granularity is not None
         for replay in self.replays.values():
             replay.active, replay.keeps = True, keeps
         try:
