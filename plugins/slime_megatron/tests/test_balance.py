@@ -23,6 +23,7 @@ LAYOUTS = {
     "context": {"context_parallel_size": 2},
     "expert": {"expert_model_parallel_size": 2, "moe_grouped_gemm": True},
 }
+AUXILIARY = ("data", "tensor", "pipeline, interleaved", "context")
 BALANCED = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": COEFFICIENT}
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 FAMILY = {"n_routed_experts": 8}
@@ -65,10 +66,12 @@ def test_biases_are_restored_and_a_skipped_step_leaves_them(ranks):
     assert ranks[0]["skipped"] == ranks[0]["saved"]
 
 
-@pytest.mark.parametrize("layout", ["data", "tensor"])
-def test_an_auxiliary_loss_adds_its_coefficient_times_its_mean_over_rows(ranks, layout):
+@pytest.mark.parametrize("layout", AUXILIARY)
+def test_an_auxiliary_loss_adds_its_coefficient_times_its_mean_over_rows_without_filling(ranks, layout):
     for returned in ranks:
-        assert returned["auxiliary"][layout] < 1e-4
+        error, filling = returned["auxiliary"][layout]
+        assert error < 1e-4
+        assert filling == 0
 
 
 def balanced(rank, root):
@@ -89,7 +92,7 @@ def balanced(rank, root):
     other = Ranks(root, "moe", TENSOR, rank, 2, moe_router_bias_update_rate=RATE)
     other.restore(root / "saved")
     returned["restored"] = bias_of(other)
-    returned["auxiliary"] = {name: auxiliary(root, LAYOUTS[name], rank) for name in ("data", "tensor")}
+    returned["auxiliary"] = {name: auxiliary(root, LAYOUTS[name], rank) for name in AUXILIARY}
     return returned
 
 
@@ -104,43 +107,48 @@ def bias_of(ranks):
 
 
 def auxiliary(root, flags, rank):
-    """The relative error of what an auxiliary loss adds to the router's gradient."""
-    added, expected = 0.0, None
+    """The relative error of what an auxiliary loss adds to the router's gradient; what to that of filling's token."""
+    added, filling = 0.0, 0.0
     for sign, more in ((-1, {}), (1, BALANCED)):
         ranks = Ranks(root, "moe", flags | more, rank, 2, use_rollout_logprobs=True)
         worker = ranks.worker
-        (router,) = [module for module in worker.policy.stage.modules() if hasattr(module, "routing")]
+        routers = [module for module in worker.policy.stage.modules() if hasattr(module, "routing")]
         passes = []
-        handle = router.register_forward_hook(
-            lambda _, args, output, passes=passes: passes.append((args[0], output[1]))
-        )
+        for router in routers:
+            router.register_forward_hook(
+                lambda router, args, output, passes=passes: passes.append((router, args, output[1]))
+            )
         (rank_batch,) = worker.partitioner().partition(ranks.batch)[worker.dp_rank.number :][:1]
         gradients = worker.gradients(rank_batch, worker.packs(rank_batch)[0])[1]
-        handle.remove()
         added = added + sign * gradients["model.layers.1.mlp.gate.weight"]
-        expected = summed_by_hand(router, passes)
-    return float((added - expected).norm() / expected.norm())
+        filling = filling + sign * gradients["model.embed_tokens.weight"][0]
+    expected = summed_by_hand(passes, added.shape)
+    return float((added - expected).norm() / expected.norm()), float(filling.norm())
 
 
-def summed_by_hand(router, passes):
-    """Gradient of COEFFICIENT * mean over rows of experts / k * sum_e (share of e in the choice) * (mean score of e)."""
+def summed_by_hand(passes, shape):
+    """Gradient of COEFFICIENT * mean over rows of experts / k * sum_e (share of e in the choice) * (mean score of e).
+
+    Ranks of the same rows count them as often in the gradient as in the rows; stages without the router count nothing.
+    """
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    weight, config = router.weight.detach().double().requires_grad_(), router.config
-    total, rows = 0.0, 0
-    tp = parallel_state.get_tensor_model_parallel_group()
-    for hidden, chosen in passes:
-        hidden, chosen = (every(x.detach().flatten(0, -2).double(), tp) for x in (hidden, chosen))
+    sums = torch.zeros(shape.numel() + 1, dtype=torch.float64)
+    group = parallel_state.get_tensor_and_context_parallel_group()
+    for router, (hidden, filling), chosen in passes:
+        weight = router.weight.detach().double().requires_grad_()
+        hidden, chosen = (
+            every(x.detach().flatten(0, -2).double(), group)[~every(filling.flatten(), group)]
+            for x in (hidden, chosen)
+        )
         scores = torch.sigmoid(hidden @ weight.T)
         scores = scores / scores.sum(-1, keepdim=True)
-        share = chosen.mean(0) / config.moe_router_topk
-        total = total + len(hidden) * config.num_moe_experts * (share * scores.mean(0)).sum()
-        rows += len(hidden)
-    total.backward()
-    sums = torch.cat([weight.grad.flatten(), torch.tensor([float(rows)]).double()])
-    dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
-    return COEFFICIENT * sums[:-1].view_as(weight) / sums[-1]
+        share = chosen.mean(0) / router.config.moe_router_topk
+        (len(hidden) * len(share) * (share * scores.mean(0)).sum()).backward()
+        sums += torch.cat([weight.grad.flatten(), torch.tensor([len(hidden)])])
+    dist.all_reduce(sums)
+    return COEFFICIENT * sums[:-1].view(shape) / sums[-1]
 
 
 def every(rows, group):

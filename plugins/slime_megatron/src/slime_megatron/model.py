@@ -80,15 +80,21 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         for owner in owners:
             owner.rotary_pos_emb = PackRotary(owner.rotary_pos_emb)
 
-    def forward(self, pack: Pack) -> torch.Tensor:
-        """Hidden states [T, 1, h] of this chunk; with sequence parallelism this rank's rows of them."""
+    def forward(self, pack: Pack, filling: torch.Tensor | None = None) -> torch.Tensor:
+        """Hidden states [T, 1, h] of this chunk; with sequence parallelism this rank's rows of them.
+
+        Args:
+            filling: [1, T], True at rows that auxiliary losses of routers leave out; None without such losses
+        """
         decoder_input = None
         if self.pre_process:
             assert pack.tokens is not None
             assert pack.positions is not None
             decoder_input = self.embedding(input_ids=pack.tokens[None], position_ids=pack.positions[None])
         self._turn(pack)
-        hidden: torch.Tensor = self.decoder(hidden_states=decoder_input, attention_mask=None, packed_seq_params=pack)
+        hidden: torch.Tensor = self.decoder(
+            hidden_states=decoder_input, attention_mask=None, packed_seq_params=pack, padding_mask=filling
+        )
         return hidden
 
     def _turn(self, pack: Pack) -> None:

@@ -39,6 +39,7 @@ class MicroBatchInputs:
     micro: MicroBatch
     pack: Pack
     copies: NDArray[np.int64]  # of its rows, `expert_load.copies_of_rows`, 0 of filling
+    filling: torch.Tensor  # [1, N], True at rows that fill up
     temperature: torch.Tensor | None  # [R]
     experts: NDArray[np.int16] | None  # [N, local layers, k], to replay for its rows
     chosen: dict[int, torch.Tensor]  # [N, k] by layer, of a pass that records; in host memory
@@ -108,16 +109,16 @@ class Passes:
             if self.routers is not None:
                 self.routers.forward(None if work.experts is None else to_device(work.experts, self.device))
             with nullcontext() if forward_only else self.expert_load.counting(work.copies):
-                hidden = model(work.pack)
+                hidden = model(work.pack, work.filling if balanced else None)
             if self.routers is not None and self.routed is not None and self.routed.source == "record":
                 work.chosen.update(self.routers.chosen(model))
             return hidden, lambda hidden: last(work, hidden)
 
         config, works = self.stage.config, [self._work(micro) for micro in micros]
-        rows = sum(len(work.copies) for work in works)
+        rows = sum(len(micro.tokens) for micro in micros)
         sizes = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
-        losses = nullcontext() if forward_only else auxiliary_losses(config, rows, self.device)
-        with losses, self._replaying(works, keeps=not forward_only):
+        losses = nullcontext(False) if forward_only else auxiliary_losses(config, rows, self.device)
+        with losses as balanced, self._replaying(works, keeps=not forward_only):
             outputs: list[Any] = get_forward_backward_func(*sizes)(
                 forward_step_func=step,
                 data_iterator=[iter(works) for _ in self.wrapped],
@@ -148,12 +149,15 @@ class Passes:
         cp, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
         tp = config.tensor_model_parallel_size if config.sequence_parallel else 1
         pack = make_pack(micro, cp=cp, rank=rank, multiple=tp, device=self.device)
-        copies = np.pad(copies_of_rows(micro), (0, pack.rows - len(micro.tokens)))[owned(pack.rows, cp, rank)]
+        places = owned(pack.rows, cp, rank).reshape(tp, -1)
+        places = places[parallel_state.get_tensor_model_parallel_rank() if tp > 1 else 0]
+        copies = np.pad(copies_of_rows(micro), (0, pack.rows - len(micro.tokens)))
         temperature = micro.temperature
         return MicroBatchInputs(
             micro,
             pack,
-            copies.reshape(tp, -1)[parallel_state.get_tensor_model_parallel_rank() if tp > 1 else 0],
+            copies[places],
+            to_device((places >= len(micro.tokens))[None], self.device),
             None if temperature is None or (temperature == 1).all() else to_device(temperature, self.device),
             self._experts(micro, pack),
             {},

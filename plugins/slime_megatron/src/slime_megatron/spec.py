@@ -11,12 +11,12 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 
 from slime_megatron.attention import CoreAttention
+from slime_megatron.balance import BalancedRouter
 from slime_megatron.experts import grouped_spec
 from slime_megatron.latent import EPSILON, LatentAttention
 from slime_megatron.linear_attention import LinearAttention
@@ -65,7 +65,7 @@ class WideNormAttention(SelfAttention):  # type: ignore[misc]
         return self.q_norm(query.flatten(2)).view_as(query), self.k_norm(key.flatten(2)).view_as(key), value
 
 
-class ExpertRouter(TopKRouter):  # type: ignore[misc]
+class ExpertRouter(BalancedRouter):
     """megatron-core 0.16's own gate calls Transformer Engine, also where that is not installed."""
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
@@ -122,9 +122,10 @@ def _replace(spec: Any, *, grouped: bool, latent: bool) -> None:
         for name in NORMS:
             if getattr(submodules, name, IdentityOp) is not IdentityOp and hasattr(submodules, name):
                 setattr(submodules, name, Norm)
-        if hasattr(submodules, "router"):
-            submodules.router = ExpertRouter
-            submodules.experts = grouped_spec() if grouped else submodules.experts
+        if grouped and hasattr(submodules, "experts"):
+            submodules.experts = grouped_spec()
+    if hasattr(submodules, "router"):
+        submodules.router = BalancedRouter if has_transformer_engine() else ExpertRouter
     if hasattr(submodules, "core_attention"):
         submodules.core_attention = CoreAttention
     for child in vars(submodules).values():
