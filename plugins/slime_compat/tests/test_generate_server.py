@@ -114,7 +114,7 @@ def test_log_probs_of_the_prompt_come_beside_new_tokens_from_where_they_are_aske
     """The first of them is None, as SGLang has it."""
     ids = tokenizer.encode("1+1=", add_special_tokens=False)
     (answer,) = ask({"input_ids": ids, "sampling_params": {}, "return_logprob": True, "logprob_start_len": start})
-    scored = answer["meta_info"].get("input_token_logprobs", [])
+    scored = answer["meta_info"]["input_token_logprobs"]
     assert [entry[1] for entry in scored] == ids[len(ids) - count :]
     assert [entry[0] is None for entry in scored] == [number == 0 for number in range(count)]
     assert answer["text"] == "2"
@@ -139,6 +139,10 @@ def test_a_stream_is_one_event_with_the_whole_answer(ask):
         ({"text": "1+1=", "sampling_params": {"max_new_tokens": "many"}}, 400, "sampling_params"),
         ({"text": "1+1=", "image_data": ["a.png"], "top_logprobs_num": 2}, 400, "image_data, top_logprobs_num"),
         ([1], 400, "not a JSON object"),
+        *(
+            ({"text": "1+1=", "return_logprob": True, "logprob_start_len": start}, 400, "send -1, or 0 to 4")
+            for start in (-2, 5, "1", 1.5, True)
+        ),
     ],
 )
 def test_a_payload_that_cannot_be_served_is_refused_and_not_tried_again(ask, payload, status, told):

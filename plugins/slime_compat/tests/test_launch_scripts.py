@@ -154,3 +154,4 @@ def test_a_model_is_judged_by_its_name_where_the_folder_before_it_is_not_known(t
     check = check_launch(read_script(script, {}))
     assert [error in str(problem) for problem in check.errors] == ([True] if error else [])
     assert error or check.model.startswith("not compared: ${BASE_DIR}/")
+    assert ("its fp8 loads in blocks" in check.model) == ("FP8" in folder and "$(" not in folder)

@@ -1,14 +1,18 @@
 """The modules that stand for slime's own."""
 
+import asyncio
+import ssl
 import subprocess
 import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+import httpx
 import pytest
 
 from slime_compat.finder import SERVED, Finder, real_slime
+from slime_compat.served.http import _http_client
 from slime_core.compat.sample import Sample
 from slime_core.errors import PluginError
 from slime_core.plugins.locate import locate
@@ -128,3 +132,19 @@ def test_a_bare_folder_named_slime_is_no_obstacle(tmp_path, monkeypatch, finder)
 def test_every_served_module_is_on_the_page():
     page = (Path(__file__).parents[3] / "docs" / "compat.md").read_text()
     assert all(name.split(".")[2] in page for name in SERVED if name.count(".") >= 2)
+
+
+def test_the_http_client_of_functions_refuses_a_server_without_a_valid_certificate(tmp_path):
+    files = [str(tmp_path / name) for name in ("key.pem", "cert.pem")]
+    words = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
+    subprocess.run([*words, "-keyout", files[0], "-out", files[1]], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files[1], files[0])
+
+    async def ask():
+        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0, ssl=context)
+        async with server:
+            await _http_client.get(f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+
+    with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+        asyncio.run(ask())

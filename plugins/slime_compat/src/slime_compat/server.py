@@ -126,14 +126,18 @@ class GenerateServer:
         log_probs, seconds = bool(payload.get("return_logprob")), time.monotonic() - start
         parts: dict[str, bool] = {"log_probs": log_probs, "experts": bool(payload.get("return_routed_experts"))}
         answer = sglang.answer(done, len(tokens), text, version=engine.version, seconds=seconds, **parts)
-        answer["meta_info"] |= {"input_token_logprobs": scored} if scored else {}
+        answer["meta_info"] |= {"input_token_logprobs": scored} if log_probs else {}
         return answer
 
     async def _scored(self, tokens: Sequence[int], payload: dict[str, Any]) -> list[list[Any]]:
         """The log-probs of the prompt itself from ``logprob_start_len`` on, the first of them None."""
-        start = payload.get("logprob_start_len", -1)
+        start = payload.get("logprob_start_len")
         if not payload.get("return_logprob") or start in (None, -1):
             return []
+        if type(start) is not int or not 0 <= start <= len(tokens):
+            raise HttpError(
+                400, f"logprob_start_len is {start!r}: send -1, or 0 to {len(tokens)}, the prompt's tokens"
+            )
         engine: Any = self._context().engine
         values = await engine.score(tokens, start + 1) if start + 1 < len(tokens) else []
         return sglang.entries(tokens[start:], [None, *map(float, values)][: len(tokens) - start])

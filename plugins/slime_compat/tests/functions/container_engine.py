@@ -30,21 +30,21 @@ def execute(words):
     parser = argparse.ArgumentParser()
     parser.add_argument("--interactive", action="store_true")
     parser.add_argument("--user", choices=["root", "agent"])
-    parser.add_argument("--env", action="append", default=[])
     parser.add_argument("container")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args(words)
     root = options.container
-    env = {name: os.environ[name] for name in options.env}
-    env |= {"PATH": f"{root}/usr/local/bin:{os.environ['PATH']}", "GIT_CONFIG_SYSTEM": f"{root}/gitconfig"}
+    env = {"PATH": f"{root}/usr/local/bin:{os.environ['PATH']}", "GIT_CONFIG_SYSTEM": f"{root}/gitconfig"}
     command = [PLACES.sub(f"{root}/", word) for word in options.command]
     data = None if options.interactive else subprocess.DEVNULL
     if data is None:  # scripts name paths too
         content = sys.stdin.buffer.read()
         if content.isascii():
             content = PLACES.sub(f"{root}/", content.decode()).encode()
-        sys.exit(subprocess.run(command, input=content, env=env, cwd=root).returncode)
-    sys.exit(subprocess.run(command, stdin=data, env=env, cwd=root).returncode)
+        code = subprocess.run(command, input=content, env=env, cwd=root).returncode
+    else:
+        code = subprocess.run(command, stdin=data, env=env, cwd=root).returncode
+    sys.exit(code if code >= 0 else 128 - code)  # of a signal
 
 
 def remove(words):

@@ -228,6 +228,8 @@ def _check_model(check: ScriptCheck, loaded: LoadedConfig) -> None:
         _require_model(folder, plugins)
         if not (folder / "config.json").is_file():
             check.model = f"not compared: {folder} has no config.json on this machine"
+            if "fp8" in folder.name.lower() and not UNKNOWN.search(folder.name):
+                check.model += "; its fp8 loads in blocks (weight_block_size), not a scale a tensor or a channel"
             return
         planning = Planning(config=_settled(loaded.config), origins=loaded.origins, plugins=plugins)
         plan = trainer.plan(planning) if trainer.plan is not None else None

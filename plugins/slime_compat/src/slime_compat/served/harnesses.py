@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import lzma
 import os
 import shlex
 from abc import ABC, ABCMeta, abstractmethod
@@ -195,11 +197,18 @@ async def install_npm_cli(sb: AgentSandbox, *, node_runtime: Path, npm_package: 
 
 
 async def install_node22(sb: AgentSandbox, host_tarball: Path) -> None:
-    """Unpack an archive of Node (of tar, by any compression that the image knows) as the sandbox's ``node``."""
-    await sb.write_file(NODE_ARCHIVE, Path(host_tarball))
+    """Unpack an archive of Node as the sandbox's ``node``; one in .xz is decompressed here, as few images have xz."""
+    archive = Path(host_tarball)
+    content = await asyncio.to_thread(_decompressed, archive) if archive.suffix == ".xz" else archive
+    await sb.write_file(NODE_ARCHIVE, content)
     unpack = f"mkdir -p /opt/node22 && tar xf {NODE_ARCHIVE} -C /opt/node22 --strip-components=1"
     command = f"{unpack} && {NODE_PROGRAMS} && node --version && npm --version"
     await sb.exec(command, user="root", check=True, timeout=INSTALL_SECONDS)
+
+
+def _decompressed(file: Path) -> bytes:
+    with lzma.open(file) as content:
+        return content.read()
 
 
 __all__ = [

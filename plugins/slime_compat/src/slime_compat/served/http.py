@@ -9,9 +9,7 @@ import httpx
 
 from slime_compat.http import get, post
 
-_http_client = httpx.AsyncClient(
-    timeout=None, trust_env=False, verify=False, limits=httpx.Limits(max_keepalive_connections=0)
-)
+_http_client = httpx.AsyncClient(timeout=None, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 """For event loops of any kind: a connection is a request's."""
 
 

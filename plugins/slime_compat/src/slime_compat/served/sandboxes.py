@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
-from collections.abc import Mapping
+import time
 from pathlib import Path
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -18,8 +18,10 @@ FileContent = str | bytes | Path
 EXIT_TIME_BUDGET_EXCEEDED = -1
 ENGINE = "SLIME_AGENT_CONTAINER"
 LIFETIME = "SLIME_AGENT_SANDBOX_LIFETIME_SEC"
-TIMED_OUT = 124  # of the program timeout
+TIMED_OUT = (124, 137)  # exit codes of the program timeout: what it ended ended by TERM, or by KILL
 SHOWN = 500  # characters of an error
+RUN = 'eval "$(cat)"; exec < /dev/null; exec "$BASH" -c "$1"'
+"""Run a command with the variables that stdin sets: no other user sees them, and no other program has them."""
 WRITE = 'folder=$(dirname "$1"); [ -d "$folder" ] || { mkdir -p "$folder" && chown "$2" "$folder"; }; '
 WRITE += 'cat > "$1" && chown "$2" "$1"'
 AGENT = """
@@ -117,11 +119,12 @@ class E2BSandbox:
             TimeoutError: it was ended after ``timeout`` seconds.
             RuntimeError: with ``check`` an exit code other than 0.
         """
-        names = [word for name in env or {} for word in ("--env", name)]
-        words = ["exec", "--user", user, *names, self.sandbox_id]
-        command = ["timeout", "-k", "5", str(timeout), "bash", "-c", cmd]
-        code, stdout, stderr = await _run_engine([*words, *command], env=env)
-        if code == TIMED_OUT:
+        words = ["exec", "--interactive", "--user", user, self.sandbox_id]
+        command = ["timeout", "-k", "5", str(timeout), "bash", "-c", RUN, "bash", cmd]
+        variables = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in (env or {}).items())
+        start = time.monotonic()
+        code, stdout, stderr = await _run_engine([*words, *command], stdin=variables)
+        if code in TIMED_OUT and time.monotonic() - start >= timeout:
             raise TimeoutError(f"was ended after {timeout} s: {cmd[:SHOWN]}")
         if check and code:
             raise RuntimeError(f"exit code {code}: {cmd[:SHOWN]}\n{stderr[-SHOWN:]}")
@@ -143,10 +146,8 @@ def _engine() -> list[str]:
     return shlex.split(os.environ.get(ENGINE) or "docker")
 
 
-async def _run_engine(
-    words: list[str], *, env: Mapping[str, str] | None = None, stdin: FileContent = b""
-) -> ExecResult:
-    """Run a container program to its end, ``env`` added to its environment."""
+async def _run_engine(words: list[str], *, stdin: FileContent = b"") -> ExecResult:
+    """Run a container program to its end."""
     try:
         process = await asyncio.create_subprocess_exec(
             *_engine(),
@@ -154,7 +155,6 @@ async def _run_engine(
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, **(env or {})},
         )
     except OSError as error:
         raise SandboxError(
