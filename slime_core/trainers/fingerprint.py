@@ -1,4 +1,4 @@
-"""Checksum of float32 parameters: the same for any backend, number of ranks, layout and device.
+"""Checksum of float32 parameters and router biases: the same for any backend, number of ranks, layout and device.
 
 Of each tensor with bits b(0), b(1), ... (int32, row by row) two sums modulo 2^64:
 

@@ -8,6 +8,8 @@ import torch
 from megatron_ranks import PIPELINE, TENSOR, Ranks, answer, run_ranks
 
 from slime_core.testing.families import family_model
+from slime_core.trainers.fsdp.experts import router_biases
+from slime_core.trainers.fsdp.model import fingerprint
 from slime_core.weights.folder import ModelFolder
 
 pytest.importorskip("megatron.core", reason="an optional extra: pip install slime-rl[megatron]")
@@ -66,6 +68,16 @@ def test_biases_are_restored_and_a_skipped_step_leaves_them(ranks):
     assert ranks[0]["skipped"] == ranks[0]["saved"]
 
 
+def test_the_fingerprint_has_the_biases_once_as_the_other_backends(root, ranks):
+    model = ModelFolder.open(root / "exported").build_model("float32")
+    biases = router_biases(model)
+    assert biases[BIAS].tolist() == ranks[0]["saved"]
+    expected = fingerprint(dict(model.named_parameters()) | biases, 1)
+    assert [returned["fingerprints"] for returned in ranks] == [[expected, expected]] * 2
+    biases[BIAS][0] += RATE
+    assert fingerprint(dict(model.named_parameters()) | biases, 1) != expected
+
+
 @pytest.mark.parametrize("layout", AUXILIARY)
 def test_an_auxiliary_loss_adds_its_coefficient_times_its_mean_over_rows_without_filling(ranks, layout):
     for returned in ranks:
@@ -84,16 +96,26 @@ def balanced(rank, root):
         load = ranks.worker.expert_load.counts.tolist()
         returned[name] = {"load": load, "violation": violation, "bias": bias_of(ranks)}
     ranks.step()
+    for router in routers_of(ranks.worker):
+        router.expert_bias += RATE * torch.arange(FAMILY["n_routed_experts"])
     returned["saved"] = bias_of(ranks)
     ranks.save(root / "saved")
+    fingerprints = [ranks.worker.fingerprint()]
     ranks.batch.columns["advantages"][:] = 0
     assert ranks.worker.step(ranks.batch)["skipped_steps/no_gradient"] == 1
     returned["skipped"] = bias_of(ranks)
     other = Ranks(root, "moe", TENSOR, rank, 2, moe_router_bias_update_rate=RATE)
     other.restore(root / "saved")
     returned["restored"] = bias_of(other)
+    returned["fingerprints"] = [*fingerprints, other.worker.fingerprint()]
+    other.worker.export(root / "exported")
     returned["auxiliary"] = {name: auxiliary(root, LAYOUTS[name], rank) for name in AUXILIARY}
     return returned
+
+
+def routers_of(worker):
+    """The routers of this rank's layers of experts."""
+    return [module for module in worker.policy.stage.modules() if hasattr(module, "routing")]
 
 
 def bias_of(ranks):
@@ -112,9 +134,8 @@ def auxiliary(root, flags, rank):
     for sign, more in ((-1, {}), (1, BALANCED)):
         ranks = Ranks(root, "moe", flags | more, rank, 2, use_rollout_logprobs=True)
         worker = ranks.worker
-        routers = [module for module in worker.policy.stage.modules() if hasattr(module, "routing")]
         passes = []
-        for router in routers:
+        for router in routers_of(worker):
             router.register_forward_hook(
                 lambda router, args, output, passes=passes: passes.append((router, args, output[1]))
             )

@@ -202,7 +202,8 @@ def test_log_probs_gradients_and_weights_are_those_of_transformers(models, zygot
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_fingerprint_sums_the_parameters_of_transformers(models, name):
+def test_a_fingerprint_sums_the_parameters_and_router_biases_of_transformers(models, name):
+    from slime_core.trainers.fsdp.experts import router_biases
     from slime_core.weights.build import skeleton
     from slime_models.families import BRIDGES
 
@@ -212,9 +213,10 @@ def test_a_fingerprint_sums_the_parameters_of_transformers(models, name):
     config = Folder(models / name / "model").config
     bridge = BRIDGES[config.model_type]
     tensors = SimpleNamespace(sizes=bridge.sizes(config))
-    entries = [entry for entry in bridge.entries(config) if not entry.megatron.endswith("expert_bias")]
-    summed = {spot.name: spot.shape for entry in entries for spot in spots(entry, tensors)}
-    assert summed == {key: tuple(tensor.shape) for key, tensor in skeleton(config).named_parameters()}
+    summed = {spot.name: spot.shape for entry in bridge.entries(config) for spot in spots(entry, tensors)}
+    model = skeleton(config)
+    learned = dict(model.named_parameters()) | router_biases(model)
+    assert summed == {key: tuple(tensor.shape) for key, tensor in learned.items()}
 
 
 ENTROPY = 0.1  # its weight in the loss

@@ -554,17 +554,20 @@ class FsdpLearner:
 
 
 @torch.no_grad()
-def fingerprint(parameters: Mapping[str, torch.Tensor], world: int) -> str:
-    """The checksum of parameters by name, which may be sharded by rows; a collective.
+def fingerprint(tensors: Mapping[str, torch.Tensor], world: int) -> str:
+    """The checksum of tensors by name, which may be sharded by rows; a collective.
 
-    Every rank gets the same answer: 32 hex digits.
+    Every rank gets the same answer: 32 hex digits. Of a tensor that every rank has whole, the first one counts.
     """
-    names, runs = sorted(parameters), []
+    names, runs = sorted(tensors), []
     for name in names:
-        parameter = parameters[name].detach()
-        width = parameter[:1].numel() if parameter.ndim > 1 else 1
-        runs.append((local(parameter), first_row(parameter) * width))
+        tensor = tensors[name].detach()
+        width = tensor[:1].numel() if tensor.ndim > 1 else 1
+        shard_ = local(tensor)
+        if world > 1 and not isinstance(tensor, DTensor) and dist.get_rank():
+            shard_ = shard_[:0]
+        runs.append((shard_, first_row(tensor) * width))
     total = all_sums(runs)
     if world > 1:
         dist.all_reduce(total)
-    return digest({n: (list(parameters[n].shape), pair) for n, pair in zip(names, total.tolist(), strict=True)})
+    return digest({n: (list(tensors[n].shape), pair) for n, pair in zip(names, total.tolist(), strict=True)})

@@ -232,10 +232,11 @@ class FsdpWorker(Worker):
         checkpoint.restore(self, path)
 
     def checksum(self) -> str:
-        parameters = dict(self.actor.parameters())
+        tensors = self.actor.parameters() | self.actor.biases()
         if self.critic is not None:
-            parameters |= {f"critic.{name}": tensor for name, tensor in self.critic.learner.parameters().items()}
-        return fingerprint(parameters, self.world)
+            values = self.critic.learner
+            tensors |= {f"critic.{name}": tensor for name, tensor in (values.parameters() | values.biases()).items()}
+        return fingerprint(tensors, self.world)
 
     def write_folder(self, path: Path) -> None:
         whole = self.whole()

@@ -72,8 +72,12 @@ def train_rank(folder, out, rank=0, world=1):
         config, load_plugins(config), ModelFolder.open(folder), thread=thread, rank=rank, world=world,
         rendezvous=rendezvous,
     )  # fmt: skip
-    worker, batch, tensors = trainer._worker, made.batch_of(), {}
+    worker, batch = trainer._worker, made.batch_of()
     thread.call(worker.begin, config)
+    bias = worker.actor.biases()[BIAS]
+    bias.fill_(RATE)
+    tensors = {"fingerprint": torch.tensor(list(bytes.fromhex(thread.call(worker.fingerprint))))}
+    bias.zero_()
     batch.columns["reference"] = batch.columns["rollout_log_probs"]
     for step in range(2):
         metrics = thread.call(worker.step, batch)
@@ -139,6 +143,9 @@ def test_the_load_is_that_of_samples_one_by_one_and_biases_follow_it(bench, fold
     assert metrics["moe/dead_experts"] == float((load == 0).double().mean())
     assert metrics["moe/load_max_violation"] == pytest.approx(float(load.max() * EXPERTS / load.sum() - 1))
     assert BIAS not in one.worker.actor.parameters()
+    fingerprint = one.call("fingerprint")
+    one.worker.actor.biases()[BIAS][-1] += RATE
+    assert one.call("fingerprint") != fingerprint
 
 
 def test_without_a_rate_or_a_step_biases_stay(bench, folder):
@@ -192,7 +199,7 @@ def test_a_rate_for_routers_without_a_bias_is_refused(bench, tmp_path):
         bench(folder=folder, moe_router_bias_update_rate=1e-3)
 
 
-def test_two_ranks_have_the_load_and_biases_of_one(folder, zygote, tmp_path):
+def test_two_ranks_have_the_load_biases_and_fingerprint_of_one(folder, zygote, tmp_path):
     train_rank(folder, tmp_path)
     zygote.together(tmp_path, [[__file__, folder, tmp_path, rank, 2] for rank in range(2)])
     one, two = (load_file(tmp_path / f"load-{world}.safetensors") for world in (1, 2))

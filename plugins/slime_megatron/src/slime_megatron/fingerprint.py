@@ -1,4 +1,4 @@
-"""Checksum of a worker's parameters: the same at every layout, in float32 FSDP's.
+"""Checksum of a worker's parameters and router biases: the same at every layout, in float32 FSDP's.
 
 Nothing is gathered. Each rank knows where its rows, or its columns of them, lie in the tensors of the model folder,
 and sums the float32 masters that it alone has, or its share of copies. Experts that transformers keeps as one stack
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from slime_core.trainers.fingerprint import BLOCK, all_sums, digest, table
+from slime_core.weights.hashing import text_name
 from slime_megatron.masters import Master, masters
 from slime_megatron.places import BITS, ShardPiece, share
 from slime_megatron.saving import Learned, learned, piece_of
@@ -49,8 +50,7 @@ def fingerprint(worker: MegatronWorker) -> str:
     shapes: dict[str, tuple[int, ...]] = {}
     for one in learned(worker):
         for entry in one.tensors.entries:
-            if not entry.megatron.endswith("expert_bias"):  # a buffer
-                shapes |= {one.prefix + spot.name: spot.shape for spot in spots(entry, one.tensors)}
+            shapes |= {one.prefix + spot.name: spot.shape for spot in spots(entry, one.tensors)}
     names = sorted(shapes)
     number = {name: n for n, name in enumerate(names)}
     total = torch.zeros(len(names), 2, dtype=torch.int64, device=worker.device)
@@ -59,6 +59,10 @@ def fingerprint(worker: MegatronWorker) -> str:
             places = [number[one.prefix + spot.name] for spot in spots(shard.entry, one.tensors)]
             sums = _sums(master.weights(), master.begin, begin, end, piece_of(shard), one.tensors, shard.entry)
             total.index_add_(0, torch.tensor(places, device=total.device), sums.to(total.device))
+        for bias in one.tensors.by_name.values():
+            if bias.entry.megatron.endswith("expert_bias") and bias.speaks:
+                (spot,) = spots(bias.entry, one.tensors)
+                total[number[one.prefix + spot.name]] += all_sums([(bias.tensor, 0)])[0].to(total.device)
     dist.all_reduce(total)
     return digest({name: (list(shapes[name]), pair) for name, pair in zip(names, total.tolist(), strict=True)})
 
@@ -81,7 +85,7 @@ def spots(entry: Entry, tensors: Tensors) -> list[Spot]:
     """Where the tensors of ``entry.hf`` lie in the parameters of transformers' model."""
     spots = []
     for stored, shape in zip(entry.hf, entry.shapes, strict=True):
-        name = stored.replace(".block_sparse_moe.", ".mlp.")
+        name = text_name(stored).replace(".block_sparse_moe.", ".mlp.")
         stack = EXPERT.fullmatch(name)
         if stack is None or entry.expert < 0:
             spots.append(Spot(name, shape))
