@@ -91,11 +91,12 @@ class IdleTrainer(Trainer):
 
     def _publish(self, version: int, route: WeightRoute | None) -> WeightUpdate:
         model = self._folder.build_model(dtype="float32", seed=self._config.seed)
-        from slime_core.trainers.fsdp.publishing import rounded, sources_of, stored_buffers
+        from slime_core.trainers.fsdp.publishing import FolderLayout, rounded, sources_of, stored_buffers
 
+        layout = FolderLayout(model)
         form = rollout_form(self._config.rollout.rollout_quantization, self._folder.stored_in)
         if route is None:
-            tensors = rounded(dict(model.state_dict()), form)
+            tensors = rounded(dict(model.state_dict()), form, layout.parts)
             return WeightUpdate(version=version, epoch=self._epoch, transport="tensors", tensors=tensors)
         import torch
 
@@ -103,7 +104,9 @@ class IdleTrainer(Trainer):
 
         if self._senders is None:
             self._senders = Senders(torch.device(self._device), self._folder.path, self._config, form)
-        sources = sources_of(dict(model.named_parameters()) | stored_buffers(model), lambda tensor: tensor)
+        named = dict(model.named_parameters()) | stored_buffers(model)
+        sources = sources_of(named, lambda tensor: tensor, layout.parts)
+        layout.check(sources, self._folder)
         update = self._senders.publish(sources, version, route)
         update.epoch = self._epoch
         return update

@@ -41,7 +41,7 @@ from slime_core.types import Batch, WeightUpdate
 from slime_core.weights.fp8 import rollout_form
 from slime_core.weights.logprob_check import PRECISIONS
 from slime_core.weights.prediction_layers import carry
-from slime_core.weights.transports.buckets import TensorSource, stream
+from slime_core.weights.transports.buckets import TensorPart, TensorSource, one_part, stream
 from slime_core.weights.transports.senders import Senders
 
 if TYPE_CHECKING:
@@ -417,7 +417,7 @@ class Worker(ABC):
         if route is None:
             from slime_core.trainers.fsdp.publishing import rounded  # that package imports this module
 
-            tensors = rounded(self.whole(), self.block_format)
+            tensors = rounded(self.whole(), self.block_format, self.parts)
             return WeightUpdate(version=version, epoch=0, transport="tensors", tensors=tensors)
         return self.senders.publish(self.sources(), version, route, rank=self.rank)
 
@@ -542,6 +542,10 @@ class Worker(ABC):
     @abstractmethod
     def sources(self) -> list[TensorSource]:
         """All tensors that engines hold, by their names in the model folder."""
+
+    def parts(self, name: str, shape: torch.Size) -> tuple[TensorPart, ...]:
+        """What a tensor of `whole` is in the model folder."""
+        return one_part(name, shape)
 
     @abstractmethod
     def reserve(self) -> None:

@@ -293,7 +293,8 @@ def draw(model: Any, seed: int) -> None:
     """Fill every parameter: matrices normal with the family's ``initializer_range``, biases 0, the rest as it does.
 
     What is neither a linear layer nor an embedding (norms, state-space parameters, fused experts) is filled by the
-    family's own initialiser under a seed of the module's name.
+    family's own initialiser under a seed of the module's name; a layer of experts may fill its router, so parents
+    come first.
     """
     config = model.config.get_text_config()
     std = float(getattr(config, "initializer_range", None) or 0.02)
@@ -304,7 +305,7 @@ def draw(model: Any, seed: int) -> None:
                 if parameter.data_ptr() not in pointers:
                     pointers.add(parameter.data_ptr())
                     _fill(parameter, seed, f"{name}.{key}", 0.0 if key == "bias" else std)
-        elif next(module.parameters(recurse=False), None) is not None:
+        else:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed_of(seed, "init", name) % 2**63)
                 model._init_weights(module)

@@ -60,7 +60,7 @@ class ResponseTokens:
 
 
 class FsdpPolicy(nn.Module):
-    """The root module that is sharded; ``hf`` is the transformers model, its parameters' names are the folder's."""
+    """The root module that is sharded; ``hf`` is the transformers model."""
 
     def __init__(self, hf: Any, *, chunk: int) -> None:
         super().__init__()

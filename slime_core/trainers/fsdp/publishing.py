@@ -9,36 +9,112 @@ Every rank goes through all gathers, also where rank 0 has failed, so that no ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from slime_core.errors import TrainerError
-from slime_core.weights.transports.buckets import TensorPart, TensorSource
+from slime_core.weights.transports.buckets import TensorPart, TensorSource, one_part
 from slime_core.weights.transports.quantised import no_linear_layers
 
 if TYPE_CHECKING:
+    from slime_core.weights.folder import ModelFolder
     from slime_core.weights.fp8 import BlockFormat
 
-CONVOLUTION = "linear_attn.conv1d.weight"  # [channels, 1, width]
-STACKED = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
-"""Tensors of a layer's experts, one above the other: [E, 2 I, H] (gate, then up) and [E, H, I]."""
+Parts = Callable[[str, torch.Size], tuple[TensorPart, ...]]
+"""What a tensor of this name and shape is in a model folder."""
+SPLIT = {("SplitModulelist(dim=0)",): 1, ("Chunk(dim=1)", "SplitModulelist(dim=0)"): 2}
+"""Matrices of each expert in a stack [E, rows, columns], by the operations that take it apart."""
 
 
-def sources_of(named: Mapping[str, torch.Tensor], whole: Callable[[torch.Tensor], torch.Tensor]) -> list[TensorSource]:
+class FolderLayout:
+    """Names and places of a model's tensors in its folder: transformers' conversion of the family, reversed.
+
+    Example:
+        parts = FolderLayout(hf).parts("model.layers.0.mlp.experts.down_proj", torch.Size([8, 64, 32]))
+    """
+
+    def __init__(self, hf: Any) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import PrefixChange, WeightRenaming
+
+        family = get_model_conversion_mapping(hf, add_legacy=False)
+        loaded = getattr(hf, "_weight_conversions", None) or ()  # a folder may have a prefix or not
+        conversions: list[Any] = [one for one in loaded if isinstance(one, PrefixChange)]
+        conversions += [one for one in family if not isinstance(one, PrefixChange)]
+        reverse: list[Any] = [one.reverse_transform() for one in reversed(conversions)]
+        self._renamings = [one for one in reverse if isinstance(one, WeightRenaming)]
+        self._converters = [one for one in reverse if not isinstance(one, WeightRenaming)]
+        self._prefix = f"{hf.base_model_prefix}."
+        ties = getattr(hf, "all_tied_weights_keys", None) or {}
+        self._ties = {*ties, *ties.values()}
+
+    def parts(self, name: str, shape: torch.Size) -> tuple[TensorPart, ...]:
+        """What a parameter is in a model folder: one tensor, or the matrices of each expert.
+
+        Raises:
+            TrainerError: tensors of another layout.
+        """
+        from transformers.core_model_loading import rename_source_key
+
+        renamed, pattern = rename_source_key(name, self._renamings, self._converters, reverse=True)
+        converter = next((one for one in self._converters if pattern in one.source_patterns), None)
+        if converter is None:
+            return one_part(renamed, shape)
+        matrices, operations = converter.target_patterns, tuple(map(str, converter.operations))
+        if SPLIT.get(operations) != len(matrices):
+            raise TrainerError(
+                f"{name} of shape {list(shape)} has no known form in an engine",
+                why=f"in a model folder it is {', '.join(matrices)}; stacks of experts alone are taken apart",
+                fix="use rollout_engine=local for this model",
+            )
+        experts, rows, columns = shape[0], shape[1] // len(matrices), shape[2]
+        return tuple(
+            TensorPart(
+                renamed.replace(matrices[0], matrix).replace("*", str(expert)),
+                (rows, columns),
+                partial(_rows, expert, number * rows, (number + 1) * rows),
+            )
+            for expert in range(experts)
+            for number, matrix in enumerate(matrices)
+        )
+
+    def check(self, sources: Iterable[TensorSource], folder: ModelFolder) -> None:
+        """Compare the names of what would be sent with those of the folder that an engine has loaded.
+
+        Raises:
+            TrainerError: a name that the folder does not have, which an engine would pass over.
+        """
+        if folder.init_weights == "random":
+            return
+        names = self._ties | folder.tensors().keys()
+        sent = (part.name for source in sources for part in source.parts)
+        if unknown := [name for name in sent if not {name, name.removeprefix(self._prefix)} & names]:
+            raise TrainerError(
+                f"{len(unknown)} tensors are not in the model folder by the names that they would be sent under: "
+                + ", ".join(unknown[:3]),
+                where=str(folder.path),
+                why="an engine keeps what it has of tensors whose names it does not know",
+                fix="save the model again with transformers (from_pretrained, then save_pretrained), or use "
+                "rollout_engine=local",
+            )
+
+
+def sources_of(
+    named: Mapping[str, torch.Tensor], whole: Callable[[torch.Tensor], torch.Tensor], parts: Parts
+) -> list[TensorSource]:
     """Tensors by the model's names, tied ones once; ``whole`` makes one whole.
 
     Raises:
-        TrainerError: a tensor whose name in a model folder is not known here.
+        TrainerError: a tensor whose form in a model folder is not known here.
     """
     sources = []
     for name, tensor in named.items():
         if not tensor.is_floating_point():
             raise TrainerError(f"{name} is {tensor.dtype}, and engines are sent floats only")
-        sources.append(TensorSource(parts_of(name, tensor.shape), partial(_plain, whole, tensor)))
+        sources.append(TensorSource(parts(name, tensor.shape), partial(_plain, whole, tensor)))
     return sources
 
 
@@ -48,47 +124,14 @@ def _plain(whole: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) 
         return whole(tensor).detach()
 
 
-def parts_of(name: str, shape: torch.Size) -> tuple[TensorPart, ...]:
-    """What a parameter is called in a model folder: itself, or each expert's matrices.
-
-    Raises:
-        TrainerError: a stack of matrices of another layout.
-    """
-    if len(shape) < 3 or name.endswith(CONVOLUTION):
-        return (TensorPart(name, tuple(shape), _whole),)
-    prefix, _, last = name.rpartition(".")
-    if not name.endswith(STACKED):
-        raise TrainerError(
-            f"{name} of shape {list(shape)} has no known form in an engine",
-            why=f"of stacked matrices {' and '.join(STACKED)} are known",
-            fix="use rollout_engine=local for this model",
-        )
-    experts, rows, columns = shape
-    if last == "down_proj":
-        return tuple(
-            TensorPart(f"{prefix}.{number}.down_proj.weight", (rows, columns), partial(_rows, number, 0, rows))
-            for number in range(experts)
-        )
-    half = rows // 2
-    return tuple(
-        TensorPart(
-            f"{prefix}.{number}.{which}_proj.weight", (half, columns), partial(_rows, number, begin, begin + half)
-        )
-        for number in range(experts)
-        for which, begin in (("gate", 0), ("up", half))
-    )
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
 def _rows(number: int, begin: int, end: int, tensor: torch.Tensor) -> torch.Tensor:
     return tensor[number, begin:end]
 
 
 @torch.no_grad()
-def rounded(tensors: Mapping[str, torch.Tensor], block_format: BlockFormat | None) -> dict[str, torch.Tensor]:
+def rounded(
+    tensors: Mapping[str, torch.Tensor], block_format: BlockFormat | None, parts: Parts
+) -> dict[str, torch.Tensor]:
     """The tensors of an engine in this process, which computes with what one in fp8 would be sent; None: as they are.
 
     Ranks other than the first have none.
@@ -98,22 +141,20 @@ def rounded(tensors: Mapping[str, torch.Tensor], block_format: BlockFormat | Non
     """
     if block_format is None:
         return dict(tensors)
-    block_format = replace(block_format, weights=None)  # names of a folder, which are not the model's in every family
     engine_tensors = {
-        name: _rounded(name, tensor, block_format) if tensor.ndim == 2 or name.endswith(STACKED) else tensor
-        for name, tensor in tensors.items()
+        name: _rounded(tensor, block_format, parts(name, tensor.shape)) for name, tensor in tensors.items()
     }
     if tensors and all(engine_tensors[name] is tensor for name, tensor in tensors.items()):
         raise no_linear_layers()
     return engine_tensors
 
 
-def _rounded(name: str, tensor: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
-    parts = [part for part in parts_of(name, tensor.shape) if block_format.covers(part.name)]
-    if not parts:
+def _rounded(tensor: torch.Tensor, block_format: BlockFormat, parts: Iterable[TensorPart]) -> torch.Tensor:
+    linear = [part for part in parts if block_format.covers(part.name)]
+    if not linear:
         return tensor
     values = tensor.detach().clone()
-    for part in parts:
+    for part in linear:
         part.cut(values).copy_(block_format.rounded(part.cut(values)))
     return values
 

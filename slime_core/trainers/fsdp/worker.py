@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from slime_core.protocols import Role
     from slime_core.trainers.optimizer_step import Schedule
     from slime_core.types import Columns, MicroBatch, WeightRoute
-    from slime_core.weights.transports.buckets import TensorSource
+    from slime_core.weights.transports.buckets import TensorPart, TensorSource
 
 MOST_TOKENS = 32768  # of a micro-batch: more do not make a GPU faster
 
@@ -62,6 +62,7 @@ class FsdpWorker(Worker):
         self.policy: FsdpPolicy = FsdpPolicy(
             model.to(self.device).eval().requires_grad_(True), chunk=self.train.logprob_chunk_tokens
         )
+        self.layout = publishing.FolderLayout(model)
         self.policy.try_model()
         if self.train.routing_replay != "off":
             self.policy.routers = Routers(self.policy.hf)
@@ -207,7 +208,12 @@ class FsdpWorker(Worker):
         reshard(self.policy)
         named: dict[str, torch.Tensor] = dict(self.actor.parameters())
         named |= publishing.stored_buffers(self.policy.hf)
-        return publishing.sources_of(named, full if self.world > 1 else local)
+        sources = publishing.sources_of(named, full if self.world > 1 else local, self.parts)
+        self.layout.check(sources, self.folder)
+        return sources
+
+    def parts(self, name: str, shape: torch.Size) -> tuple[TensorPart, ...]:
+        return self.layout.parts(name, shape)
 
     def whole(self) -> Tensors:
         """Every tensor of the model's state on rank 0, tied names as one tensor; nothing on the others."""

@@ -44,6 +44,15 @@ class TensorPart:
     dtype: torch.dtype | None = None  # of what is sent; None is the engine's
 
 
+def one_part(name: str, shape: Sequence[int]) -> tuple[TensorPart]:
+    """Of a tensor that is one in the trainer and in a model folder."""
+    return (TensorPart(name, tuple(shape), _whole),)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 @dataclass(slots=True, frozen=True)
 class TensorSource:
     """One tensor of the trainer. ``gather`` gives it whole; it is a collective where ranks share the tensor."""

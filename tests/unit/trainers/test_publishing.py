@@ -14,12 +14,17 @@ from safetensors.torch import load_file, save_file
 from slime_core.errors import SlimeError, TrainerError
 from slime_core.plugins import load_plugins
 from slime_core.testing import tiny_model
+from slime_core.testing.families import FAMILIES, family_config, family_model
+from slime_core.testing.models import char_tokenizer
 from slime_core.threads import TorchThread
 from slime_core.trainers.fsdp import FsdpTrainer
-from slime_core.trainers.fsdp.publishing import parts_of
+from slime_core.trainers.fsdp.publishing import FolderLayout, sources_of, stored_buffers
 from slime_core.types import Piece, RankTensor, WeightRoute
 from slime_core.weights import hashing
+from slime_core.weights.build import skeleton
 from slime_core.weights.folder import ModelFolder
+from slime_core.weights.shards import Shards
+from slime_core.weights.transports.buckets import stream
 
 pytestmark = pytest.mark.unit
 
@@ -109,30 +114,68 @@ def test_memory_of_a_transport_is_given_back_with_the_parameters_and_taken_again
     assert [bucket["names"] for bucket in again["buckets"]] == [bucket["names"] for bucket in first["buckets"]]
 
 
-def test_stacked_experts_leave_under_the_names_of_a_saved_folder(tmp_path):
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=40, hidden_size=16, intermediate_size=32, moe_intermediate_size=8, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=4, num_experts_per_tok=2,
-    )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(str(tmp_path))
-    saved = load_file(str(tmp_path / "model.safetensors"))
-    cut = {
-        part.name: part.cut(parameter.detach())
-        for name, parameter in model.named_parameters()
-        for part in parts_of(name, parameter.shape)
-    }
-    assert cut.keys() == saved.keys()
-    assert len(cut) == 2 + 1 + 2 * (4 + 2 + 2 + 1 + 4 * 3)
-    for name, parameter in model.named_parameters():
-        for part in parts_of(name, parameter.shape):
-            assert part.shape == tuple(saved[part.name].shape)
-            assert torch.equal(cut[part.name], saved[part.name])
+def sources_in(folder):
+    """Sources of a folder's model, and the layout that they have."""
+    hf = folder.build_model()
+    layout = FolderLayout(hf)
+    return sources_of(dict(hf.named_parameters()) | stored_buffers(hf), torch.clone, layout.parts), layout
 
 
-def test_a_stack_of_matrices_of_another_layout_is_refused_by_name():
-    with pytest.raises(TrainerError, match=r"model\.layers\.0\.experts\.w1 of shape \[4, 8, 8\]"):
-        parts_of("model.layers.0.experts.w1", torch.Size([4, 8, 8]))
+@pytest.mark.parametrize("init_weights", ["load", "random"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_leaves_in_names_and_values_of_its_folder(tmp_path, family, init_weights):
+    path = family_model(tmp_path / "m", family)
+    sources, _ = sources_in(ModelFolder.open(path, init_weights=init_weights))
+    stored = Shards.open(path)
+    sent = {part.name: (part, tensor) for parts, tensor in stream(sources) for part in parts}
+    assert sent.keys() == stored.keys()
+    for name, (part, tensor) in sent.items():
+        assert part.shape == stored[name].shape
+        assert torch.equal(part.cut(tensor), stored[name])
+
+
+def test_of_a_model_of_pictures_the_text_part_leaves_in_the_folders_names(tmp_path):
+    """As Qwen3.5 is published: names of the whole model, and the experts of a layer in two tensors."""
+    tokenizer = char_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    text = family_config("qwen3-next", len(tokenizer)).to_dict()
+    pictures = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+    config = transformers.AutoConfig.for_model("qwen3_5_moe", text_config=text, vision_config=pictures)
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    model.save_pretrained(tmp_path)
+    save_file(dict(model.state_dict()), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    folder = ModelFolder.open(tmp_path)
+    sources, layout = sources_in(folder)
+    layout.check(sources, folder)
+    stored = {name: tensor for name, tensor in folder.tensors().items() if ".visual." not in name}
+    sent = {part.name: part.cut(tensor) for parts, tensor in stream(sources) for part in parts}
+    assert sent.keys() == stored.keys()
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in sent.items())
+    assert "model.language_model.layers.1.mlp.experts.3.up_proj.weight" in sent
+
+
+def test_names_that_the_folder_does_not_have_are_refused(tmp_path):
+    """As an older transformers saved GPT-NeoX: an engine would keep its output matrix for ever."""
+    folder = ModelFolder.open(family_model(tmp_path / "m", "neox"))
+    sources, layout = sources_in(folder)
+    layout.check(sources, folder)
+    file = folder.path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors.pop("embed_out.weight")
+    save_file(tensors, file, metadata={"format": "pt"})
+    folder = ModelFolder.open(folder.path)
+    sources, layout = sources_in(folder)
+    with pytest.raises(TrainerError, match=r"1 tensors .*: embed_out\.weight"):
+        layout.check(sources, folder)
+
+
+def test_tensors_of_another_layout_are_refused_by_name():
+    """Kimi Linear's convolution is three tensors in its folder."""
+    config = transformers.KimiLinearConfig(num_hidden_layers=1)
+    layout = FolderLayout(skeleton(config))
+    with pytest.raises(TrainerError, match=r"self_attn\.conv1d\.weight of shape \[96, 1, 4\]") as caught:
+        layout.parts("model.layers.0.self_attn.conv1d.weight", torch.Size([96, 1, 4]))
+    assert "q_conv1d" in caught.value.why
 
 
 @pytest.fixture(scope="module")

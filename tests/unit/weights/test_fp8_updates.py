@@ -10,7 +10,7 @@ from slime_core.config.schema import Config
 from slime_core.errors import EngineError, TrainerError
 from slime_core.testing.families import family_model
 from slime_core.testing.models import fp8_model
-from slime_core.trainers.fsdp.publishing import rounded, sources_of
+from slime_core.trainers.fsdp.publishing import FolderLayout, rounded, sources_of
 from slime_core.types import Piece, RankTensor, WeightRoute
 from slime_core.weights.canary import compare
 from slime_core.weights.folder import ModelFolder
@@ -18,7 +18,7 @@ from slime_core.weights.fp8 import BlockFormat, rollout_form
 from slime_core.weights.hashing import checksum, expected
 from slime_core.weights.logprob_check import Band
 from slime_core.weights.shards import Shards
-from slime_core.weights.transports.buckets import Staging, TensorPart, TensorSource, lay_out, stream
+from slime_core.weights.transports.buckets import Staging, TensorPart, TensorSource, lay_out, one_part, stream
 from slime_core.weights.transports.quantised import in_fp8
 from slime_core.weights.transports.senders import Senders
 
@@ -49,7 +49,7 @@ def hf(model):
 def update(model, hf, tmp_path):
     """One by disk, with checksums of two rows."""
     senders = Senders(torch.device("cpu"), model.path, Config(), FORMAT)
-    sources = sources_of(dict(hf.named_parameters()), lambda tensor: tensor)
+    sources = sources_of(dict(hf.named_parameters()), lambda tensor: tensor, FolderLayout(hf).parts)
     route = WeightRoute(transport="disk", dtype="bfloat16", folder=str(tmp_path / "w"), checks=(QKV, NORM))
     return senders.publish(sources, 3, route)
 
@@ -81,7 +81,8 @@ def test_checksums_are_of_the_values_of_what_was_sent(hf, update, tmp_path):
         NORM.key: checksum(values[NORM.name]),
     }
     assert update.fingerprints == expected(Shards.open(tmp_path / "w" / "v-3"), (QKV, NORM), torch.bfloat16)
-    engine = rounded({name: parameter.detach() for name, parameter in hf.named_parameters()}, FORMAT)
+    named = {name: parameter.detach() for name, parameter in hf.named_parameters()}
+    engine = rounded(named, FORMAT, FolderLayout(hf).parts)
     name = QKV.pieces[1].name
     assert torch.equal(engine[name].to(torch.bfloat16), values[name])  # what the embedded engine computes with
     stack = engine[f"{LAYER}.mlp.experts.gate_up_proj"].to(torch.bfloat16)
@@ -94,7 +95,8 @@ def test_of_a_folder_in_fp8_those_weights_are_quantised_that_it_has_so(model, hf
     del tensors[f"{name}_scale_inv"]
     save_file(tensors | {name: tensors[name].float()}, path / "model.safetensors")
     form = rollout_form("fp8", ModelFolder.open(path).stored_in)
-    parts = [part for one in in_fp8(sources_of(dict(hf.named_parameters()), torch.clone), form) for part in one.parts]
+    sources = sources_of(dict(hf.named_parameters()), torch.clone, FolderLayout(hf).parts)
+    parts = [part for one in in_fp8(sources, form) for part in one.parts]
     sent = {part.name for part in parts if part.dtype is torch.float8_e4m3fn}
     assert sent == {one.removesuffix("_scale_inv") for one in tensors if one.endswith("_scale_inv")}
     assert (len(sent), name in sent) == (31, False)
@@ -137,11 +139,11 @@ def test_a_staging_begins_every_tensor_at_a_multiple_of_its_size(most):
 def test_a_model_without_known_linear_layers_is_refused():
     tensors = {"transformer.h.0.mlp.c_fc.weight": torch.ones(4, 4)}
     with pytest.raises(TrainerError, match="no linear layers") as caught:
-        in_fp8(sources_of(tensors, lambda tensor: tensor), FORMAT)
+        in_fp8(sources_of(tensors, torch.clone, one_part), FORMAT)
     assert caught.value.fix == "--rollout-quantization none"
     with pytest.raises(TrainerError, match="no linear layers"):
-        rounded(tensors, FORMAT)
-    assert rounded({}, FORMAT) == {}  # of a rank that publishes nothing
+        rounded(tensors, FORMAT, one_part)
+    assert rounded({}, FORMAT, one_part) == {}  # of a rank that publishes nothing
 
 
 def test_the_band_of_log_probs_is_five_times_as_wide_and_ends_at_the_ceiling():

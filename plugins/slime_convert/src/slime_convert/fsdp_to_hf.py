@@ -19,7 +19,7 @@ from slime_convert.source import ANOTHER, manifest_of, origin_of, step_of
 from slime_core import durable
 from slime_core.errors import ConfigError, StorageError
 from slime_core.trainers.fsdp import checkpoint as files
-from slime_core.trainers.fsdp.publishing import parts_of
+from slime_core.trainers.fsdp.publishing import FolderLayout
 from slime_core.weights import prediction_layers
 from slime_core.weights.build import Fit, misfit, skeleton
 from slime_core.weights.folder import read_config
@@ -52,10 +52,13 @@ def fsdp_to_hf(checkpoint: Path, target: Path, origin: Path | None, how: How) ->
     folder = origin if origin is not None else origin_of(step)
     config = read_config(folder)
     stored = {name: StoredRows(info) for name, info in infos.items()}
-    stored |= _check_fit(skeleton(config), infos, folder, trainer)
-    stored |= {name: StoredRows(info) for name, info in prediction_layers.stored(folder, config).items()}
-    tensors = [cast(part, how.torch_dtype) for rows in stored.values() for part in _parts(rows)]
-    used = {rows.info.file for rows in stored.values()}
+    model = skeleton(config)
+    stored |= _check_fit(model, infos, folder, trainer)
+    layout = FolderLayout(model)
+    beside = [StoredRows(info) for info in prediction_layers.stored(folder, config).values()]
+    tensors = [part for rows in stored.values() for part in _parts(layout, rows)]
+    tensors = [cast(part, how.torch_dtype) for part in [*tensors, *beside]]
+    used = {rows.info.file for rows in [*stored.values(), *beside]}
     return to_hf("fsdp-to-hf", tensors, target, folder, used, how)
 
 
@@ -102,11 +105,11 @@ def _check_fit(model: Any, infos: Mapping[str, TensorInfo], folder: Path, traine
     return {name: StoredRows(stored[name]) for name in buffers}
 
 
-def _parts(rows: StoredRows) -> list[TensorRows]:
-    """What a parameter is in a model folder: itself, or the matrices of which it is a stack."""
-    parts = parts_of(rows.name, torch.Size(rows.shape))
-    if len(parts) == 1 and parts[0].name == rows.name:
-        return [rows]
+def _parts(layout: FolderLayout, rows: StoredRows) -> list[TensorRows]:
+    """What a parameter is in a model folder: one tensor, or the matrices of which it is a stack."""
+    parts = layout.parts(rows.name, torch.Size(rows.shape))
+    if parts[0].shape == rows.shape:
+        return [StoredRows(replace(rows.info, name=parts[0].name))]
     stacked, inner, *rest = rows.shape
     flat = StoredRows(replace(rows.info, shape=(stacked * inner, *rest)))  # one below the other
     numbers = torch.arange(stacked * inner).reshape(stacked, inner, 1)

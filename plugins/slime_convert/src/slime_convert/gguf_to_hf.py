@@ -22,7 +22,7 @@ import torch
 from slime_convert.folder_writing import Done, How, to_hf
 from slime_convert.rows import TensorRows
 from slime_core.errors import ConfigError, DataError
-from slime_core.trainers.fsdp.publishing import parts_of
+from slime_core.trainers.fsdp.publishing import FolderLayout
 
 SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """Special tokens as transformers calls them, and what a GGUF file calls their ids."""
@@ -132,7 +132,8 @@ def _tensors(model: Any) -> list[TensorRows]:
     """What a model folder stores: tied weights once, each expert's matrices apart."""
     ties = set(getattr(model, "all_tied_weights_keys", None) or ())
     tensors = ((name, tensor.detach()) for name, tensor in model.state_dict().items() if name not in ties)
-    return [MemoryRows(part.name, part.cut(t)) for name, t in tensors for part in parts_of(name, t.shape)]
+    parts = FolderLayout(model).parts
+    return [MemoryRows(part.name, part.cut(t)) for name, t in tensors for part in parts(name, t.shape)]
 
 
 def _write_config(model: Any, ids: dict[str, int], folder: Path) -> None:
