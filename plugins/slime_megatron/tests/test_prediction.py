@@ -209,7 +209,7 @@ def learn(rank, root, megatron):
     batch = replace(batch, columns=batch.columns | {"old_policy": columns, "reference": columns - 0.1})
     workers = []
     for name, more in (("with", megatron), ("without", {})):
-        config = config_of(root / "mimo", more, clip_grad=0.0, kl_loss_coef=0.05)
+        config = config_of(root / "mimo", more, clip_grad=0.0, kl_loss_coef=0.05, ref_load=str(root / "mimo"))
         workers.append(make_worker(config, rank, 1, root / name))
         workers[-1].begin(config)
     ahead, plain = workers

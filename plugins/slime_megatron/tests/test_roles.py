@@ -211,6 +211,7 @@ def test_all_models_score_and_learn_as_those_of_the_other_backend(ranks, fsdp, l
     (found, columns), (metrics, wanted) = ranks(layout), fsdp
     agree(found, columns, metrics, wanted)
     assert wanted["first.values"].std() > 0.1
+    assert not wanted["causal.values"].any(), "a causal language model has no head: it is zero"
     assert not wanted["second.values"].any(), "a new head is zero"
     assert abs(wanted["second.reference"] - wanted["second.policy"]).max() > 0.1
     assert found["metrics"][0]["critic_only_steps"] == 2.0
@@ -330,11 +331,14 @@ def scored(trainer, batch, name, arrays):
 
 
 def learn(trainer, folders, stage_of):
-    """Two stages of steps: metrics, columns, and the last batch."""
+    """Three stages of steps: metrics, columns, and the last batch."""
     arrays = {}
     call(trainer, "begin", stage_of(critic_load=folders["critic"], **FIRST))
     batch = scored(trainer, batch_with_returns(), "first", arrays)
     metrics = [call(trainer, "step", batch) for _ in range(2)]
+    call(trainer, "begin", stage_of(critic_load=folders["teacher"], **SECOND))
+    batch = scored(trainer, batch_with_returns(), "causal", arrays)
+    metrics.append(call(trainer, "step", batch))
     call(trainer, "begin", stage_of(ref_load=folders["reference"], **SECOND))
     batch = scored(trainer, batch_with_returns(), "second", arrays)
     metrics.append(call(trainer, "step", batch))

@@ -75,7 +75,8 @@ class MegatronFrozen:
                 raise
         folder = roles.open_model("train.ref_load", path, self._folder)
         policy_shapes = {n: shape for entry in tensors.entries for n, shape in zip(entry.hf, entry.shapes)}
-        reference_shapes = {name: info.shape for name, info in Shards.open(folder.path).infos.items()}
+        ahead, infos = policy.tensors.sizes.ahead, Shards.open(folder.path).infos
+        reference_shapes = {name: info.shape for name, info in infos.items() if not name.startswith(ahead)}
         if policy.tensors.sizes.tied and folder.config.tie_word_embeddings:
             reference_shapes.pop("lm_head.weight", None)
         roles.same_tensors("train.ref_load", folder, policy_shapes, reference_shapes, self._folder)

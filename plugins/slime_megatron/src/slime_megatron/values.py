@@ -78,9 +78,10 @@ def build_values(
     folder, shards, head = open_critic(path, policy)
     bridge = run.bridge(folder.config)
     settings = settings_of(folder, bridge, run) if path else settings
-    weights: Mapping[str, torch.Tensor] | None = stored(folder) if path and shards is None else None
-    if shards is not None:
-        weights = _fitting(shards, head, bridge, folder)
+    weights: Mapping[str, torch.Tensor] | None = None
+    if path:
+        tensors_of_folder = _fitting(shards, head, bridge, folder) if shards is not None else stored(folder)
+        weights = _Headed(tensors_of_folder, head, bridge.sizes(folder.config).hidden)
     stage = build_stage(ValueGPT, settings, bridge, run.device)
     multiple, entries = settings.vocabulary_multiple, _entries(bridge, folder)
     tensors = Tensors(stage.chunks, bridge, folder.config, multiple=multiple, entries=entries)
@@ -110,24 +111,26 @@ def _entries(bridge: Bridge, folder: ModelFolder, head: str = "score") -> list[E
     ]
 
 
-def _fitting(shards: Shards, head: str, bridge: Bridge, folder: ModelFolder) -> Mapping[str, torch.Tensor]:
-    """The folder's tensors with its head under our name, names and shapes checked; an output matrix is let through."""
+def _fitting(shards: Shards, head: str, bridge: Bridge, folder: ModelFolder) -> Shards:
+    """The folder's tensors, names and shapes checked; an output matrix is let through."""
     outputs = {name for e in bridge.entries(folder.config) if e.megatron == OUTPUT for name in e.hf}
     infos = {name: info.shape for name, info in shards.infos.items() if name not in outputs}
     infos.setdefault(f"{head}.bias", (1,))
     check_tensors(_entries(bridge, folder, head), bridge.sizes(folder.config), infos, folder.path)
-    return _Headed(shards, head)
+    return shards
 
 
 class _Headed(dict[str, torch.Tensor]):
-    """Tensors read when they are asked for; the head's by our names, its bias 0 where it has none."""
+    """Tensors read when they are asked for; the head's by our names, zeros where the folder has none."""
 
-    def __init__(self, shards: Shards, head: str) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], head: str, hidden: int) -> None:
         super().__init__()
-        self._shards, self._head = shards, head
+        self._tensors, self._head, self._hidden = tensors, head, hidden
 
     def __missing__(self, name: str) -> torch.Tensor:
-        stored_as = name.replace("score.", f"{self._head}.") if name.startswith("score.") else name
-        if stored_as == f"{self._head}.bias" and stored_as not in self._shards.infos:
-            return torch.zeros(1)
-        return self._shards[stored_as]
+        if not name.startswith("score."):
+            return self._tensors[name]
+        stored_as = name.replace("score.", f"{self._head}.")
+        if stored_as in self._tensors:
+            return self._tensors[stored_as]
+        return torch.zeros(1) if name.endswith("bias") else torch.zeros(1, self._hidden)
