@@ -206,6 +206,11 @@ def routed_dtype(experts: int) -> type[np.integer[Any]]:
     return np.uint8 if experts <= 1 << 8 else np.int16
 
 
+def routed_rows(numbers: NDArray[Any]) -> NDArray[np.integer[Any]]:
+    """Experts in the smallest dtype that holds them; one below 0 stays what it is."""
+    return numbers.astype(np.int16 if numbers.min(initial=0) < 0 else routed_dtype(int(numbers.max(initial=0)) + 1))
+
+
 def longer_rows(rows: Any, more: NDArray[Any] | None) -> Any:
     """``rows`` of a sequence's first positions, then those of ``more``, from its beginning too, that come after."""
     if rows is None or more is None:

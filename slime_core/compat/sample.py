@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from slime_core.types import ArrayRef, Sample as CoreSample, Status, longer_rows, routed_dtype
+from slime_core.types import ArrayRef, Sample as CoreSample, Status, longer_rows, routed_rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -209,7 +209,7 @@ def _experts(sample: CoreSample, args: Any, meta: Mapping[str, Any]) -> NDArray[
     except ValueError as error:
         size = f"{len(sample.tokens) - 1 - start} x {' x '.join(map(str, shape))}"
         raise ValueError(f"sample {sample.id}: {len(numbers)} routed experts came, not {size}") from error
-    experts = experts.astype(routed_dtype(int(experts.max(initial=0)) + 1))
+    experts = routed_rows(experts)
     if not start:
         return longer_rows(rows, experts)  # type: ignore[no-any-return]
     if not isinstance(rows, np.ndarray) or len(rows) < start:

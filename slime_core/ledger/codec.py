@@ -47,7 +47,7 @@ def encode(sample: Sample, refs: Mapping[str, ArrayRef] | None = None) -> list[b
     arrays = [("tokens", ints(sample.tokens))]
     arrays += [(name, floats(values)) for name in FLOATS if (values := getattr(sample, name)) is not None]
     values = {name: getattr(sample, name) for name in PLAIN} | dict(refs or {})
-    fields = {name: value for name, value in values.items() if value != DEFAULTS[name]}
+    fields = {n: value for n, value in values.items() if isinstance(value, np.ndarray) or value != DEFAULTS[n]}
     fields |= {name: _runs(values) for name in RUNS if (values := getattr(sample, name)) is not None}
     try:
         return pack(fields, arrays)

@@ -37,10 +37,12 @@ class RoutingReplay:
         segments: the run's folder of arrays
         layers: of the model, which have experts
         top_k: experts a token
+        experts: of a layer
     """
 
-    def __init__(self, kind: str, segments: Path, layers: list[int], top_k: int) -> None:
+    def __init__(self, kind: str, segments: Path, layers: list[int], top_k: int, experts: int) -> None:
         self.kind, self._segments, self._layers, self._top_k = kind, segments, layers, top_k
+        self._experts = experts
         self._recorded: dict[tuple[bytes, bytes], NDArray[np.int16]] = {}
 
     def source(self, batch: Batch, role: str) -> Source:
@@ -106,7 +108,11 @@ class RoutingReplay:
                 )
 
     def rows(self, batch: Batch, micro: MicroBatch) -> NDArray[np.int16]:
-        """[T, layers, k], the engine's choice for each row of a pack, and -1 where it made none."""
+        """[T, layers, k], the engine's choice for each row of a pack, and -1 where it made none.
+
+        Raises:
+            TrainerError: TRN110, a sample has an expert that the model has not.
+        """
         assert batch.routed_experts is not None
         out = np.full((len(micro.tokens), len(self._layers), self._top_k), NOT_CHOSEN, dtype=np.int16)
         bounds = zip(
@@ -119,6 +125,10 @@ class RoutingReplay:
             values = experts if isinstance(experts, np.ndarray) else read_array(self._segments, experts)
             if values.shape[1] != len(self._layers):  # of dense layers too, as SGLang has it
                 values = values[:, self._layers]
+            odd = values[((values < 0) | (values >= self._experts)) & (values[..., :1] != NOT_CHOSEN)]
+            if len(odd):
+                problem = f"has routed expert {odd[0]}"
+                raise _unfit(batch.sample_ids[sample], problem, f"a layer of the model has {self._experts} experts")
             positions = micro.position_ids[start:stop]
             count = int((positions < len(values)).sum())
             out[start : start + count] = values[positions[:count]]

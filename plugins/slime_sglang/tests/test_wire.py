@@ -1,6 +1,7 @@
 """SGLang's answers, read: what becomes of a right one, and each way in which one cannot be."""
 
 import math
+from base64 import b64encode
 
 import numpy as np
 import pytest
@@ -68,10 +69,24 @@ def test_experts_that_are_missing_or_do_not_fit_are_a_fault(text, shape, problem
     assert "--enable-return-routed-experts" in words
 
 
-def test_an_aborted_answer_may_have_no_experts():
-    """Of a request that had been retracted."""
+def test_an_aborted_answer_without_experts_has_no_tokens_where_experts_are_replayed():
+    """Of a request that had been retracted: later turns of the sample could have no experts either."""
     asked = request()
-    assert wire.completion(answer(asked, 5, "abort"), expected(asked, experts=(3, 2))).routed_experts is None
+    done = wire.completion(answer(asked, 5, "abort"), expected(asked, experts=(3, 2)))
+    assert (done.finish, done.tokens, done.log_probs, done.versions) == ("abort", [], [], [])
+    assert done.routed_experts is None
+    piece = wire.completion(answer(asked, 5, "abort"), expected(asked, experts=(3, 2)), final=False)
+    assert len(piece.tokens) == 5
+
+
+def test_an_expert_below_0_stays_below_0():
+    asked = request()
+    message = FakeServer().answer(body(asked, experts=True), 8, "length")
+    numbers = experts(3 + 8 - 1)
+    numbers[4, 1, 1] = -1
+    message["meta_info"]["routed_experts"] = b64encode(numbers.tobytes()).decode()
+    done = wire.completion(message, expected(asked, experts=(3, 2)))
+    np.testing.assert_array_equal(done.routed_experts, numbers)
 
 
 def test_an_aborted_answer_keeps_its_partial_tokens():

@@ -150,7 +150,7 @@ class FsdpWorker(Worker):
     def make_routing(self) -> RoutingReplay:
         assert self.policy.routers is not None
         routers, kind = self.policy.routers, self.train.routing_replay
-        return RoutingReplay(kind, self.segments, routers.layers, routers.shape[1])
+        return RoutingReplay(kind, self.segments, routers.layers, routers.shape[1], routers.choices[0].experts)
 
     def routing_differences(self) -> tuple[int, int]:
         return self.policy.routers.differences() if self.policy.routers is not None else (0, 0)

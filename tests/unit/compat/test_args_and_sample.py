@@ -331,10 +331,11 @@ def test_the_experts_of_an_answer_go_behind_those_of_earlier_turns():
     with pytest.raises(ValueError, match="3 routed experts came, not 6 x 1 x 1"):
         sample.append_response_tokens(tokens=[4], log_probs=[-0.5], meta_info=experts_of(1, 2, 3))
     args = SimpleNamespace(num_layers=1, moe_router_topk=2)
-    sample = Sample(tokens=[5])
-    meta = {"routed_experts": base64.b64encode(np.array([300, 2], dtype="<i4").tobytes()).decode()}
-    sample.append_response_tokens(args, tokens=[7], log_probs=[-0.5], meta_info=meta)
-    assert sample.rollout_routed_experts.tolist() == [[[300, 2]]]
+    for numbers in ([300, 2], [255, -1]):
+        sample = Sample(tokens=[5])
+        meta = {"routed_experts": base64.b64encode(np.array(numbers, dtype="<i4").tobytes()).decode()}
+        sample.append_response_tokens(args, tokens=[7], log_probs=[-0.5], meta_info=meta)
+        assert sample.rollout_routed_experts.tolist() == [[numbers]]
     with pytest.raises(ValueError, match="from token 3 on, and it lacks those before"):
         sample.append_response_tokens(
             tokens=[1, 2], log_probs=[-0.5] * 2, meta_info=experts_of(routed_experts_start_len=3)

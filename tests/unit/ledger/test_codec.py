@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -90,9 +91,14 @@ def test_masks_and_versions_cost_their_changes_only():
     assert long - plain < 40
 
 
-def test_what_json_cannot_hold_names_the_sample():
-    with pytest.raises(PluginError, match="main/3-0") as caught:
-        encode(Sample(id="main/3-0", metadata={"model": object()}))
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("metadata", {"model": object()}), ("rollout_routed_experts", np.zeros((2, 1, 1), np.uint8))],
+    ids=["an object", "an array in memory"],
+)
+def test_what_json_cannot_hold_names_the_sample(field, value):
+    with pytest.raises(PluginError, match=r"sample main/3-0 cannot be stored: a .* is not JSON") as caught:
+        encode(Sample(id="main/3-0", **{field: value}))
     assert caught.value.code == "PLG57"
     assert "ArrayRef" in caught.value.fix
 

@@ -181,8 +181,10 @@ def test_training_replays_the_choice_of_the_pass_that_made_the_old_log_probs(fol
         (lambda e: np.repeat(e, 3, axis=0), r"sample main/0-2.* has routed experts of \d+ tokens"),
         (lambda e: e[:, :1], "sample main/0-2.* has routed experts of 1 x 2 a token"),
         (lambda e: e[:, :, :1], "sample main/0-2.* has routed experts of 2 x 1 a token"),
+        (lambda e: np.where(e == e[0, 0, 0], 200, e), "sample main/0-2.* has routed expert 200"),
+        (lambda e: np.where(e == e[0, 0, 1], -1, e.astype(np.int16)), "sample main/0-2.* has routed expert -1"),
     ],
-    ids=["none", "too-few", "too-many", "layers", "experts"],
+    ids=["none", "too-few", "too-many", "layers", "experts", "of another model", "below 0"],
 )
 def test_experts_that_are_missing_or_do_not_fit_are_an_error_that_names_the_sample(folder, bench, change, message):
     b = bench(folder=folder("qwen3-moe"), routing_replay="rollout")

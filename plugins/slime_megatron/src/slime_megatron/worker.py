@@ -145,9 +145,10 @@ class MegatronWorker(Worker):
             passes.routed = None
 
     def make_routing(self) -> RoutingReplay:
-        routers = self.policy.passes.routers
+        routers, kind = self.policy.passes.routers, self.train.routing_replay
         assert routers is not None
-        return RoutingReplay(self.train.routing_replay, self.segments, routers.layers, routers.config.moe_router_topk)
+        top_k, experts = routers.config.moe_router_topk, routers.config.num_moe_experts
+        return RoutingReplay(kind, self.segments, routers.layers, top_k, experts)
 
     def routing_differences(self) -> tuple[int, int]:
         routers = self.policy.passes.routers

@@ -375,15 +375,7 @@ class Client(HttpCalls):
         return done
 
     def _nothing(self, request: GenerateRequest, finish: Literal["length", "abort"]) -> Completion:
-        return Completion(
-            id=request.id,
-            tokens=[],
-            log_probs=[],
-            plain_log_probs=[],
-            finish=finish,
-            versions=[],
-            epoch=self._epoch,
-        )
+        return wire.nothing(request, self._epoch, finish)
 
     # -- admission, texts, calls
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from slime_core.engines.admission import too_long
 from slime_core.errors import EngineError
-from slime_core.types import Completion, routed_dtype
+from slime_core.types import Completion, routed_rows
 from slime_sglang.http import fault
 
 if TYPE_CHECKING:
@@ -86,6 +86,8 @@ def completion(answer: Any, expected: ExpectedAnswer, *, final: bool = True) -> 
     info = meta(answer, where)
     finish = _finish(info, where) if final else "abort"
     tokens: list[int] = answer["output_ids"]
+    if final and finish == "abort" and expected.experts is not None and info.get("routed_experts") is None:
+        return nothing(request, expected.epoch, "abort")  # retracted before: without experts they are of no use
     count = len(tokens)
     _check_counts(info, tokens, expected, where)
     values = log_probs(info.get("output_token_logprobs"), tokens, where)
@@ -111,6 +113,13 @@ def completion(answer: Any, expected: ExpectedAnswer, *, final: bool = True) -> 
     )
 
 
+def nothing(request: GenerateRequest, epoch: int, finish: Literal["length", "abort"]) -> Completion:
+    """The completion of a request that has no tokens."""
+    return Completion(
+        id=request.id, tokens=[], log_probs=[], plain_log_probs=[], finish=finish, versions=[], epoch=epoch
+    )
+
+
 def _experts(
     info: Mapping[str, Any], rows: int, expected: ExpectedAnswer, where: str
 ) -> NDArray[np.integer[Any]] | None:
@@ -122,8 +131,6 @@ def _experts(
     if expected.experts is None:
         return None
     text = info.get("routed_experts")
-    if text is None and _finish(info, where) == "abort":
-        return None  # it had none on the server any more
     try:
         numbers = np.frombuffer(b64decode(str(text), validate=True), dtype="<i4").reshape(rows, *expected.experts)
     except ValueError:
@@ -135,7 +142,7 @@ def _experts(
             why=f"{' x '.join(map(str, expected.experts))} a token were requested",
             fix="start the server with --enable-return-routed-experts",
         ) from None
-    return numbers.astype(routed_dtype(int(numbers.max(initial=0)) + 1))
+    return routed_rows(numbers)
 
 
 def _seconds(info: Mapping[str, Any]) -> dict[str, float]:
