@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 LARGEST = 448.0  # of e4m3
 SCALE = "_scale_inv"  # ends the name of a weight's scales
 SMALLEST = 1e-12  # largest absolute value that a block counts as having: one of zeros has a scale too
-LINEAR = re.compile(r"\.layers\.\d+\..*(_proj(_with_mqa)?|\.w[123])\.weight$")
+LINEAR = re.compile(r"\.layers\.\d+\..*(_proj(_with_mqa|_qkvz?|_z)?|\.w[123])\.weight$")
 FLOAT = re.compile(r"\.(eh_proj|weights_proj)\.weight$")
 """Linear layers that published folders leave in floats: of predicted tokens, of DeepSeek V3.2's indexer."""
+FLOAT_MODULES = "in_proj_a", "in_proj_b", "in_proj_ba", "visual"
+"""Those that SGLang would have in fp8 if they were not named: gates of linear attention, a few rows; pictures."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -34,7 +36,8 @@ class BlockFormat:
     """
 
     block: tuple[int, int] = (128, 128)  # rows, columns
-    float_modules: tuple[str, ...] = ()  # modules whose weights stay in floats, with all that is below them
+    float_modules: tuple[str, ...] = FLOAT_MODULES
+    """Names of modules, or ends of them, that stay in floats with all that is below them."""
 
     weights: frozenset[str] | None = None  # names of the weights in fp8, of a folder that was read
 
@@ -65,8 +68,8 @@ class BlockFormat:
             return name in self.weights
         if not LINEAR.search(name) or FLOAT.search(name):
             return False
-        module = name.removesuffix(".weight")
-        return not any(module == one or module.startswith(f"{one}.") for one in self.float_modules)
+        module = f".{name.removesuffix('weight')}"
+        return not any(f".{one}." in module for one in self.float_modules)
 
     @property
     def height(self) -> int:

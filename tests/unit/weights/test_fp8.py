@@ -6,11 +6,13 @@ import shutil
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from slime_core.errors import DataError
-from slime_core.testing.families import family_model
+from slime_core.testing.families import family_config, family_model
 from slime_core.testing.models import fp8_model, tiny_model
+from slime_core.weights.build import skeleton
 from slime_core.weights.folder import ModelFolder, parameter_count
 from slime_core.weights.fp8 import BlockFormat
 
@@ -95,7 +97,21 @@ def test_linear_layers_are_in_fp8_and_nothing_else(name, covered):
     assert BlockFormat(float_modules=("model.layers.7.mlp", "lm_head")).covers(name) is covered
 
 
-@pytest.fixture(params=["qwen3", "qwen3-moe", "deepseek-v2"])
+def test_of_linear_attention_all_is_in_fp8_but_its_gates_which_a_config_names():
+    """SGLang has every linear layer in fp8 that a config does not name, but for routers."""
+    text = family_config("qwen3-next", 40).to_dict()
+    named = {*BlockFormat().table()["modules_to_not_convert"], "gate", "shared_expert_gate", "lm_head"}
+    parts = set()
+    for config in (family_config("qwen3-next", 40), transformers.Qwen3_5MoeTextConfig(**text)):
+        for name, module in skeleton(config).named_modules():
+            if isinstance(module, torch.nn.Linear):
+                part = name.rpartition(".")[2]
+                assert BlockFormat().covers(f"{name}.weight") is (part not in named), name
+                parts |= {part}
+    assert {"in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"} <= parts
+
+
+@pytest.fixture(params=["qwen3", "qwen3-moe", "deepseek-v2", "qwen3-next"])
 def folders(request, tmp_path):
     """A folder in fp8, and its float twin, whose weights were dequantised without slime's code."""
     family_model(tmp_path / "model", request.param, hidden_size=192, intermediate_size=320)
