@@ -91,7 +91,8 @@ class IdleTrainer(Trainer):
 
     def _publish(self, version: int, route: WeightRoute | None) -> WeightUpdate:
         model = self._folder.build_model(dtype="float32", seed=self._config.seed)
-        from slime_core.trainers.fsdp.publishing import FolderLayout, rounded, sources_of, stored_buffers
+        from slime_core.trainers.fsdp.publishing import rounded, sources_of, stored_buffers
+        from slime_core.weights.folder_layout import FolderLayout
 
         layout = FolderLayout(model)
         form = rollout_form(self._config.rollout.rollout_quantization, self._folder.stored_in)

@@ -18,6 +18,7 @@ import torch
 
 from slime_core.errors import EngineError
 from slime_core.kernels.linear import adjacent
+from slime_core.weights.folder_layout import FolderLayout
 from slime_core.weights.hashing import text_name
 from slime_core.weights.prediction_layers import prefixes
 
@@ -40,6 +41,7 @@ class Twin:
         self.dtype, self.device = dtype, device
         name = str(dtype).removeprefix("torch.")
         self.model = allocate(config, name, device, None, trust_remote_code).requires_grad_(False)
+        self._layout = FolderLayout(self.model)
         self.ready = False
         self._writable: set[str] = set()  # parameters whose storage is ours and may be overwritten
         self._ties = self._tied_names()
@@ -117,6 +119,7 @@ class Twin:
     def _matched(self, update: WeightUpdate) -> dict[str, torch.Tensor]:
         state = self.model.state_dict(keep_vars=True)
         received = {text_name(name): tensor for name, tensor in update.tensors.items()}
+        received = self._layout.joined(state, received)
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in received.items():
             if name in state:

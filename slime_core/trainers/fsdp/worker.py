@@ -37,6 +37,7 @@ from slime_core.trainers.verify import slow_model
 from slime_core.trainers.worker import Tensors, Worker
 from slime_core.types import WeightUpdate
 from slime_core.weights.flops import Flops
+from slime_core.weights.folder_layout import FolderLayout
 from slime_core.weights.routers import Routers
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class FsdpWorker(Worker):
         self.policy: FsdpPolicy = FsdpPolicy(
             model.to(self.device).eval().requires_grad_(True), chunk=self.train.logprob_chunk_tokens
         )
-        self.layout = publishing.FolderLayout(model)
+        self.layout = FolderLayout(model)
         self.policy.try_model()
         if self.train.routing_replay != "off":
             self.policy.routers = Routers(self.policy.hf)

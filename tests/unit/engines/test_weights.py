@@ -5,6 +5,7 @@ import zlib
 
 import pytest
 import torch
+from transformers.core_model_loading import revert_weight_conversion
 
 from slime_core.engines.local.twin import Twin
 from slime_core.errors import EngineError
@@ -69,6 +70,18 @@ def test_an_engine_in_half_precision_keeps_a_step_of_a_router_bias(family):
     twin.load(WeightUpdate(version=1, epoch=0, transport="tensors", tensors=weights | biases))
     assert biases
     assert all(torch.equal(twin.model.state_dict()[name], bias) for name, bias in biases.items())
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "qwen3-next", "glm4-moe", "minimax-m2", "llama"])
+def test_weights_may_come_as_the_model_folder_has_them(family):
+    twin = Twin(family_config(family, 40), torch.float32, "cpu", False)
+    generator = torch.Generator().manual_seed(0)
+    weights = {n: torch.randn(t.shape, generator=generator) for n, t in twin.model.state_dict().items()}
+    stored = revert_weight_conversion(twin.model, weights)
+    twin.load(WeightUpdate(version=1, epoch=0, transport="tensors", tensors=stored))
+    served = twin.model.state_dict()
+    assert (stored.keys() == weights.keys()) == (family == "llama")
+    assert all(torch.equal(served[name], weight) for name, weight in weights.items())
 
 
 def test_a_copy_after_shared_storage_leaves_the_trainers_tensors_alone(bench):

@@ -18,11 +18,12 @@ from slime_core.testing.families import FAMILIES, family_config, family_model
 from slime_core.testing.models import char_tokenizer
 from slime_core.threads import TorchThread
 from slime_core.trainers.fsdp import FsdpTrainer
-from slime_core.trainers.fsdp.publishing import FolderLayout, sources_of, stored_buffers
+from slime_core.trainers.fsdp.publishing import sources_of, stored_buffers
 from slime_core.types import Piece, RankTensor, WeightRoute
 from slime_core.weights import hashing
 from slime_core.weights.build import skeleton
 from slime_core.weights.folder import ModelFolder
+from slime_core.weights.folder_layout import FolderLayout
 from slime_core.weights.shards import Shards
 from slime_core.weights.transports.buckets import stream
 

@@ -10,10 +10,11 @@ from slime_core.config.schema import Config
 from slime_core.errors import EngineError, TrainerError
 from slime_core.testing.families import family_model
 from slime_core.testing.models import fp8_model
-from slime_core.trainers.fsdp.publishing import FolderLayout, rounded, sources_of
+from slime_core.trainers.fsdp.publishing import rounded, sources_of
 from slime_core.types import Piece, RankTensor, WeightRoute
 from slime_core.weights.canary import compare
 from slime_core.weights.folder import ModelFolder
+from slime_core.weights.folder_layout import FolderLayout
 from slime_core.weights.fp8 import BlockFormat, rollout_form
 from slime_core.weights.hashing import checksum, expected
 from slime_core.weights.logprob_check import Band

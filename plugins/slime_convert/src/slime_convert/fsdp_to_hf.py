@@ -19,10 +19,10 @@ from slime_convert.source import ANOTHER, manifest_of, origin_of, step_of
 from slime_core import durable
 from slime_core.errors import ConfigError, StorageError
 from slime_core.trainers.fsdp import checkpoint as files
-from slime_core.trainers.fsdp.publishing import FolderLayout
 from slime_core.weights import prediction_layers
 from slime_core.weights.build import Fit, misfit, skeleton
 from slime_core.weights.folder import read_config
+from slime_core.weights.folder_layout import FolderLayout
 from slime_core.weights.shards import Shards, TensorInfo
 
 NAME_ONE = "name a run directory or checkpoints/step-N of the fsdp trainer; Megatron's: slime convert dist-to-hf"

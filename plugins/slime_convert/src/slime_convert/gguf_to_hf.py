@@ -22,7 +22,7 @@ import torch
 from slime_convert.folder_writing import Done, How, to_hf
 from slime_convert.rows import TensorRows
 from slime_core.errors import ConfigError, DataError
-from slime_core.trainers.fsdp.publishing import FolderLayout
+from slime_core.weights.folder_layout import FolderLayout
 
 SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """Special tokens as transformers calls them, and what a GGUF file calls their ids."""
