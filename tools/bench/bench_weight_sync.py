@@ -5,7 +5,8 @@
     python tools/bench/bench_weight_sync.py --transports nccl  # two GPUs: the trainer on one, the server on the other
     python tools/bench/bench_weight_sync.py --prefill-graphs  # SGLang's prefill in CUDA graphs: see below
     python tools/bench/bench_weight_sync.py --transports nccl --shape 30B-A3B --ranks 2 --engine-gpus 2  # four GPUs
-    python tools/bench/bench_weight_sync.py --smoke  # what a CPU can: a tiny model
+    python tools/bench/bench_weight_sync.py --sums --shape 30B-A3B  # no server: the trainer's checksums of all tensors
+    python tools/bench/bench_weight_sync.py --smoke  # what a CPU can: a tiny model; --sums --smoke too
 
 The real trainer (float32 masters, bfloat16 compute) and the real server stand side by side; the server's KV cache is
 there and it serves between updates. A round is
@@ -19,6 +20,9 @@ total. ``canary`` comes after the clock: asking the server for its checksums. So
 once more, of the same version. What the first token takes beyond it is what the update left behind on the server (a
 flushed cache, a scheduler that waits); what both take is that server's prefill and its way through HTTP. A prefill of
 three tokens without CUDA graphs is the launching of every kernel of every layer: ``--prefill-graphs`` captures one.
+
+``--sums`` takes the checksums that the canary compares, of tensors that lie in buckets as the tensor transport sends
+them: of all tensors, as at a stage's start and at checkpoints, and of a rolling step's.
 
 Bounds, measured on this machine between the rounds: for tensor and nccl the bytes of the engine's weights copied once
 within the GPU; for disk the same bytes written into a plain file of the same folder and read back.
@@ -39,7 +43,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sglang_place import SHAPES, Place, Served, make_folder, scratch, serving
+from sglang_place import SHAPES, Place, Served, make_folder, scratch, serving, skeleton
 
 from slime_core.clusters.colocation import MemorySwapping
 from slime_core.clusters.machine import resolve_machine
@@ -49,10 +53,14 @@ from slime_core.plugins import load_plugins
 from slime_core.protocols import Trainer
 from slime_core.threads import TorchThread
 from slime_core.trainers.fsdp import FsdpTrainer
-from slime_core.types import GenerateRequest, SamplingParams
+from slime_core.trainers.fsdp.publishing import sources_of
+from slime_core.types import GenerateRequest, SamplingParams, WeightCheck, WeightRoute
+from slime_core.weights.canary import Choice
 from slime_core.weights.folder import ModelFolder
 from slime_core.weights.transports import buckets, disk
 from slime_sglang.client import Client
+from slime_sglang.hashing import KINDS
+from slime_sglang.layout import layout
 from slime_sglang.start import agree
 
 PREFILL_GRAPHS: dict[str, dict[str, Any]] = {
@@ -307,6 +315,42 @@ async def rounds_of(rounds: int, found: Rounds, served: Served, trainer: Trainer
     return version
 
 
+def engine_names(config: Any) -> list[str]:
+    """What SGLang calls the tensors of a shape."""
+    mlp = ("gate", "experts.w13_", "experts.w2_") if hasattr(config, "num_experts") else ("gate_up_proj", "down_proj")
+    parts = [f"self_attn.{name}.weight" for name in ("qkv_proj", "o_proj", "q_norm", "k_norm")]
+    parts += [f"{norm}_layernorm.weight" for norm in ("input", "post_attention")]
+    parts += [f"mlp.{name}{'' if name.endswith('_') else '.'}weight" for name in mlp]
+    names = [f"model.layers.{number}.{part}" for number in range(config.num_hidden_layers) for part in parts]
+    ends = ["model.embed_tokens.weight", "model.norm.weight"]
+    return [*names, *ends, *([] if config.tie_word_embeddings else ["lm_head.weight"])]
+
+
+def sums(shape: str, device: str, ranks: int, rounds: int) -> None:
+    """Checksums of a shape's tensors as ``ranks`` of a server must hold them."""
+    model = skeleton(shape)
+    parts = [part for source in sources_of(dict(model.named_parameters()), lambda x: x) for part in source.parts]
+    laid_out = buckets.lay_out(parts, "bfloat16", WeightRoute(transport="tensor", dtype="bfloat16").buffer_bytes)
+    staging = buckets.Staging(laid_out, lambda size: torch.empty(size, dtype=torch.uint8, device=device).random_(256))
+    size = sum(bucket.size for bucket in laid_out)
+    choice, seconds = Choice(layout(engine_names(model.config), model.config, ranks)), dict[WeightCheck, list[float]]()
+    checks: tuple[WeightCheck, ...] = ("all", "rolling")
+    for check in (kind for kind in checks for _ in range(rounds + 1)):
+        route = WeightRoute(transport="tensor", dtype="bfloat16", checks=choice.take(check))
+        begin = time.perf_counter()
+        tally = buckets.Tally(route, KINDS["murmur"])
+        tally.add_all(staging.views)
+        tally.finish()  # waits for the GPU
+        seconds.setdefault(check, []).append(time.perf_counter() - begin)
+    every, some = (values[1:] for values in seconds.values())  # the first compiles the kernel
+    bound = copy_bound(size, device)
+    print(
+        f"| checksums of {size / 1e9:.2f} GB, {shape}, {len(parts):,} tensors, as {ranks} ranks hold them | 0.5 s | "
+        f"{statistics.median(every):.4f} s ({min(every):.4f} to {max(every):.4f}); "
+        f"a rolling step's {statistics.median(some):.4f}; one copy in memory {bound:.4f} s |"
+    )
+
+
 def bound_of(found: Rounds, size: int, folder: Path, device: str) -> None:
     """Measure what the transport is compared with."""
     if found.transport == "disk":
@@ -368,6 +412,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--transports", nargs="+", choices=("tensor", "disk", "nccl"), default=["tensor", "disk"])
     parser.add_argument("--rounds", type=int, default=7, help="that count; at most 3 of disk")
     parser.add_argument("--offload", action="store_true", help="also whole turns with memory given and taken")
+    parser.add_argument("--sums", action="store_true", help="checksums alone, as --engine-gpus ranks hold tensors")
     parser.add_argument("--prefill-graphs", choices=tuple(PREFILL_GRAPHS), default="", help="of SGLang 0.5.12")
     parser.add_argument("--mem-fraction", type=float, default=0.7, help="SGLang's mem_fraction_static")
     parser.add_argument("--kv-tokens", type=int, default=100_000, help="of the KV cache: 14 GB for 4B")
@@ -384,6 +429,11 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Run and print."""
     args = parse()
+    if args.sums:
+        if not args.smoke and not torch.cuda.is_available():
+            raise SystemExit("no GPU here: --smoke is what runs on a CPU; nothing was measured")
+        sums(args.shape, "cpu" if args.smoke else "cuda", args.engine_gpus, args.rounds)
+        return
     place = Place.to_measure(smoke=args.smoke)
     if place is None:
         return

@@ -220,14 +220,24 @@ def _cuda_runtime() -> str:
     return ""
 
 
+def skeleton(shape: str, **values: Any) -> Any:
+    """transformers' model of a shape, without weights; ``values`` are more of its config."""
+    import transformers
+
+    of_experts = "num_experts" in SHAPES[shape]
+    kind: Any = transformers.Qwen3MoeConfig if of_experts else transformers.Qwen3Config
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(
+            kind(**{"tie_word_embeddings": True, **SHAPES[shape]}, **values)
+        )
+
+
 def make_folder(path: Path, shape: str, *, seed: int = 0, context_len: int = 4096) -> Path:
     """Write a model folder of a shape with weights of a seed: float32 for ``tiny``, else bfloat16.
 
     The weights are drawn on the GPU where there is one: other values than on a CPU, the same at every call. Where
     SLIME_BENCH_MODELS names a folder, the model is made there once, and ``path`` is a link to it.
     """
-    import transformers
-
     if keep := os.environ.get("SLIME_BENCH_MODELS", ""):
         made = Path(keep) / f"{shape}-{seed}-{context_len}"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -237,21 +247,17 @@ def make_folder(path: Path, shape: str, *, seed: int = 0, context_len: int = 409
     path.resolve().mkdir(parents=True, exist_ok=True)
     tokenizer = char_tokenizer()
     tokenizer.save_pretrained(str(path))
-    moe = "num_experts" in SHAPES[shape]
-    config = (transformers.Qwen3MoeConfig if moe else transformers.Qwen3Config)(
-        **{"tie_word_embeddings": True, **SHAPES[shape]},
+    model = skeleton(
+        shape,
         max_position_embeddings=context_len,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    config.architectures = ["Qwen3MoeForCausalLM" if moe else "Qwen3ForCausalLM"]
     dtype = torch.float32 if shape.startswith("tiny") else torch.bfloat16
-    config.dtype = dtype
-    config.save_pretrained(str(path))
+    model.config.architectures, model.config.dtype = [type(model).__name__], dtype
+    model.config.save_pretrained(str(path))
     device = "cuda" if torch.cuda.is_available() and dtype != torch.float32 else "cpu"
-    with torch.device("meta"):
-        model: Any = transformers.AutoModelForCausalLM.from_config(config)
     draw = torch.Generator(device).manual_seed(seed)
     shards: list[list[str]] = []
     tensors: dict[str, torch.Tensor] = {}

@@ -10,6 +10,7 @@
 #   tools/gpu/sglang.sh deterministic  the same in deterministic mode, 256 in flight
 #   tools/gpu/sglang.sh sync           weight update of 4B: tensor, disk, and with offload
 #   tools/gpu/sglang.sh sync-graphs    the same by tensor alone, the server's prefill in CUDA graphs: what they save
+#   tools/gpu/sglang.sh sums           the canary's checksums of Qwen3-30B-A3B's shape on the trainer's side; no server
 #   tools/gpu/sglang.sh nccl           weight update of 4B from one GPU to the other
 #   tools/gpu/sglang.sh nccl-30b       the same of Qwen3-30B-A3B: two trainer GPUs to a server of two
 #   tools/gpu/sglang.sh nccl-30b-two   the same from one GPU to a server on another
@@ -64,11 +65,12 @@ nccl-30b() {
 nccl-30b-two() {
     step nccl-30b-two 400 python3 tools/bench/bench_weight_sync.py --transports nccl --shape 30B-A3B --limit 385
 }
+sums() { step sums 180 python3 tools/bench/bench_weight_sync.py --sums --shape 30B-A3B; }
 ahead() { step ahead 600 python3 tools/bench/bench_async.py --real --gpus 2 --limit "${AHEAD_LIMIT:-270}"; }
 ahead-four() { step ahead-four 600 python3 tools/bench/bench_async.py --real --gpus 4 --trainers 2 --batch 64 --limit 270; }
 nccl() { step nccl 330 python3 tools/bench/bench_weight_sync.py --transports nccl --limit 310; }
 
 case "${1:-}" in
-facts | functional | runs | fp8 | repeats | rollout | deterministic | sync | sync-graphs | nccl | nccl-30b | nccl-30b-two | pair | ahead | ahead-four) "$1" ;;
+facts | functional | runs | fp8 | repeats | rollout | deterministic | sync | sync-graphs | sums | nccl | nccl-30b | nccl-30b-two | pair | ahead | ahead-four) "$1" ;;
 *) usage ;;
 esac

@@ -237,6 +237,20 @@ def test_a_piece_beyond_the_end_of_its_tensor_is_refused():
         expected(TENSORS, [RankTensor(name="q", pieces=(cut("q", stop=101),))], torch.float32, "sha256")
 
 
+@pytest.mark.parametrize("gap", [0, 4])
+def test_pieces_that_lie_one_behind_another_are_read_as_one(monkeypatch, gap):
+    """As experts do in a buffer that is sent; what lies between others is not read."""
+    flat, begins, spans = drawn(70_000), (0, 9_000, 20_000), []
+    tensors = {
+        str(n): flat[begin + n * gap :][:size] for n, (begin, size) in enumerate(zip(begins, (9_000, 11_000, 5)))
+    }
+    monkeypatch.setattr(hashing, "_adder", lambda device: lambda *run: spans.append(len(run[0])) or hashing._add(*run))
+    held = RankTensor(name="all", pieces=tuple(cut(name) for name in tensors))
+    found = expected(tensors, [held], torch.float32, "murmur")
+    assert found == {"all": reference(b"".join(map(raw, tensors.values())))}
+    assert spans == ([9_000, 11_000, 5] if gap else [20_005])
+
+
 class Largest(TorchDispatchMode):
     """Bytes of the largest tensor that operations made, views of ``whole`` aside."""
 

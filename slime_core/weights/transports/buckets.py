@@ -204,9 +204,9 @@ class Tally:
         self, route: WeightRoute, sums: Callable[[torch.dtype], Checksums], block_format: BlockFormat | None = None
     ) -> None:
         self._checks: dict[str, list[RankTensor]] = {}  # tensor -> checks that wait for it or for its siblings
-        self._missing = {check: _names(check) for check in route.checks}
-        for check, names in self._missing.items():
-            for name in names:
+        self._missing = {check.key: _names(check) for check in route.checks}
+        for check in route.checks:
+            for name in self._missing[check.key]:
                 self._checks.setdefault(name, []).append(check)
         self._sources: dict[str, torch.Tensor] = {}
         self._dtype = DTYPES[route.dtype]
@@ -230,12 +230,13 @@ class Tally:
         self._sources[name] = tensor
         ready = []
         for check in self._checks[name]:
-            self._missing[check].discard(name)
-            if not self._missing[check]:
+            missing = self._missing[check.key]
+            missing.discard(name)
+            if not missing:
                 ready.append(check)
         self._sums.add(self._sources, ready)
         for check in ready:
-            del self._missing[check]
+            del self._missing[check.key]
             for used in _names(check):
                 self._checks[used].remove(check)
                 if not self._checks[used]:
@@ -252,9 +253,9 @@ class Tally:
         Raises:
             TrainerError: a check waits for a tensor that was not sent.
         """
-        for check, missing in self._missing.items():
+        for key, missing in self._missing.items():
             raise TrainerError(
-                f"{min(missing)} was not sent, and the engine's {check.key} is made of it",
+                f"{min(missing)} was not sent, and the engine's {key} is made of it",
                 where="WeightRoute.checks",
                 why="the trainer's model and the engine's are not the same",
             )

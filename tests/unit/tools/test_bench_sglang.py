@@ -66,6 +66,13 @@ def test_a_row_of_an_update_tells_its_median_and_its_parts(tool, capsys):
     assert "| 0.05 s | 0.0800 s (0.0700 to 0.0900; publish 0.0200, load 0.0200, first token 0.0400)" in row
 
 
+@pytest.mark.parametrize(("shape", "count"), [("tiny", 24), ("tiny-moe", 45)])
+def test_checksums_alone_are_of_every_tensor_of_a_shape(tool, capsys, shape, count):
+    tool("bench_weight_sync").sums(shape, "cpu", 2, 1)
+    (row,) = capsys.readouterr().out.splitlines()
+    assert row.startswith(f"| checksums of 0.00 GB, {shape}, {count} tensors, as 2 ranks hold them | 0.5 s | ")
+
+
 def test_a_model_that_is_kept_is_made_once_and_linked(tool, tmp_path, monkeypatch):
     place = tool("sglang_place")
     monkeypatch.setenv("SLIME_BENCH_MODELS", str(tmp_path / "kept"))

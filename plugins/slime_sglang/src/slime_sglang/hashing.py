@@ -110,7 +110,7 @@ def _words(parts: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.devi
 
     if any(part.numel() * dtype.itemsize % 4 for part in parts[:-1]):
         parts = [torch.cat([part.to(device=device, dtype=dtype).reshape(-1) for part in parts])]
-    for part in parts:
+    for part in _runs(parts):
         flat = part.to(device=device, dtype=dtype).contiguous().reshape(-1).view(torch.uint8)
         if padding := -len(flat) % 4:
             flat = torch.cat([flat, flat.new_zeros(padding)])
@@ -118,6 +118,19 @@ def _words(parts: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.devi
             flat = flat.clone()
         if len(flat):
             yield flat.view(torch.int32)
+
+
+def _runs(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Parts that lie one behind another in memory, as experts do where they are sent, as one of them, flat."""
+    from slime_core.kernels.linear import adjacent
+
+    runs: list[list[torch.Tensor]] = []
+    for part in parts:
+        if runs and part.dtype == runs[-1][0].dtype and adjacent((runs[-1][-1], part)):
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return [run[0].as_strided((sum(part.numel() for part in run),), (1,)) if run[1:] else run[0] for run in runs]
 
 
 def _adder(device: torch.device):  # type: ignore[no-untyped-def]
