@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from slime_cli.failure import CliSession, report_failure
 from slime_cli.main import main as slime
+from slime_compat.launch.flags import differences
 from slime_compat.launch.translation import translate
 from slime_core.errors import SlimeError
 from slime_core.report.text import say
@@ -22,6 +23,6 @@ def main(argv: Sequence[str] | None = None, *, ahead: int) -> int:
     except SlimeError as error:
         return report_failure(error, CliSession(as_json="--json" in words))
     os.environ.update(translation.environment)
-    for notice in translation.notices:
+    for notice in (*translation.notices, *(f"notice: {text}" for text in differences(os.environ))):
         say(notice)
     return slime(translation.words)

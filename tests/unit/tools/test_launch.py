@@ -48,7 +48,8 @@ def door(place, name, *words):
     return subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=200, check=False)
 
 
-def test_train_takes_a_script_of_slimes_and_plans_the_model_of_the_config(place):
+def test_train_takes_a_script_of_slimes_and_plans_the_model_of_the_config(place, monkeypatch):
+    monkeypatch.setenv("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "1")
     words = (
         *("--actor-num-gpus-per-node", "8", "--colocate", *QWEN3, "--save", "/models/x", "--save-interval", "20"),
         *("--rollout-batch-size", "32", "--global-batch-size", "256", "--n-samples-per-prompt", "8"),
@@ -78,6 +79,7 @@ def test_train_takes_a_script_of_slimes_and_plans_the_model_of_the_config(place)
     assert plan["stages"][0]["max_staleness"] == 0
     for flag in ("--save ", "--balance-data", "--use-kl-loss", "--use-dynamic-batch-size"):
         assert f"notice: {flag.strip()} is not needed" in done.stderr
+    assert "notice: OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1: slime rounds weights to int4" in done.stderr
 
 
 def test_flags_that_disagree_with_the_config_are_named_and_nothing_starts(place):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime_compat.launch.flags import ALL, OTHERS
+from slime_compat.launch.flags import ALL, OTHERS, differences
 from slime_compat.launch.imports import unserved
 from slime_compat.launch.script import DOORS, UNKNOWN, LaunchScript
 from slime_compat.launch.translation import FlagUse, Translation, translate
@@ -47,11 +47,6 @@ FAMILIES = {
 """How folders of slime's scripts begin -> the model_type of their config.json, first match first."""
 QUANTISED = re.compile(r"int8|awq|gptq")
 """In names of folders whose weights are quantised in a way that does not load."""
-DIFFERENCES = {
-    "OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "slime rounds weights to int4 in training and serves them so. Neither is "
-    "here: servers have bfloat16, four times the memory (--rollout-quantization fp8: twice)"
-}
-"""Variables that change a run of slime's when they are 1, and what is otherwise here."""
 _WORDS = re.compile(r"\$\{\w+(\[@\])?\}")
 """A variable or an array that is a word, or several, by itself."""
 
@@ -89,8 +84,7 @@ class ScriptCheck:
     @property
     def differences(self) -> list[str]:
         """What the script's variables switch on in slime, and nothing does here."""
-        variables = self.launch.variables
-        return [f"{name}=1: {text}" for name, text in DIFFERENCES.items() if variables.get(name) == "1"]
+        return differences(self.launch.variables)
 
     @property
     def exit_code(self) -> int:

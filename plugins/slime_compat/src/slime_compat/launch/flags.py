@@ -240,3 +240,14 @@ RULES: Mapping[str, SlimeFlag] = {
     **_ruled("keys that another flag stands for here are refused", "custom-config-path"),
 }
 """For the table: what the rules of `translation` make of flags that depend on others."""
+
+VARIABLES = {
+    "OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "slime rounds weights to int4 in training and serves them so. Neither is "
+    "here: servers have bfloat16, four times the memory (--rollout-quantization fp8: twice)"
+}
+"""Those of the environment that change a run of slime's when they are 1, and what is otherwise here."""
+
+
+def differences(variables: Mapping[str, str]) -> list[str]:
+    """What variables switch on in slime, and nothing does here."""
+    return [f"{name}=1: {text}" for name, text in VARIABLES.items() if variables.get(name) == "1"]
