@@ -5,7 +5,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from slime_sglang.hashing import expected
+from slime_sglang.layout import layout
 from slime_sglang.router import Lane
 from slime_sglang.weights import Ways, WeightRoutes, by_key
 
@@ -71,3 +75,18 @@ def test_quantised_weights_are_compared_where_a_server_tells_checksums_of_their_
     route = asyncio.run(WeightRoutes(ways, notes.append).route("all", [served]))
     assert bool(route.checks) is not scales
     assert [("checksums of values" in note) for note in notes] == [True] * scales
+
+
+def test_a_folder_with_layers_for_pictures_has_the_checksums_of_its_text_model(tmp_path):
+    class Client:
+        async def checksums(self):
+            return [dict.fromkeys(NAMES, "0")]
+
+    pieces = {piece.name for row in layout(NAMES, CONFIG, 1) for piece in row.pieces if piece.name}
+    tensors = {name: torch.full((64, 8), float(number)) for number, name in enumerate(sorted(pieces))}
+    stored = {name.replace("model.", "model.language_model."): tensor for name, tensor in tensors.items()}
+    save_file(stored | {"model.visual.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    features = frozenset({"weights_checker", "disk_update"})
+    weights = WeightRoutes(Ways(model=CONFIG, dtype="float32", features=features, folder=tmp_path))
+    asyncio.run(weights.route("all", [lane(1, client=Client())]))
+    assert weights.expected(tmp_path) == expected(tensors, weights.all_checks(), torch.float32, "sha256")
