@@ -219,6 +219,21 @@ def test_a_fingerprint_sums_the_parameters_and_router_biases_of_transformers(mod
     assert summed == {key: tuple(tensor.shape) for key, tensor in learned.items()}
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_embedded_engine_takes_what_megatron_gathers_as_transformers_does(models, name):
+    from slime_core.engines.local.twin import Twin
+    from slime_core.types import WeightUpdate
+    from slime_core.weights.build import load_converted
+
+    folder = Folder(models / name / "model")
+    twin = Twin(folder.config, torch.float32, "cpu", False)
+    twin.load(WeightUpdate(version=1, epoch=0, transport="tensors", tensors=dict(folder.tensors())))
+    loaded = load_converted(folder.path, folder.config, "float32", "eager", False).state_dict()
+    served = twin.model.state_dict()
+    assert served.keys() == loaded.keys()
+    assert [key for key, tensor in loaded.items() if not torch.equal(served[key], tensor)] == []
+
+
 ENTROPY = 0.1  # its weight in the loss
 
 
