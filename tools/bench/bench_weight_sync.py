@@ -57,6 +57,7 @@ from slime_core.trainers.fsdp.publishing import sources_of
 from slime_core.types import GenerateRequest, SamplingParams, WeightCheck, WeightRoute
 from slime_core.weights.canary import Choice
 from slime_core.weights.folder import ModelFolder
+from slime_core.weights.folder_layout import FolderLayout
 from slime_core.weights.transports import buckets, disk
 from slime_sglang.client import Client
 from slime_sglang.hashing import KINDS
@@ -329,7 +330,8 @@ def engine_names(config: Any) -> list[str]:
 def sums(shape: str, device: str, ranks: int, rounds: int) -> None:
     """Checksums of a shape's tensors as ``ranks`` of a server must hold them."""
     model = skeleton(shape)
-    parts = [part for source in sources_of(dict(model.named_parameters()), lambda x: x) for part in source.parts]
+    sources = sources_of(dict(model.named_parameters()), lambda x: x, FolderLayout(model).parts)
+    parts = [part for source in sources for part in source.parts]
     laid_out = buckets.lay_out(parts, "bfloat16", WeightRoute(transport="tensor", dtype="bfloat16").buffer_bytes)
     staging = buckets.Staging(laid_out, lambda size: torch.empty(size, dtype=torch.uint8, device=device).random_(256))
     size = sum(bucket.size for bucket in laid_out)

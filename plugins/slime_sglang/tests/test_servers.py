@@ -122,14 +122,12 @@ def test_a_family_that_servers_hold_in_ways_unknown_is_compared_by_log_probs_alo
     stand_in()
     path = recipe()
     config = tiny_model(tmp_path / "model", weights=False, chat_template="{{ messages }}") / "config.json"
-    config.write_text(
-        json.dumps(json.loads(config.read_text()) | {"model_type": "glm4", "partial_rotary_factor": 0.5})
-    )
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "olmo2"}))
     (tmp_path / "judge.py").write_text("async def reward(args, sample, **kw):\n    return 1.0\n")
     flags = ("--init-weights", "random", "--custom-rm-path", tmp_path / "judge.py:reward")
     done = cli("run", "--dry-run", path, *flags)
     assert done.code == 0, done.err
-    assert "of type glm4 is not known here, so log-probs alone tell" in done.out
+    assert "of type olmo2 is not known here, so log-probs alone tell" in done.out
     assert "not known here" not in cli("run", "--dry-run", path, *flags, "--check-weights", "off").out
 
 
