@@ -1,18 +1,14 @@
 """Whole runs by flags: PPO with its critic, and distillation with the teacher in the trainer or as an engine."""
 
-import asyncio
 from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
+from recorded import run_here
 from safetensors.torch import load_file
 
-from slime_core import loop
 from slime_core.clusters import build_cluster
 from slime_core.config.load import load_config
-from slime_core.plugins import load_plugins
-from slime_core.report import Report
-from slime_core.report.rundir import RunDir
 from slime_core.testing import tiny_model
 
 pytestmark = pytest.mark.system
@@ -55,7 +51,7 @@ def run(tmp_path):
                 *("--dtype", "float32", "--device", "cpu", "--cpu-threads", "1", *flags),
             ],
         )
-        plugins, kept = load_plugins(config), []
+        kept = []
 
         @asynccontextmanager
         async def watched(config, plugins, report):
@@ -66,14 +62,7 @@ def run(tmp_path):
                 await parts.trainer.save(tmp_path / name / "state")
                 await parts.trainer.saved()
 
-        with RunDir.create(name, at=tmp_path / name) as run_dir:
-            report = Report(run_dir, config)
-            report.start()
-            try:
-                asyncio.run(loop.run(config, plugins, report, cluster=watched))
-            finally:
-                report.finish()
-                plugins.close()
+        run_here(tmp_path / name, config, cluster=watched)
         return kept
 
     return start

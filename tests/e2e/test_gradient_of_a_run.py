@@ -4,21 +4,17 @@ Samples come from the ledger, weights from the model folder, formulas from tests
 AdamW's first moment, which after one step is (1 - beta1) times it.
 """
 
-import asyncio
 import importlib.util
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from recorded import run_here
 from safetensors.torch import load_file
 
-from slime_core import loop
 from slime_core.clusters import build_cluster
 from slime_core.config.load import load_config
-from slime_core.plugins import load_plugins
-from slime_core.report import Report
-from slime_core.report.rundir import RunDir
 from slime_core.testing import tiny_model
 from slime_core.weights.folder import ModelFolder
 
@@ -50,7 +46,6 @@ def _one_step(tmp_path):
         *("--dtype", "float32", "--device", "cpu", "--cpu-threads", "1", "--max-tokens-per-gpu", "40"),
     ]
     config = load_config(None, flags)
-    plugins = load_plugins(config)
     seen = {}
 
     @asynccontextmanager
@@ -62,14 +57,7 @@ def _one_step(tmp_path):
             await components.trainer.save(tmp_path / "state")
             await components.trainer.saved()
 
-    with RunDir.create("one", at=tmp_path / "run") as run_dir:
-        report = Report(run_dir, config)
-        report.start()
-        try:
-            asyncio.run(loop.run(config, plugins, report, cluster=watched))
-        finally:
-            report.finish()
-            plugins.close()
+    run_here(tmp_path / "run", config, cluster=watched)
     moments = load_file(tmp_path / "state" / "moments.safetensors")
     first = {name.removeprefix("moment1."): m for name, m in moments.items() if name.startswith("moment1.")}
     return seen["samples"], {name: moment.double() / (1 - BETA1) for name, moment in first.items()}

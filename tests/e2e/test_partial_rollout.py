@@ -4,18 +4,13 @@ Weights are frozen (lr 0) where two runs are compared sample by sample: a sample
 steps, whose keys and values were computed again under a new version, must have the same ids and log-probs, bit for bit.
 """
 
-import asyncio
 import json
 from pathlib import Path
 
 import pytest
-from recorded import steps_of
+from recorded import run_here, steps_of
 
-from slime_core import loop
 from slime_core.config.load import load_config
-from slime_core.plugins import load_plugins
-from slime_core.report import Report
-from slime_core.report.rundir import RunDir
 from slime_core.testing import tiny_model
 
 pytestmark = pytest.mark.system
@@ -48,17 +43,7 @@ def _run(work, name, *flags, steps=STEPS, batch=2):
         *("--rollout-max-response-len", "40", "--dtype", "float32", "--device", "cpu", "--cpu-threads", "1"),
     ]
     config = load_config(None, [*map(str, given), *STOPS, *flags])
-    plugins = load_plugins(config)
-    with RunDir.create(name, at=work / name) as run_dir:
-        report = Report(run_dir, config)
-        report.start()
-        try:
-            asyncio.run(loop.run(config, plugins, report))
-        finally:
-            report.finish()
-            plugins.close()
-    lines = [json.loads(line) for line in (work / name / "metrics.jsonl").read_text().splitlines()]
-    metrics = [line["metrics"] for line in lines if line.get("kind") == "step"]
+    metrics = run_here(work / name, config)
     return _samples(work / name, steps), metrics
 
 

@@ -1,19 +1,15 @@
 """Routing replay in whole runs: an engine whose routers are noisy, continued and many-turn samples, half precision."""
 
-import asyncio
 import json
 
 import pytest
 import torch
 import torch.nn.functional as F
+from recorded import run_here
 
-from slime_core import loop
 from slime_core.config.load import load_config
 from slime_core.engines.local import served
 from slime_core.engines.local.twin import Twin
-from slime_core.plugins import load_plugins
-from slime_core.report import Report
-from slime_core.report.rundir import RunDir
 from slime_core.testing.families import family_model
 
 pytestmark = pytest.mark.system
@@ -88,18 +84,7 @@ def run(work, model, *flags, dtype="float32"):
         *("--cpu-threads", "1"),
     ]
     config = load_config(None, [*map(str, settings), *flags])
-    plugins = load_plugins(config)
-    folder = work / f"run-{len(list(work.glob('run-*')))}"
-    with RunDir.create(folder.name, at=folder) as run_dir:
-        report = Report(run_dir, config)
-        report.start()
-        try:
-            asyncio.run(loop.run(config, plugins, report))
-        finally:
-            report.finish()
-            plugins.close()
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line["metrics"] for line in lines if line.get("kind") == "step"]
+    return run_here(work / f"run-{len(list(work.glob('run-*')))}", config)
 
 
 def test_under_routing_noise_a_run_learns_with_replay_and_not_without(tmp_path, noisy_engine):

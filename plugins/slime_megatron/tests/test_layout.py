@@ -140,31 +140,31 @@ def test_coordinates_are_megatrons(megatron, sizes):
     ],
 )  # fmt: skip
 def test_chunks_of_layers_are_megatrons(megatron, layers, options, counts):
-    asked = layout(12 if options["pp"] == 3 else 8, layers, **options)
-    chunks = asked.chunks(layers)
+    split = layout(12 if options["pp"] == 3 else 8, layers, **options)
+    chunks = split.chunks(layers)
     assert [len(chunk) for chunk in chunks] == counts
     assert [layer for chunk in chunks for layer in chunk] == list(range(layers))
-    assert asked.stages(layers) == [sum(counts[stage :: asked.pp]) for stage in range(asked.pp)]
-    assert not list(of_model(asked, replace(DENSE, layers=layers), FIELDS))
+    assert split.stages(layers) == [sum(counts[stage :: split.pp]) for stage in range(split.pp)]
+    assert not list(of_model(split, replace(DENSE, layers=layers), FIELDS))
     import torch
 
     config = megatron["config"](
         num_layers=layers,
         hidden_size=8,
         num_attention_heads=2,
-        pipeline_model_parallel_size=asked.pp,
-        virtual_pipeline_model_parallel_size=asked.vp if asked.vp > 1 else None,
-        pipeline_model_parallel_layout=asked.pattern or None,
+        pipeline_model_parallel_size=split.pp,
+        virtual_pipeline_model_parallel_size=split.vp if split.vp > 1 else None,
+        pipeline_model_parallel_layout=split.pattern or None,
         pipeline_dtype=torch.float32,
         cuda_graph_scope=[],
-        num_layers_in_first_pipeline_stage=asked.first,
-        num_layers_in_last_pipeline_stage=asked.last,
-        account_for_embedding_in_pipeline_split=asked.embedding_counts,
-        account_for_loss_in_pipeline_split=asked.loss_counts,
+        num_layers_in_first_pipeline_stage=split.first,
+        num_layers_in_last_pipeline_stage=split.last,
+        account_for_embedding_in_pipeline_split=split.embedding_counts,
+        account_for_loss_in_pipeline_split=split.loss_counts,
     )
     for number, chunk in enumerate(chunks):
-        place = {"vp_stage": number // asked.pp if asked.vp > 1 else None, "pp_rank": number % asked.pp}
-        if asked.pattern:
+        place = {"vp_stage": number // split.pp if split.vp > 1 else None, "pp_rank": number % split.pp}
+        if split.pattern:
             megatron["state"].set_virtual_pipeline_model_parallel_world_size(
                 config.virtual_pipeline_model_parallel_size
             )

@@ -51,12 +51,12 @@ def sequences(micro: MicroBatch):
     parts = np.split(micro.tokens, micro.cu_seqlens[1:-1])
     prefixes = micro.prefix.tolist()
     counts = np.bincount(micro.columns["sample"])
-    whole = [
+    rows = [
         np.concatenate([parts[head], part]) if head >= 0 else part
         for number, (head, part) in enumerate(zip(prefixes, parts, strict=True))
         if number not in prefixes
     ]
-    return list(zip(map(torch.from_numpy, whole), counts.tolist(), strict=True))
+    return list(zip(map(torch.from_numpy, rows), counts.tolist(), strict=True))
 
 
 def draw(name, root):
@@ -78,14 +78,14 @@ def draw(name, root):
             if tensor.ndim == 1 and "inv_freq" not in key:  # norms, biases: away from 1 and 0
                 tensor.add_(torch.randn_like(tensor) * 0.1)
     prefix = "model.mtp_layers.0." if name == "mimo" else f"model.layers.{LAYERS}."
-    kept = OWN.get(name, OWN["deepseek_v3"])
+    modules = OWN.get(name, OWN["deepseek_v3"])
 
     def save(folder, beside):
         model.config.num_hidden_layers = LAYERS + 1
         model.save_pretrained(folder)
         file = folder / "model.safetensors"
         stored = {k.replace(f"model.layers.{LAYERS}.", prefix): tensor for k, tensor in load_file(file).items()}
-        stored |= {f"{prefix}{key}.weight": tensor.detach() for key, tensor in zip(kept, beside, strict=True)}
+        stored |= {f"{prefix}{key}.weight": tensor.detach() for key, tensor in zip(modules, beside, strict=True)}
         save_file(stored, file, metadata={"format": "pt"})
         written = json.loads((folder / "config.json").read_text())
         changes = {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1, "model_type": values["model_type"]}
@@ -123,8 +123,8 @@ def draw(name, root):
         for tokens, count in sequences(micro):
             logs = model(input_ids=tokens[None]).logits[0].log_softmax(-1)
             rows.append(logs[-count - 1 : -1])
-            known = torch.zeros(len(tokens)).index_add(0, torch.arange(2, len(tokens)), predicted(tokens))
-            ahead.append(known[-count:])
+            log_probs_ahead = torch.zeros(len(tokens)).index_add(0, torch.arange(2, len(tokens)), predicted(tokens))
+            ahead.append(log_probs_ahead[-count:])
         logs = torch.cat(rows)
         log_probs = logs.gather(1, torch.from_numpy(micro.target)[:, None])[:, 0]
         entropy = -(logs.exp() * logs).sum(-1)
@@ -180,13 +180,13 @@ def errors(root, world, flags):
     sums = LossSums(None, torch.device("cpu"))
     model.passes.backward(micros, Loss(name="test", fn=loss), train, sums)
     wanted, numbers = torch.load(root / "expected.pt"), totals(sums)[0]
-    found = {name: relative(torch.tensor(numbers[name]), wanted[name]) for name in ("loss", "mtp_loss")}
+    errors = {name: relative(torch.tensor(numbers[name]), wanted[name]) for name in ("loss", "mtp_loss")}
     gradients, worst = Folder(root / "gradients").tensors(), {"model": 0.0, "ahead": 0.0}
     for key, local in model.tensors.by_name.items():
         if key.endswith("expert_bias"):
             continue
-        whole = join(local.entry, [gradients[name] for name in local.entry.hf], chosen.sizes)
-        error = relative(local.tensor.main_grad, shard(local.entry, whole, local.group.rank(), local.group.size()))
+        gradient = join(local.entry, [gradients[name] for name in local.entry.hf], chosen.sizes)
+        error = relative(local.tensor.main_grad, shard(local.entry, gradient, local.group.rank(), local.group.size()))
         kind = "ahead" if key.startswith("mtp.") else "model"
         worst[kind] = max(worst[kind], error)
     stored, sent = folder.tensors(), []
@@ -195,7 +195,7 @@ def errors(root, world, flags):
         if rank_is_first():
             assert all(torch.equal(part.cut(whole), stored[part.name]) for part in source.parts)
             sent += [part.name for part in source.parts]
-    return {**found, **worst, "sent": not rank_is_first() or sorted(sent) == sorted(stored)}
+    return {**errors, **worst, "sent": not rank_is_first() or sorted(sent) == sorted(stored)}
 
 
 def learn(rank, root, megatron):

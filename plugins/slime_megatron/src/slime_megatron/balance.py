@@ -29,12 +29,9 @@ COEFFICIENTS = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
 
 def watch(stage: ModelStage) -> ExpertLoad:
     """Have every router of the stage count its rows by expert; layers are numbered in the whole model."""
-    config, routers = stage.config, dict[int, Any]()
+    config, routers = stage.config, stage.routers()
     if not config.num_moe_experts:
         return ExpertLoad()
-    for layer in (layer for chunk in stage.chunks for layer in chunk.decoder.layers):
-        if hasattr(layer.mlp, "router"):
-            routers[layer.layer_number - 1] = layer.mlp.router
     biased = bool(config.moe_router_enable_expert_bias)
     biases = {layer: router.expert_bias for layer, router in routers.items()} if biased else {}
     device = next(stage.parameters()).device

@@ -189,6 +189,11 @@ class ModelStage(torch.nn.ModuleList):
         """Of all chunks."""
         return self.chunks[0].config
 
+    def routers(self) -> dict[int, Any]:
+        """Routers of experts, by layer of the whole model."""
+        layers = (layer for chunk in self.chunks for layer in chunk.decoder.layers)
+        return {layer.layer_number - 1: layer.mlp.router for layer in layers if hasattr(layer.mlp, "router")}
+
     @torch.no_grad()
     def share_embedding(self) -> None:
         """Send the first stage's embedding to a last stage that predicts ahead; a collective of the two."""

@@ -78,11 +78,9 @@ class StageRouters:
         self.config = stage.config
         _check(self.config)
         self.replays: dict[int, LayerReplay] = {}
-        for chunk in stage.chunks:
-            for layer in chunk.decoder.layers:
-                if hasattr(layer.mlp, "router"):
-                    replay = LayerReplay(self.config.num_moe_experts, self.config.moe_router_topk)
-                    layer.mlp.router.router_replay = self.replays[layer.layer_number - 1] = replay
+        for layer, router in stage.routers().items():
+            replay = LayerReplay(self.config.num_moe_experts, self.config.moe_router_topk)
+            router.router_replay = self.replays[layer] = replay
 
     @property
     def layers(self) -> list[int]:

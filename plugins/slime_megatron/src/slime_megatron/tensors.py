@@ -107,19 +107,19 @@ class Tensors:
         self.copies: list[LocalTensor] = []  # of what other stages hold: an output matrix that is tied
         for chunk in chunks:
             for name, tensor in _stored(chunk):
-                whole = canonical(name, chunk)
-                if whole not in by_name:
-                    if whole == "output_layer.weight" and self.sizes.tied:
+                key = canonical(name, chunk)
+                if key not in by_name:
+                    if key == "output_layer.weight" and self.sizes.tied:
                         embedding = by_name["embedding.word_embeddings.weight"]
                         self.copies.append(LocalTensor(embedding, tensor))  # kept equal by megatron-core
                         continue
                     raise TrainerError(
-                        f"the bridge of {bridge.family} has no row for {whole}",
+                        f"the bridge of {bridge.family} has no row for {key}",
                         code="TRN108",
                         why=f"the model holds it, of shape {list(tensor.shape)}",
                         fix="add a row to the bridge",
                     )
-                self.by_name[whole] = LocalTensor(by_name[whole], tensor)
+                self.by_name[key] = LocalTensor(by_name[key], tensor)
 
     def like(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
         """The same places with other tensors in them, by Megatron's name: what is there once a parameter."""
