@@ -22,7 +22,7 @@ from slime_core.errors import DataError
 from slime_core.seeds import seed_of
 from slime_core.weights.prediction_layers import prefixes
 from slime_core.weights.shards import Shards
-from slime_core.weights.transports.buckets import FLOAT32
+from slime_core.weights.transports.buckets import ROUTER_BIAS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SHOWN = 10
@@ -195,7 +195,7 @@ def allocate(config: Any, dtype: str, device: str, attn_implementation: str | No
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **kwargs)
     model.tie_weights()
     for name, buffer in model.named_buffers():
-        if name.endswith(FLOAT32):
+        if name.endswith(ROUTER_BIAS):
             buffer.data = buffer.data.float()
     return _evaluating(model)
 

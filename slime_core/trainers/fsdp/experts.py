@@ -12,13 +12,12 @@ import torch
 from torch import nn
 
 from slime_core.trainers.expert_load import ExpertLoad
-
-BIAS = "e_score_correction_bias"
+from slime_core.weights.transports.buckets import ROUTER_BIAS
 
 
 def router_biases(hf: nn.Module) -> dict[str, torch.Tensor]:
     """Biases in the choice of experts by name in the model folder, [E] float32; buffers, which no gradient reaches."""
-    return {name: buffer for name, buffer in hf.named_buffers() if name.endswith(f".{BIAS}")}
+    return {name: buffer for name, buffer in hf.named_buffers() if name.endswith(f".{ROUTER_BIAS}")}
 
 
 def watch(hf: nn.Module) -> ExpertLoad:

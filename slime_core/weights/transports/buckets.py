@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from slime_core.weights.hashing import Checksums
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-FLOAT32 = "e_score_correction_bias"
+ROUTER_BIAS = "e_score_correction_bias"
 """The last part of the names of tensors that keep float32 in any engine."""
 FUSED = re.compile(r"\.(q_a_proj|kv_a_proj_with_mqa)\.")
 """SGLang joins a layer's two tensors, and fills its own only where one request has both."""
@@ -118,7 +118,7 @@ def lay_out(parts: Iterable[TensorPart], dtype: str, most: int = 0) -> tuple[Buc
         if part.name in names:
             raise TrainerError(f"the tensor {part.name} would be sent twice", why="two tensors have its name")
         names.add(part.name)
-        kind = torch.float32 if part.name.endswith(FLOAT32) else DTYPES[dtype]
+        kind = torch.float32 if part.name.endswith(ROUTER_BIAS) else DTYPES[dtype]
         by_dtype.setdefault(part.dtype or kind, []).append(part)
     return tuple(bucket for kind, alike in by_dtype.items() for bucket in _buckets(alike, kind, most))
 
