@@ -52,6 +52,23 @@ class ArrayRef:
         return int(np.dtype(self.dtype).itemsize * np.prod(self.shape, dtype=np.int64))
 
 
+MediaInputs = dict[str, list[Any]]
+"""``images``, ``videos`` and ``audios``, in the order of their placeholders: each a path or a ``data:`` URI."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True, eq=False)
+class Media:
+    """Pictures, videos and sounds of a request, in the order of their placeholders in its tokens.
+
+    Example: Media(images=(png,), arrays={"pixel_values": pixels, "image_grid_thw": np.array([[1, 4, 4]])})
+    """
+
+    images: tuple[bytes, ...] = ()  # encoded files: PNG, JPEG, ...
+    videos: tuple[bytes, ...] = ()
+    audios: tuple[bytes, ...] = ()
+    arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # by argument of the model's forward
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Prompt:
     """One row of a task, numbered by its place in the run's order.
@@ -65,6 +82,7 @@ class Prompt:
     position: int = 0  # place in the run's order, counted from 0
     prompt: str | list[Message] = ""
     tokens: list[int] = field(default_factory=list)  # of the prompt as the model sees it, chat template applied
+    multimodal_inputs: MediaInputs | None = None  # tokens have one placeholder for each feature of these
     label: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
     where: str = ""  # "file:line" or "dataset[row]", for messages
@@ -105,8 +123,9 @@ class Sample:
     temperature: float = 1.0  # of its draws: the trainer divides logits by it
     session_id: str = ""
     remove_sample: bool = False  # trains with mask 0, still counts in its group
-    multimodal_inputs: dict[str, Any] | None = None
-    multimodal_train_inputs: dict[str, ArrayRef] | None = None
+    multimodal_inputs: MediaInputs | None = None
+    multimodal_train_inputs: dict[str, ArrayRef | NDArray[Any]] | None = None
+    """The processor's arrays, by argument of the model's forward; in memory until the ledger has them."""
     rollout_routed_experts: ArrayRef | NDArray[Any] | None = None
     """[n, layers, k], the experts that the engine chose for its first n tokens; in memory until the ledger has it."""
     rollout_top_p_token_ids: ArrayRef | None = None
@@ -329,6 +348,7 @@ class GenerateRequest:
     seed: int  # 64 bits, from (run seed, sample id, attempt): slime_core.seeds
     session_id: str = ""
     kept: int = 0  # of tokens, at their end: this response's from an aborted try; stop strings look back over them
+    media: Media | None = field(default=None, compare=False)
 
     def text(self, tokenizer: Any, tokens: Sequence[int], finish: str) -> str:
         """``tokens`` decoded, cut before the first stop string where one ended the response; "" with no tokenizer."""
@@ -399,7 +419,7 @@ class Batch:
     response_offsets: NDArray[np.int64]  # S + 1
     columns: Columns = field(default_factory=dict)  # R each: rollout_log_probs, policy, reference, advantages, ...
     temperature: NDArray[np.float32] | None = None  # S, of the draws; None counts as 1
-    multimodal: list[dict[str, ArrayRef] | None] | None = None  # S
+    multimodal: list[dict[str, ArrayRef | NDArray[Any]] | None] | None = None  # S
     routed_experts: list[ArrayRef | NDArray[Any] | None] | None = None  # S
     train_metadata: list[dict[str, Any]] = field(default_factory=list)  # S
 
@@ -433,7 +453,7 @@ class MicroBatch:
 
     samples: NDArray[np.int64]  # n, indices into the Batch; of a shared prompt the first that has it
     tokens: NDArray[np.int64]  # T
-    position_ids: NDArray[np.int64]  # T, from 0 in every sequence, going on after a prefix
+    position_ids: NDArray[np.int64]  # T, or 3 x T of three axes; from 0 in every sequence, going on after a prefix
     cu_seqlens: NDArray[np.int32]  # n + 1
     prefix: NDArray[np.int32]  # n, the segment that comes before, -1 for none
     predict: NDArray[np.int64]  # R
@@ -442,6 +462,7 @@ class MicroBatch:
     weight: NDArray[np.float32]  # R, the token's weight in the loss of the whole optimizer step; 0 where masked
     columns: Columns = field(default_factory=dict)  # R each
     temperature: NDArray[np.float32] | None = None  # R
+    media: list[dict[str, ArrayRef | NDArray[Any]] | None] | None = None  # n
     filler: bool = False  # passed only because other ranks have a micro-batch more
 
 

@@ -13,7 +13,7 @@ import json
 import math
 import struct
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields as fields_of, replace
 from itertools import pairwise
 from typing import Any
@@ -30,6 +30,8 @@ FORMAT = 1
 FLOATS = ("rollout_log_probs", "teacher_log_probs", "advantages", "returns")
 RUNS = ("loss_mask", "weight_versions")
 REFS = ("rollout_routed_experts", "rollout_top_p_token_ids")
+MEDIA = "multimodal_train_inputs"
+ARRAYS = (*REFS, MEDIA)
 PLAIN = tuple(item.name for item in fields_of(Sample) if item.name not in ("tokens", *FLOATS, *RUNS))
 DEFAULTS = {name: getattr(Sample(), name) for name in PLAIN}  # a field that has its default is not written
 TURN_INTS = ("tokens", "versions")  # of a Completion, one entry a new token
@@ -38,8 +40,8 @@ TURN_PLAIN = "plain_log_probs"  # empty where the engine has none; NaN in a reco
 TURN_EXPERTS = "routed_experts"
 
 
-def encode(sample: Sample, refs: Mapping[str, ArrayRef] | None = None) -> list[bytes | memoryview]:
-    """The parts of a sample's record; ``refs`` are written in place of fields that are arrays in memory.
+def encode(sample: Sample, refs: Mapping[str, Any] | None = None) -> list[bytes | memoryview]:
+    """The parts of a sample's record; ``refs`` are written in place of fields that hold arrays in memory.
 
     Raises:
         PluginError: PLG57, a field that a plugin filled with something JSON cannot hold.
@@ -47,7 +49,7 @@ def encode(sample: Sample, refs: Mapping[str, ArrayRef] | None = None) -> list[b
     arrays = [("tokens", ints(sample.tokens))]
     arrays += [(name, floats(values)) for name in FLOATS if (values := getattr(sample, name)) is not None]
     values = {name: getattr(sample, name) for name in PLAIN} | dict(refs or {})
-    fields = {n: value for n, value in values.items() if isinstance(value, np.ndarray) or value != DEFAULTS[n]}
+    fields = {n: value for n, value in values.items() if (n in ARRAYS and value is not None) or value != DEFAULTS[n]}
     fields |= {name: _runs(values) for name in RUNS if (values := getattr(sample, name)) is not None}
     try:
         return pack(fields, arrays)
@@ -104,12 +106,25 @@ def unpack(body: bytes | memoryview) -> tuple[dict[str, Any], dict[str, NDArray[
     return header["fields"], arrays
 
 
-def array_refs(sample: Sample) -> dict[str, ArrayRef]:
-    """The arrays that lie in records of their own, by field or by ``multimodal_train_inputs.KEY``."""
-    refs = {name: ref for name in REFS if isinstance(ref := getattr(sample, name), ArrayRef)}
-    return refs | {
-        f"multimodal_train_inputs.{key}": ref for key, ref in (sample.multimodal_train_inputs or {}).items()
+def array_refs(sample: Sample, fields: Mapping[str, Any] | None = None) -> dict[str, ArrayRef]:
+    """The arrays that lie in records of their own, by field or by ``multimodal_train_inputs.KEY``.
+
+    ``fields`` are :func:`stored_arrays` of the sample, in place of its own.
+    """
+    values = {name: getattr(sample, name) for name in ARRAYS} | dict(fields or {})
+    values |= {f"{MEDIA}.{key}": ref for key, ref in (values.pop(MEDIA) or {}).items()}
+    return {name: ref for name, ref in values.items() if isinstance(ref, ArrayRef)}
+
+
+def stored_arrays(sample: Sample, write: Callable[[NDArray[Any]], ArrayRef]) -> dict[str, Any]:
+    """The fields that hold arrays in memory, with what ``write`` returns in the arrays' places."""
+    fields: dict[str, Any] = {
+        name: write(array) for name in REFS if isinstance(array := getattr(sample, name), np.ndarray)
     }
+    media = sample.multimodal_train_inputs or {}
+    if any(isinstance(array, np.ndarray) for array in media.values()):
+        fields[MEDIA] = {key: write(one) if isinstance(one, np.ndarray) else one for key, one in media.items()}
+    return fields
 
 
 def plain(value: Any) -> Any:
@@ -241,7 +256,8 @@ def _pieces_before(pieces: Sequence[Completion], before: int) -> tuple[list[Comp
 
 
 def _header(turn: RequestTurn) -> dict[str, Any]:
-    request = asdict(turn.request)
+    request = asdict(replace(turn.request, media=None))
+    del request["media"]  # the sample has references to it
     count = len(request.pop("tokens"))
     return {"request": request, "prompt": count, "finish": turn.finish, "pieces": [_scalars(p) for p in turn.pieces]}
 

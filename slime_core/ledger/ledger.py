@@ -79,8 +79,9 @@ class SqliteLedger:
         """
         rows = len(group.samples) + sum(len(samples) for samples, _ in drops)
         stored = await self.commits.run(lambda: self.rows.finish(group, drops), rows=rows, points=FINISH)
-        for sample, ref in stored:
-            sample.rollout_routed_experts = ref
+        for sample, fields in stored:
+            for name, value in fields.items():
+                setattr(sample, name, value)
 
     async def drop(self, drops: Drops) -> None:
         """See `protocols.Ledger`. Samples that were never issued are added; a dropped sample keeps its first reason.

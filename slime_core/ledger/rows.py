@@ -15,14 +15,23 @@ import sqlite3
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
+from numpy.typing import NDArray
 
 from slime_core import durable
 from slime_core.durable import storage_error
 from slime_core.errors import StorageError
-from slime_core.ledger.codec import array_refs, cut, decode, decode_turns, encode, encode_turns, plain_reward
+from slime_core.ledger.codec import (
+    array_refs,
+    cut,
+    decode,
+    decode_turns,
+    encode,
+    encode_turns,
+    plain_reward,
+    stored_arrays,
+)
 from slime_core.ledger.schema import DROPPED, FINISHED, PENDING, STATES, TRAINED
 from slime_core.ledger.segments import RecordPlace, Segments
 from slime_core.protocols import Drops, GroupRecord, RequestTurn
@@ -109,28 +118,35 @@ class LedgerTables:
                     (sample.id, sample.attempt, PENDING, group.prompt.position, sample.rollout_id),
                 )
 
-    def finish(self, group: Group, drops: Drops = ()) -> list[tuple[Sample, ArrayRef]]:
-        """See `protocols.Ledger`; the payloads are appended, not yet durable. Returns where routed experts lie."""
+    def finish(self, group: Group, drops: Drops = ()) -> list[tuple[Sample, dict[str, Any]]]:
+        """See `protocols.Ledger`; the payloads are appended, not yet durable. Returns fields with arrays' places.
+
+        An array that several samples of the group have is stored once.
+        """
         self.drop(drops)
         rows = []
+        stored: dict[int, ArrayRef] = {}
+
+        def write(array: NDArray[Any]) -> ArrayRef:
+            if id(array) not in stored:
+                stored[id(array)] = self._segments.write_array(array, named=True)
+            return stored[id(array)]
+
         for place, sample in enumerate(group.samples):
             row = self._db.execute(ROW, (sample.id, sample.attempt)).fetchone()
             if row is not None and row[1] == DROPPED:
                 raise self.conflict(sample.id, "dropped", "finished")
             if row is None or row[1] == PENDING:
-                experts = sample.rollout_routed_experts
-                if isinstance(experts, np.ndarray):
-                    experts = self._segments.write_array(experts, named=True)
-                refs = {} if experts is None else {"rollout_routed_experts": experts}
-                rows.append((place, sample, refs, encode(sample, refs)))
-        for place, sample, refs, parts in rows:
-            self._store(group.prompt.position, place, sample, refs, self._segments.append(parts))
+                fields = stored_arrays(sample, write)
+                rows.append((place, sample, fields, encode(sample, fields)))
+        for place, sample, fields, parts in rows:
+            self._store(group.prompt.position, place, sample, fields, self._segments.append(parts))
         keys = {(sample.id, sample.attempt) for sample in group.samples}
         query = f"SELECT serial, id, attempt FROM samples WHERE {OF_PROMPT} AND state = {PENDING}"
         for serial, name, attempt in self._db.execute(query, of_prompt(group.prompt.id)).fetchall():
             if (name, attempt) not in keys:
                 self._set_dropped(serial, REPLACED)
-        return [(sample, ref) for _, sample, refs, _ in rows for ref in refs.values()]
+        return [(sample, fields) for _, sample, fields, _ in rows if fields]
 
     def drop(self, drops: Drops) -> None:
         """See `protocols.Ledger`."""
@@ -316,13 +332,11 @@ class LedgerTables:
         if step is not None:
             raise self.conflict(name, f"journaled for version {step}", change)
 
-    def _store(
-        self, position: int, order: int, sample: Sample, refs: Mapping[str, ArrayRef], place: RecordPlace
-    ) -> None:
+    def _store(self, position: int, order: int, sample: Sample, fields: Mapping[str, Any], place: RecordPlace) -> None:
         values = (position, *_measures(sample, order), *place, sample.id, sample.attempt)
         self._db.execute(FINISH, values)
-        every = {**array_refs(sample), **refs}
-        named = {int(ref.segment[:-4]) for ref in every.values() if ref.segment[:-4].isdecimal()}
+        refs = array_refs(sample, fields).values()
+        named = {int(ref.segment[:-4]) for ref in refs if ref.segment[:-4].isdecimal()}
         if others := named - {place.segment}:
             (serial, *_) = self._db.execute(ROW, (sample.id, sample.attempt)).fetchone()
             rows = [(segment, serial) for segment in others]

@@ -238,6 +238,26 @@ def test_arrays_lie_beside_the_samples_that_refer_to_them(with_ledger, tmp_path)
     with_ledger(body)
 
 
+def test_arrays_in_memory_are_stored_once_for_all_samples_of_a_group(with_ledger):
+    group = sample_group(0)
+    pixels = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
+    grid = np.array([[1, 2, 2]])
+    for sample in group.samples:
+        sample.multimodal_train_inputs = {"pixel_values": pixels, "image_grid_thw": grid}
+
+    async def body(ledger):
+        await ledger.issue([group])
+        await ledger.finish(group)
+        places = [sample.multimodal_train_inputs for sample in group.samples]
+        assert places[0] == places[1]
+        for back in await ledger.samples(["main/0-0", "main/0-1"]):
+            assert back.multimodal_train_inputs == places[0]
+            for name, array in {"pixel_values": pixels, "image_grid_thw": grid}.items():
+                np.testing.assert_array_equal(ledger.segments.read_array(back.multimodal_train_inputs[name]), array)
+
+    with_ledger(body)
+
+
 def test_groups_that_finish_together_share_a_transaction_and_fail_alone(with_ledger):
     groups = [sample_group(i) for i in range(20)]
     groups[7].samples[0].metadata["x"] = object()
