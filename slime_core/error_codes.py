@@ -74,6 +74,7 @@ MEANINGS = {
     "DAT35": "a number with too many digits",
     "DAT36": "text that is not valid Unicode",
     "DAT37": "the file changed, shrank or disappeared during the run",
+    "DAT38": "pictures or videos that do not match their placeholders",
     "TOK00": "a folder that is not a complete model folder",
     "TOK39": "tokenizer and embedding differ in size",
     "TOK40": "a server with another vocabulary or tokenizer than the trained model",
