@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from slime_core.media.positions import GRIDS, PIXELS, Item, Kind
+from slime_core.media.positions import GRIDS, PIXELS, MediaItem, Kind
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ def features(model: Any, kind: Kind, arrays: Mapping[str, torch.Tensor]) -> Feat
     return Features(out.pooler_output.flatten(0, 1))
 
 
-def item_arrays(arrays: Mapping[str, Any], item: Item) -> dict[str, Any]:
+def item_arrays(arrays: Mapping[str, Any], item: MediaItem) -> dict[str, Any]:
     """The arrays of one item, as :func:`features` takes them."""
     pixels = arrays[PIXELS[item.kind]]
     if item.grid is not None:

@@ -32,7 +32,7 @@ SINGLE = {"qwen3_vl", "qwen3_vl_moe"}
 
 
 @dataclass(slots=True, frozen=True)
-class Item:
+class MediaItem:
     """One run of placeholders: ``tokens`` of them, from rows [begin, end) of the kind's pixels."""
 
     kind: Kind
@@ -73,12 +73,12 @@ class MediaLayout:
         """Token ids of placeholders, which no response is trained on."""
         return tuple(self.placeholders.values())
 
-    def items(self, arrays: Arrays) -> list[Item]:
+    def items(self, arrays: Arrays) -> list[MediaItem]:
         """The items of a processor's arrays, pictures before videos, each kind in its order."""
-        items: list[Item] = []
+        items: list[MediaItem] = []
         for kind in self.placeholders:
             if not self.merge:
-                items += [Item(kind, self.crop_tokens, i, i + 1) for i in range(_crops(arrays.get(PIXELS[kind])))]
+                items += [MediaItem(kind, self.crop_tokens, i, i + 1) for i in range(_crops(arrays.get(PIXELS[kind])))]
                 continue
             grids, seconds = arrays.get(GRIDS[kind]), arrays.get(SECONDS)
             begin = 0
@@ -88,7 +88,7 @@ class MediaLayout:
                     interval = self.seconds * int(1 if seconds is None else seconds[number])
                 for part in self._parts(kind, grid):
                     end = begin + int(np.prod(part))
-                    items.append(Item(kind, (end - begin) // self.merge**2, begin, end, part, interval))
+                    items.append(MediaItem(kind, (end - begin) // self.merge**2, begin, end, part, interval))
                     begin = end
         return items
 
@@ -97,7 +97,7 @@ class MediaLayout:
         single = kind == "videos" and not self.seconds
         return [(1, height, width)] * time if single else [(time, height, width)]
 
-    def starts(self, tokens: NDArray[Any], items: Sequence[Item], where: str = "") -> list[int]:
+    def starts(self, tokens: NDArray[Any], items: Sequence[MediaItem], where: str = "") -> list[int]:
         """Where in ``tokens`` [T] the run of each item begins.
 
         Raises:
@@ -118,7 +118,7 @@ class MediaLayout:
         return starts
 
     def positions(
-        self, tokens: NDArray[Any], items: Sequence[Item], starts: Sequence[int] | None = None
+        self, tokens: NDArray[Any], items: Sequence[MediaItem], starts: Sequence[int] | None = None
     ) -> NDArray[np.int64]:
         """Positions [3, T] in time, height and width: text counts on all axes, from one past what came before it.
 
@@ -155,11 +155,11 @@ def _runs(where: NDArray[np.bool_]) -> list[tuple[int, int]]:
     return [(begin, end) for number, (begin, end) in enumerate(pairwise(edges)) if number % 2 == 0]
 
 
-def _mismatch(kind: str, wanted: Sequence[int], runs: Sequence[int], where: str) -> DataError:
+def _mismatch(kind: str, counts: Sequence[int], runs: Sequence[int], where: str) -> DataError:
     return DataError(
-        f"{len(wanted)} {kind} do not match the placeholders among the tokens",
+        f"{len(counts)} {kind} do not match the placeholders among the tokens",
         code="DAT38",
         where=where,
-        why=f"the {kind} take {list(wanted)} tokens, the tokens have runs of {list(runs)} placeholders",
+        why=f"the {kind} take {list(counts)} tokens, the tokens have runs of {list(runs)} placeholders",
         fix="make tokens and arrays with the model folder's processor, from the same text and the same files",
     )
