@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from slime_core.testing.models import tiny_model
+from slime_core.testing.vision import tiny_vision_model
 
-__all__ = ["tiny_model"]
+__all__ = ["tiny_model", "tiny_vision_model"]

@@ -23,6 +23,7 @@ from slime_core.seeds import seed_of
 from slime_core.weights.prediction_layers import prefixes
 from slime_core.weights.shards import Shards
 from slime_core.weights.transports.buckets import ROUTER_BIAS
+from slime_core.weights.vision import sees
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SHOWN = 10
@@ -43,12 +44,17 @@ class Fit:
         return not (self.missing or self.extra or self.shapes)
 
 
+def auto_class(config: Any) -> Any:
+    """transformers' factory for a config: of models that see pictures where the family has no text model alone."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
+
+
 def skeleton(config: Any, *, trust_remote_code: bool = False) -> Any:
     """The model on the meta device: names and shapes, no memory."""
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+        return auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
 
 
 def fit(model: Any, shards: Shards, folder: Path) -> Fit:
@@ -186,13 +192,12 @@ def torch_dtype(name: str, device: str = "cpu") -> torch.dtype:
 
 def allocate(config: Any, dtype: str, device: str, attn_implementation: str | None, trust_remote_code: bool) -> Any:
     """The module with uninitialised parameters, computed buffers and tied weights."""
-    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     kwargs: dict[str, Any] = {"dtype": torch_dtype(dtype, device), "trust_remote_code": trust_remote_code}
     kwargs |= _attention(config, attn_implementation)
     with torch.device(device), no_init_weights():
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **kwargs)
+        model = auto_class(config).from_config(copy.deepcopy(config), **kwargs)
     model.tie_weights()
     for name, buffer in model.named_buffers():
         if name.endswith(ROUTER_BIAS):
@@ -248,11 +253,9 @@ def load_converted(
     Raises:
         DataError: TOK46.
     """
-    from transformers import AutoModelForCausalLM
-
     kwargs: dict[str, Any] = {"dtype": torch_dtype(dtype), "trust_remote_code": trust_remote_code}
     kwargs |= _attention(config, attn_implementation) | {"config": copy.deepcopy(config)}
-    model_class: Any = AutoModelForCausalLM
+    model_class: Any = auto_class(config)
     source: str | None = str(folder)
     shards = Shards.open(folder)
     if any(info.stored for info in shards.infos.values()):  # transformers would make layers of another kind

@@ -25,6 +25,7 @@ from slime_core.weights.fp8 import BlockFormat
 from slime_core.weights.int4 import PackedFormat
 from slime_core.weights.native_configs import LAYERS, native_config
 from slime_core.weights.shards import Shards, storage_form
+from slime_core.weights.vision import sees
 
 if TYPE_CHECKING:
     import torch
@@ -381,9 +382,9 @@ def _load_config(folder: Path, raw: Mapping[str, Any], trust_remote_code: bool) 
             why=f"{type(error).__name__}: {' '.join(str(error).splitlines()[:2])}",
             fix="save the model again, or upgrade transformers",
         ) from error
-    if not trust_remote_code and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if not trust_remote_code and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not sees(config):
         raise DataError(
-            f"model type {config.model_type!r} is not a causal language model of transformers",
+            f"model type {config.model_type!r} is not a causal language model of transformers, with pictures or not",
             code="TOK00",
             where=str(folder / "config.json"),
             fix="name a causal language model",
