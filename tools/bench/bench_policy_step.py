@@ -2,6 +2,8 @@
 
     python tools/bench/bench_policy_step.py --backend fsdp megatron plain --length 8192 --sequences 4
     python tools/bench/bench_policy_step.py --backend megatron --length 16384 --set recompute_granularity=selective
+    python tools/bench/bench_policy_step.py --preset qwen3-30b-a3b --layers 12 --sequences 128 \
+        --backend megatron --set optimizer_cpu_offload=true
     python tools/bench/bench_policy_step.py --smoke            # what a CPU can: a tiny model, fsdp and plain
 
 The model has the shape of a preset of slime-models (default qwen3-4b); it is drawn from a seed and written once into
@@ -33,8 +35,8 @@ FEW = (4, 9, 0)  # layers that are recomputed where memory runs out, one after t
 TAIL = 2500  # characters of what a backend that failed said last
 
 
-def make_folder(path: Path, preset: str, *, smoke: bool = False) -> None:
-    """A model of the preset's shape in bfloat16, with the tokenizer of the tests' small models; it is made once."""
+def make_folder(path: Path, preset: str, layers: int = 0, *, smoke: bool = False) -> None:
+    """A model of the preset's shape, or of some of its layers, in bfloat16, with the tests' tokenizer; made once."""
     if (path / "tokenizer.json").is_file():  # written last
         return
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -46,7 +48,8 @@ def make_folder(path: Path, preset: str, *, smoke: bool = False) -> None:
         tiny_model(path, tied=True, context_len=4096)
         return
 
-    config = AutoConfig.for_model(**vars(presets()[preset].config))
+    values = vars(presets()[preset].config)
+    config = AutoConfig.for_model(**values | ({"num_hidden_layers": layers} if layers else {}))
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -201,6 +204,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--backend", nargs="+", choices=["fsdp", "megatron", "plain"], default=["fsdp", "megatron"])
     parser.add_argument("--preset", default="qwen3-4b")
+    parser.add_argument("--layers", type=int, default=0, help="so many of the preset's; 0 is all")
     parser.add_argument("--folder", type=Path, default=None, help="of the model; default: in memory if it fits")
     parser.add_argument("--length", type=int, default=8192, help="tokens a sequence")
     parser.add_argument("--sequences", type=int, default=4, help="a step")
@@ -223,7 +227,7 @@ def parse() -> argparse.Namespace:
         if args.backend == ["fsdp", "megatron"]:
             args.backend = ["fsdp", "plain"]
     if args.folder is None:
-        args.folder = Path(scratch(12 << 30) or "/tmp") / f"policy-step-{args.preset}"
+        args.folder = Path(scratch(12 << 30) or "/tmp") / f"policy-step-{args.preset}-{args.layers}"
     return args
 
 
@@ -236,14 +240,15 @@ def main() -> None:
     if not args.smoke and not torch.cuda.is_available():
         print("no GPU here: --smoke is what runs on a CPU; nothing was measured")
         return
-    make_folder(args.folder, args.preset, smoke=args.smoke)
+    make_folder(args.folder, args.preset, args.layers, smoke=args.smoke)
     if not args.smoke:
         torch.cuda.empty_cache()
     operations, tokens = work(args.folder, args.length, args.sequences), args.length * args.sequences
     machine = f"{'CPU' if args.smoke else torch.cuda.get_device_name()}, torch {torch.__version__}"
     again = "" if args.recompute is None else f", {args.recompute or 'all'} layers recomputed"
     more = "".join([again, *(f", {one}" for one in args.set)])
-    print(f"{args.preset}, {args.sequences} x {args.length} tokens{more}, {machine}\n")
+    shape = f"{args.layers} layers of {args.preset}" if args.layers else args.preset
+    print(f"{shape}, {args.sequences} x {args.length} tokens{more}, {machine}\n")
     print("| backend | seconds a step | tokens/s | MFU | GiB |\n| --- | --- | --- | --- | --- |", flush=True)
     for backend in args.backend:
         found, why = run_backend(backend, args.folder, args.limit)

@@ -69,6 +69,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 512,
     },
 }
+SHAPES["small-moe"] = {
+    **SHAPES["0.6B"],
+    **{"num_hidden_layers": 8, "vocab_size": 512, "norm_topk_prob": True, "tie_word_embeddings": False},
+    **{"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 256},
+}
 SHAPES["tiny-moe"] = {
     **SHAPES["tiny"],
     **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "tie_word_embeddings": False},
