@@ -7,8 +7,8 @@ is kept, and what is offloaded can be read there.
     stage: device -> host memory, on a stream of its own        write: host memory -> header, bytes, sha256, fsync
 
 On CUDA the host memory is page-locked, made once, and kept: `before_change` puts the wait for the copy in front of
-whatever changes parameters or moments next, so that the copy runs beside the passes before it. On a CPU
-tensors are written from where they are, and `before_change` copies what is not written yet.
+whatever changes parameters or moments next, so that the copy runs beside the passes before it. State that lies in host
+memory anyway is written from where it is, and `before_change` copies what is not written yet.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class HostStaging:
         """Copy a tensor's bytes to host memory at ``begin``; ``temporary`` ones were made to be saved."""
         source = tensor.contiguous().reshape(-1).view(torch.uint8)
         if self._stream is None:
-            self._sources.append((begin, source))
+            self._sources.append((begin, source.cpu()))
             return
         temporary = temporary or source.data_ptr() != tensor.data_ptr()
         if temporary:

@@ -91,7 +91,7 @@ class Worker(ABC):
         join_group(rank, world, device, rendezvous)
         self.critic: Any = None
         self.offload = Offload(self._tensors)
-        self.staging = HostStaging(self.device)
+        self.staging = HostStaging(torch.device("cpu") if self.train.fsdp_cpu_offload else self.device)
         self.guard = NonFiniteGuard(errors=errors if rank == 0 else None)
         self.profile = StepProfile((errors or Path()).parent / "profile", config.report.profile if errors else 0)
         self.block_format = rollout_form(config.rollout.rollout_quantization, folder.stored_in)

@@ -29,6 +29,13 @@ pytestmark = pytest.mark.unit
             "command line: --gradient-checkpointing, command line: --recompute-granularity",
             id="two-ways-to-recompute",
         ),
+        pytest.param(
+            ["--fsdp-cpu-offload"],
+            "train_backend = megatron with fsdp_cpu_offload",
+            "--optimizer-cpu-offload",
+            "command line: --train-backend, command line: --fsdp-cpu-offload",
+            id="another-backends-offload",
+        ),
     ],
 )
 def test_keys_that_cannot_hold_where_megatron_trains(recipe, refused, words, what, fix, where):
@@ -39,7 +46,7 @@ def test_keys_that_cannot_hold_where_megatron_trains(recipe, refused, words, wha
 
 
 def test_the_same_keys_hold_where_fsdp_trains():
-    config = load_config(None, ["--device", "cpu", "--gradient-checkpointing"])
+    config = load_config(None, ["--device", "cpu", "--gradient-checkpointing", "--fsdp-cpu-offload"])
     assert rules.conflicts(config) == []
 
 

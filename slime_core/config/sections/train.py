@@ -144,6 +144,12 @@ class TrainSection(Section):
     max_tokens_per_gpu: int = key(
         0, "Tokens of a packed micro-batch; 0 is 4096, with FSDP on a GPU up to 32768, by its memory.", MACHINE, ge=0
     )
+    fsdp_cpu_offload: bool = key(
+        False,
+        "Masters and moments in host memory, with several ranks shards and gradients too: the same bits, slower.",
+        MACHINE,
+        once=True,
+    )
     gradient_checkpointing: bool = key(False, "Recompute layers in the backward pass.", MACHINE)
     gradient_checkpointing_layers: int = key(
         0, "With it: so many layers alone, of each pipeline stage the first; 0 is all of them.", MACHINE, ge=0

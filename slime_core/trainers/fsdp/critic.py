@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from slime_core.trainers.fsdp.attention import PackSegments
+    from slime_core.trainers.fsdp.places import DevicePlace
     from slime_core.trainers.optimizer_step import LossSums
     from slime_core.types import MicroBatch
     from slime_core.weights.folder import ModelFolder
@@ -42,12 +43,13 @@ class FsdpCritic:
         seed: int,
         dtype: torch.dtype,
         device: torch.device,
+        place: DevicePlace,
     ) -> None:
         self.path = str(train.critic_load)
         self.device = device
         self.model: ValueModel = build_values(self.path, folder, seed, device, train.logprob_chunk_tokens)
         self.model.choose_compiling(train.compile)
-        shard(self.model, mesh, dtype, exact=(self.model.score,))
+        shard(self.model, mesh, dtype, exact=(self.model.score,), place=place)
         self.learner = FsdpLearner(self.model, policy.rank, policy.world)
         if not self.path:
             parameters, policy_shards = self.learner.locals(), policy.locals()

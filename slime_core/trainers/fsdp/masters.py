@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from slime_core.algorithms.shared.logprobs import add_product
+from slime_core.trainers.fsdp.places import DevicePlace
 
 Tensors = dict[str, torch.Tensor]
 ALIGNED = 64  # numbers from the start of one copy to that of the next, or a multiple: products want whole lines
@@ -30,7 +31,13 @@ class Masters:
         masters.refresh()
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, exact: Sequence[nn.Module] = ()) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        dtype: torch.dtype,
+        exact: Sequence[nn.Module] = (),
+        place: DevicePlace | None = None,
+    ) -> None:
         exact_ids = {id(parameter) for one in exact for parameter in one.parameters()}
         named = dict(module.named_parameters())
         self.weights: Tensors = {name: parameter.data for name, parameter in named.items()}
@@ -45,6 +52,8 @@ class Masters:
         for (name, parameter), part in zip(ordered, storage.split(sizes)):
             parameter.data = part[: parameter.numel()].view(parameter.shape).copy_(parameter.data)
             parameter.register_post_accumulate_grad_hook(partial(self._add, name))
+        masters = {name: self.weights[name] for name in self.copies}
+        self.weights |= (place or DevicePlace()).keep(masters)
 
     def _add(self, name: str, parameter: torch.Tensor) -> None:
         grad, parameter.grad = parameter.grad, None
@@ -92,4 +101,5 @@ class Masters:
     def refresh(self, weights: Mapping[str, torch.Tensor] | None = None) -> None:
         """Have the module compute with the masters as they are now, or with these ``weights``."""
         values = self.weights if weights is None else weights
-        torch._foreach_copy_(list(self.copies.values()), [values[name] for name in self.copies])
+        for name, copy in self.copies.items():  # on its own device, where masters of the host are rounded too
+            copy.copy_(values[name].to(copy.device, non_blocking=True))

@@ -19,21 +19,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim.adamw import adamw
 from torch.utils.checkpoint import checkpoint
 
 from slime_core.algorithms.shared.logprobs import BlockLoss, linear_log_probs, linear_loss, logits_log_probs
 from slime_core.trainers.compiling import Choice, Compiled, pays
 from slime_core.trainers.expert_load import ExpertLoad, copies_of_rows
 from slime_core.trainers.fingerprint import all_sums, digest
+from slime_core.trainers.fsdp.adamw import AdamW, clip_scale, global_norm
 from slime_core.trainers.fsdp.attention import NAME, PackSegments, register, take
 from slime_core.trainers.fsdp.exact import ExactPass
 from slime_core.trainers.fsdp.experts import router_biases
 from slime_core.trainers.fsdp.fused import fuse
 from slime_core.trainers.fsdp.fused_cuda import GpuLayer
 from slime_core.trainers.fsdp.masters import Masters
+from slime_core.trainers.fsdp.places import DevicePlace, HostPlace
 from slime_core.trainers.optimizer_step import LossSums, MicroBatchLoss, Schedule, to_device
 from slime_core.weights.routers import Routers
 
@@ -65,8 +66,10 @@ class FsdpPolicy(nn.Module):
     def __init__(self, hf: Any, *, chunk: int) -> None:
         super().__init__()
         self.hf = hf
+        self.device = next(hf.parameters()).device  # that computes
         self.chunk = chunk
         self.masters: Masters | None = None  # of one rank in half precision
+        self.place = DevicePlace()  # of masters and moments
         self.packs = False
         self.linear_head = False
         self.recompute = 0  # gradient checkpointing: of so many layers
@@ -316,20 +319,31 @@ def on_device(micro: MicroBatch, device: torch.device) -> tuple[torch.Tensor, to
     return to_device(micro.tokens, device), to_device(micro.position_ids, device), segments
 
 
-def shard(policy: FsdpPolicy, mesh: DeviceMesh, dtype: torch.dtype, exact: Sequence[nn.Module] = ()) -> None:
+def shard(
+    policy: FsdpPolicy,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    exact: Sequence[nn.Module] = (),
+    place: DevicePlace | None = None,
+) -> None:
     """Shard every block and the rest, computing in ``dtype``, ``exact`` modules in the dtype they have.
 
-    Gradients are summed in float32. One rank holds all of it, and masters where ``dtype`` is not float32.
+    Gradients are summed in float32. One rank holds all of it, and masters where ``dtype`` is not float32. Masters and
+    moments lie in ``place``; with a `HostPlace` the shards and gradients of several ranks lie in host memory too.
     """
     half = dtype != torch.float32
+    policy.place = place or policy.place
     if mesh.size() == 1:
-        policy.masters = Masters(policy, dtype, exact) if half else None
+        policy.masters = Masters(policy, dtype, exact, policy.place) if half else None
         return
+    offload = OffloadPolicy()
+    if isinstance(place, HostPlace):
+        offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
     modules: list[nn.Module] = [*exact, *layers(policy.hf), policy]
     for module in modules:
         dtypes = MixedPrecisionPolicy() if module in exact else precision
-        sharded: Any = fully_shard(module, mesh=mesh, mp_policy=dtypes)
+        sharded: Any = fully_shard(module, mesh=mesh, mp_policy=dtypes, offload_policy=offload)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
 
@@ -349,8 +363,12 @@ def like(shard_: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """All ranks' shards as one plain tensor; a collective."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """All ranks' shards as one plain tensor, on the device that ranks talk by; a collective."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.device.type != tensor.device_mesh.device_type:  # a shard in host memory
+        tensor = like(tensor.to_local().to(tensor.device_mesh.device_type), tensor)
+    return tensor.full_tensor()
 
 
 def first_row(parameter: torch.Tensor) -> int:
@@ -379,70 +397,6 @@ def reshard(policy: FsdpPolicy) -> None:
 
 
 @dataclass(slots=True)
-class AdamW:
-    """AdamW (Loshchilov and Hutter 2019) with decay on matrices only; moments by parameter name, in shards."""
-
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    steps: int = 0
-    moment1: Tensors = field(default_factory=dict)
-    moment2: Tensors = field(default_factory=dict)
-
-    @torch.no_grad()
-    def step(self, params: Mapping[str, torch.Tensor], grads: Mapping[str, torch.Tensor], lr: float) -> None:
-        """Update ``params`` in place, in one fused pass a group."""
-        matrices = [name for name in params if params[name].ndim >= 2]
-        others = [name for name in params if params[name].ndim < 2]
-        for names, decay in ((matrices, self.weight_decay), (others, 0.0)):
-            names = [name for name in names if name in grads and params[name].numel()]
-            for name in names:
-                if name not in self.moment1:
-                    self.moment1[name] = torch.zeros_like(params[name])
-                    self.moment2[name] = torch.zeros_like(params[name])
-            if not names:
-                continue
-            device = params[names[0]].device
-            adamw(
-                [params[name] for name in names],
-                [grads[name] for name in names],
-                [self.moment1[name] for name in names],
-                [self.moment2[name] for name in names],
-                [],
-                list(torch.full((len(names),), float(self.steps), device=device).unbind()),  # a copy each would wait
-                fused=True,
-                amsgrad=False,
-                beta1=self.beta1,
-                beta2=self.beta2,
-                lr=lr,
-                weight_decay=decay,
-                eps=self.eps,
-                maximize=False,
-            )
-        self.steps += 1
-
-
-@torch.no_grad()
-def global_norm(grads: Mapping[str, torch.Tensor], world: int) -> float:
-    """Euclidean norm of all gradients over all ranks' shards."""
-    if not grads:
-        return 0.0
-    norms = torch.stack(torch._foreach_norm(list(grads.values())))
-    total = norms.double().square().sum()
-    if world > 1:
-        dist.all_reduce(total)
-    return float(total.sqrt())
-
-
-@torch.no_grad()
-def clip(grads: Mapping[str, torch.Tensor], norm: float, limit: float) -> None:
-    """Scale gradients whose norm exceeds ``limit`` (0 is off) down to it."""
-    if limit and norm > limit:
-        torch._foreach_mul_(list(grads.values()), limit / norm)
-
-
-@dataclass(slots=True)
 class FsdpLearner:
     """``begin`` gives it a fresh optimizer; a step that is not made advances neither AdamW nor the schedule."""
 
@@ -456,7 +410,8 @@ class FsdpLearner:
 
     def begin(self, train: Any, schedule: Schedule) -> None:
         """A fresh optimizer with the [train] section's settings."""
-        self.optimizer = AdamW(train.adam_beta1, train.adam_beta2, train.adam_eps, train.weight_decay)
+        betas = train.adam_beta1, train.adam_beta2
+        self.optimizer = AdamW(*betas, train.adam_eps, train.weight_decay, self.module.place)
         self.schedule, self.clip_grad = schedule, train.clip_grad
 
     def parameters(self) -> Tensors:
@@ -480,14 +435,13 @@ class FsdpLearner:
     def norm(self) -> float:
         """The Euclidean norm of all ranks' gradients; a collective."""
         self._grads = {name: local(grad) for name, grad in self.gradients().items()}
-        return global_norm(self._grads, self.world)
+        return global_norm(self._grads, self.world, self.module.place)
 
     def update(self, norm: float) -> float:
         """Clip and step, after :meth:`norm`; the answer is the learning rate."""
-        clip(self._grads, norm, self.clip_grad)
-        rate = self.rate
-        self.optimizer.step(self.locals(), self._grads, rate)
-        self.refresh()
+        rate, masters = self.rate, self.module.masters
+        copies = {name.removeprefix("hf."): p.detach() for name, p in masters.copies.items()} if masters else None
+        self.optimizer.step(self.locals(), self._grads, rate, clip_scale(norm, self.clip_grad), copies)
         return rate
 
     def refresh(self) -> None:
@@ -546,7 +500,8 @@ class FsdpLearner:
             tensor.copy_(parameters[name])
         self.refresh()
         self.optimizer.steps = steps
-        self.optimizer.moment1, self.optimizer.moment2 = moment1, moment2
+        place = self.module.place
+        self.optimizer.moment1, self.optimizer.moment2 = place.keep(moment1), place.keep(moment2)
 
     def states(self) -> list[torch.Tensor]:
         """What AdamW remembers, in shards."""

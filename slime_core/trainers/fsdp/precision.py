@@ -29,12 +29,14 @@ def in_dtype(policy: FsdpPolicy, dtype: torch.dtype) -> FsdpPolicy:
     for layer in layers(hf):
         of_layer = [f"{names[layer]}.{name}" for name, _ in layer.named_parameters(remove_duplicate=False)]
         inside.update(of_layer)
-        _gather_during(layer, hf, {name: parameters[name] for name in of_layer}, dtype)
-    _fill(hf, {name: tensor for name, tensor in parameters.items() if name not in inside}, dtype)
+        _gather_during(layer, hf, {name: parameters[name] for name in of_layer}, policy.device, dtype)
+    _fill(hf, {name: tensor for name, tensor in parameters.items() if name not in inside}, policy.device, dtype)
     return other
 
 
-def _gather_during(layer: nn.Module, hf: nn.Module, shards: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+def _gather_during(
+    layer: nn.Module, hf: nn.Module, shards: dict[str, torch.Tensor], device: torch.device, dtype: torch.dtype
+) -> None:
     """Have a layer hold whole parameters while it computes."""
     empty = {name: _place(hf, name)[0]._parameters[name.rpartition(".")[2]] for name in shards}
 
@@ -43,16 +45,16 @@ def _gather_during(layer: nn.Module, hf: nn.Module, shards: dict[str, torch.Tens
             module, leaf = _place(hf, name)
             module._parameters[leaf] = parameter
 
-    layer.register_forward_pre_hook(lambda *_: _fill(hf, shards, dtype))
+    layer.register_forward_pre_hook(lambda *_: _fill(hf, shards, device, dtype))
     layer.register_forward_hook(drop)
 
 
-def _fill(hf: nn.Module, shards: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+def _fill(hf: nn.Module, shards: dict[str, torch.Tensor], device: torch.device, dtype: torch.dtype) -> None:
     """Give modules their whole parameters; those that are tied are gathered once. A collective."""
     gathered: dict[int, nn.Parameter] = {}
     for name, shard in shards.items():
         if id(shard) not in gathered:
-            gathered[id(shard)] = nn.Parameter(full(shard.detach()).to(dtype), requires_grad=False)
+            gathered[id(shard)] = nn.Parameter(full(shard.detach()).to(device, dtype), requires_grad=False)
         module, leaf = _place(hf, name)
         module._parameters[leaf] = gathered[id(shard)]
 

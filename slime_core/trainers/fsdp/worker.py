@@ -29,6 +29,7 @@ from slime_core.trainers.fsdp.model import (
     reshard,
     shard,
 )
+from slime_core.trainers.fsdp.places import DevicePlace, HostPlace
 from slime_core.trainers.fsdp.precision import in_dtype
 from slime_core.trainers.optimizer_step import LossSums, to_device
 from slime_core.trainers.process_group import least
@@ -71,7 +72,8 @@ class FsdpWorker(Worker):
             self.policy.exact = ExactPass(self.policy)
         self.policy.choose_compiling(self.train.compile)
         self.expert_load = self.policy.expert_load = watch(self.policy.hf)
-        shard(self.policy, self.mesh, self.dtype)
+        self.place = HostPlace(self.device) if self.train.fsdp_cpu_offload else DevicePlace()
+        shard(self.policy, self.mesh, self.dtype, place=self.place)
         self.actor: FsdpLearner = FsdpLearner(self.policy, self.rank, self.world)
         self.frozen: FsdpFrozen = FsdpFrozen(self.folder, self.mesh, self.dtype, self.device)
         self.dp_rank = DataParallelRank(
@@ -98,6 +100,7 @@ class FsdpWorker(Worker):
             seed=self.config.seed,
             dtype=self.dtype,
             device=self.device,
+            place=self.place,
         )
 
     def begin_models(self, schedule: Schedule, steps: int, needs: frozenset[Role]) -> None:
@@ -209,7 +212,7 @@ class FsdpWorker(Worker):
         reshard(self.policy)
         named: dict[str, torch.Tensor] = dict(self.actor.parameters())
         named |= publishing.stored_buffers(self.policy.hf)
-        sources = publishing.sources_of(named, full if self.world > 1 else local, self.parts)
+        sources = publishing.sources_of(named, lambda tensor: full(tensor).to(self.device), self.parts)
         self.layout.check(sources, self.folder)
         return sources
 
@@ -252,6 +255,9 @@ class FsdpWorker(Worker):
 
     def _tensors(self, what: str) -> Iterable[torch.Tensor]:
         """What a name of `release` stands for, this rank's shards of it; gradients are forgotten instead."""
+        return [tensor for tensor in self._state(what) if tensor.device.type == self.device.type]
+
+    def _state(self, what: str) -> list[torch.Tensor]:
         if what == "parameters":
             models = [learner.module for learner in self.learners()]
             shards = [local(p.detach()) for learner in self.learners() for p in learner.parameters().values()]

@@ -10,7 +10,8 @@ import torch
 import trainer_bench as made
 
 from slime_core.errors import TrainerError
-from slime_core.trainers.fsdp.model import AdamW, clip, global_norm
+from slime_core.trainers.fsdp.adamw import AdamW, clip_scale, global_norm
+from slime_core.trainers.fsdp.places import DevicePlace
 from slime_core.trainers.optimizer_step import Schedule, optimizer_steps
 
 pytestmark = pytest.mark.unit
@@ -45,13 +46,16 @@ def test_the_first_adam_step_is_the_learning_rate():
 
 def test_clipping_scales_to_the_limit_and_leaves_smaller_gradients_alone():
     grads = {"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])}
-    assert global_norm(grads, 1) == pytest.approx(5.0)
-    clip(grads, 5.0, 10.0)
-    assert grads["a"].item() == 3.0
-    clip(grads, 5.0, 0.0)
-    assert grads["a"].item() == 3.0
-    clip(grads, 5.0, 1.0)
-    assert [g.item() for g in grads.values()] == pytest.approx([0.6, 0.8])
+    assert global_norm(grads, 1, DevicePlace()) == pytest.approx(5.0)
+    assert clip_scale(5.0, 10.0) == clip_scale(5.0, 0.0) == 1.0
+    assert clip_scale(5.0, 1.0) == pytest.approx(0.2)
+    steps = {}
+    for scale in (1.0, 0.2):
+        params = {"b": torch.tensor([[1.0]])}
+        optimizer = AdamW(0.0, 0.0, 1.0, 0.0)  # a step of g / (|g| + 1)
+        optimizer.step(params, {"b": grads["b"].clone()}, lr=1.0, scale=scale)
+        steps[scale] = 1 - params["b"].item()
+    assert steps == pytest.approx({1.0: 4 / 5, 0.2: 0.8 / 1.8})
 
 
 @pytest.mark.parametrize(

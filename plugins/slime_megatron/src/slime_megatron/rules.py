@@ -26,6 +26,13 @@ def conflicts(config: Config) -> Iterator[Problem]:
             why="megatron-core trains on GPUs",
             fix="--train-backend fsdp   or leave device out",
         )
+    if config.train.fsdp_cpu_offload:
+        yield conflict(
+            "train_backend = megatron with fsdp_cpu_offload",
+            ["train.train_backend", "train.fsdp_cpu_offload"],
+            why="masters and moments of Megatron's optimizer have a switch of their own",
+            fix="--optimizer-cpu-offload in place of --fsdp-cpu-offload",
+        )
     names = {name.replace("-", "_") for name in config.table("megatron")}
     both = [name for name in RECOMPUTE if name in names]
     if config.train.gradient_checkpointing and both:
