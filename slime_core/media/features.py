@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from slime_core.media.positions import GRIDS, PIXELS, MediaItem, Kind
+from slime_core.media.positions import GRIDS, PIXELS, Kind, MediaItem
 
 
 @dataclass(slots=True)
