@@ -154,6 +154,12 @@ class TrainSection(Section):
     gradient_checkpointing_layers: int = key(
         0, "With it: so many layers alone, of each pipeline stage the first; 0 is all of them.", MACHINE, ge=0
     )
+    activation_offload: bool = key(
+        False,
+        "The inputs of recomputed layers wait in host memory between the passes.",
+        MACHINE,
+        switch="gradient_checkpointing",
+    )
     compile: Literal["auto", "on", "off"] = key(
         "auto", "Compile what layers do between products: auto does on GPUs, from 1B parameters on.", MACHINE
     )

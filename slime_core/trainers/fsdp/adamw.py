@@ -38,22 +38,15 @@ class AdamW:
         for matrices, decay in ((True, self.weight_decay), (False, 0.0)):
             names = [name for name in learning if (params[name].ndim >= 2) == matrices]
             for part, tensors in self.place.windows(names, (params, self.moment1, self.moment2), (grads,)):
-                self._step(*tensors, lr, scale, decay)
+                self._step(tensors, lr, scale, decay)
                 for name, tensor in zip(part, tensors[0]):
                     if copies is not None and name in copies:
                         copies[name].copy_(tensor)
         self.steps += 1
 
-    def _step(
-        self,
-        params: list[torch.Tensor],
-        moment1: list[torch.Tensor],
-        moment2: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        lr: float,
-        scale: float,
-        decay: float,
-    ) -> None:
+    def _step(self, tensors: list[list[torch.Tensor]], lr: float, scale: float, decay: float) -> None:
+        """One window's: parameters, both moments, gradients."""
+        params, moment1, moment2, grads = tensors
         if scale != 1:
             torch._foreach_mul_(grads, scale)
         steps = torch.full((len(params),), float(self.steps), device=params[0].device)

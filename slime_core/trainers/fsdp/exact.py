@@ -107,7 +107,8 @@ class ExactPass:
         self, policy: Any, number: int, layer: Any, x: Tensor | None, residual: Tensor, rows: PackRows
     ) -> tuple[Tensor, Tensor]:
         if number < policy.recompute and torch.is_grad_enabled():
-            return checkpoint(self._run, layer, x, residual, rows, use_reentrant=False)  # type: ignore[no-any-return]
+            with policy.saving(number, x, residual):
+                return checkpoint(self._run, layer, x, residual, rows, use_reentrant=False)  # type: ignore[no-any-return]
         return self._run(layer, x, residual, rows)
 
     def _run(self, layer: Any, x: Tensor | None, residual: Tensor, rows: PackRows) -> tuple[Tensor, Tensor]:

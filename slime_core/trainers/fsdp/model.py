@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from slime_core.trainers.fsdp.exact import ExactPass
 from slime_core.trainers.fsdp.experts import router_biases
 from slime_core.trainers.fsdp.fused import fuse
 from slime_core.trainers.fsdp.fused_cuda import GpuLayer
+from slime_core.trainers.fsdp.host_inputs import HostInputs
 from slime_core.trainers.fsdp.masters import Masters
 from slime_core.trainers.fsdp.places import DevicePlace, HostPlace
 from slime_core.trainers.optimizer_step import LossSums, MicroBatchLoss, Schedule, to_device
@@ -73,6 +74,7 @@ class FsdpPolicy(nn.Module):
         self.packs = False
         self.linear_head = False
         self.recompute = 0  # gradient checkpointing: of so many layers
+        self.host_inputs: HostInputs | None = None  # where their inputs wait, if not on the device
         self.fused = False
         self.compiled = False
         self.exact: ExactPass | None = None
@@ -86,13 +88,20 @@ class FsdpPolicy(nn.Module):
         """Follow the [train] section's gradient checkpointing."""
         some = train.gradient_checkpointing_layers or len(layers(self.hf))
         self.recompute = some if train.gradient_checkpointing else 0
+        self.host_inputs = HostInputs(self.device) if train.activation_offload else None
+
+    def saving(self, number: int, *inputs: torch.Tensor | None) -> AbstractContextManager[None]:
+        """Around layer ``number``: its ``inputs`` wait on the host where it is recomputed and activations offload."""
+        if self.host_inputs is None or number >= self.recompute:
+            return nullcontext()
+        return self.host_inputs.of(*inputs)
 
     def _choose_forward(self, layer: nn.Module, number: int) -> None:
         """Let the layer's forward follow ``fused``, ``compiled`` and ``recompute``."""
         plain, fused = layer.forward, fuse(layer, self.hf.config, GpuLayer.apply)
         function = getattr(plain, "__func__", None)  # of all layers of a class: it is compiled once for them
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             if self.fused and fused is not None:
                 return fused(*args, recompute=number < self.recompute, masters=self.masters, **kwargs)
             run: Callable[..., Any] = plain
@@ -101,6 +110,10 @@ class FsdpPolicy(nn.Module):
             if number < self.recompute and torch.is_grad_enabled():
                 return checkpoint(run, *args, use_reentrant=False, **kwargs)
             return run(*args, **kwargs)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with self.saving(number, args[0] if args else kwargs["hidden_states"]):
+                return run(*args, **kwargs)
 
         layer.forward = forward  # type: ignore[method-assign]
 
@@ -366,9 +379,10 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     """All ranks' shards as one plain tensor, on the device that ranks talk by; a collective."""
     if not isinstance(tensor, DTensor):
         return tensor
-    if tensor.device.type != tensor.device_mesh.device_type:  # a shard in host memory
-        tensor = like(tensor.to_local().to(tensor.device_mesh.device_type), tensor)
-    return tensor.full_tensor()
+    mesh_device = tensor.device_mesh.device_type
+    sharded: Any = tensor if tensor.device.type == mesh_device else like(tensor.to_local().to(mesh_device), tensor)
+    whole: torch.Tensor = sharded.full_tensor()
+    return whole
 
 
 def first_row(parameter: torch.Tensor) -> int:

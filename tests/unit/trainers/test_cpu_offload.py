@@ -8,21 +8,23 @@ import numpy as np
 import pytest
 import torch
 import trainer_bench as made
+from torch.utils.checkpoint import checkpoint
 
 from slime_core.algorithms.shared.terms import role_columns
 from slime_core.plugins import load_plugins
 from slime_core.testing import tiny_model
 from slime_core.threads import TorchThread
 from slime_core.trainers.fsdp import FsdpTrainer, places
+from slime_core.trainers.fsdp.host_inputs import HostInputs
 from slime_core.weights.folder import ModelFolder
 
 pytestmark = pytest.mark.integration
 
 DTYPES = ("float32", "bfloat16")
-PLACES = {"device": {}, "host": {"fsdp_cpu_offload": True}}
+PLACES: dict = {"device": {}, "host": {"fsdp_cpu_offload": True, "activation_offload": True}}
 SETTINGS = {
-    "max_tokens_per_gpu": 40, "num_steps_per_rollout": 2, "kl_loss_coef": 0.05, "advantage_estimator": "ppo",
-    "critic_lr": 1e-3, "clip_grad": 0.05, "weight_decay": 0.1,
+    "max_tokens_per_gpu": 60, "num_steps_per_rollout": 2, "kl_loss_coef": 0.05, "advantage_estimator": "ppo",
+    "critic_lr": 1e-3, "clip_grad": 0.05, "weight_decay": 0.1, "gradient_checkpointing": True,
 }  # fmt: skip
 
 
@@ -45,7 +47,7 @@ class Rank:
 
     def step(self):
         """The checksum of what a step makes of the policy and the critic."""
-        batch = made.batch_of()
+        batch = made.batch_of(groups=2)
         batch.columns |= role_columns(self.call("score", batch, frozenset({"policy", "reference", "values"})))
         batch.columns["returns"] = np.cos(np.arange(len(batch.loss_mask), dtype=np.float32))
         metrics = self.call("step", batch)
@@ -64,13 +66,12 @@ def train_rank(folder: Path, out: Path, thread: TorchThread, rank: int = 0, worl
     places.WINDOW, places.BLOCK = 4096, 1 << 14
     sums = {}
     for dtype in DTYPES:
-        for name, settings in PLACES.items():
-            one = Rank(folder, out, thread, rank, world, dtype=dtype, **settings)
+        both = {name: Rank(folder, out, thread, rank, world, dtype=dtype, **PLACES[name]) for name in PLACES}
+        for name, one in both.items():
             steps = [one.step() for _ in range(3)]
             one.save(out / f"{dtype}-{name}")
             sums[f"{dtype}-{name}"] = [*steps, one.step()]
-        for name, other in zip(PLACES, reversed(PLACES)):
-            one = Rank(folder, out, thread, rank, world, dtype=dtype, **PLACES[name])
+        for one, other in zip(both.values(), reversed(both)):
             one.call("restore", out / f"{dtype}-{other}")
             sums[f"{dtype}-{other}-resumed"] = [one.step()]
     return sums
@@ -123,6 +124,70 @@ def test_windows_hold_few_bytes_and_give_back_what_changed(monkeypatch):
     assert sizes == [[3, 3], [20, 1], [2, 1], [30, 1]]
     assert all(torch.equal(kept[name], state[name] + 1) for name in state)
     assert all(grad.eq(1).all() for grad in grads.values())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="fused_layers"),
+        pytest.param({"fused": False}, id="layers_of_transformers"),
+        pytest.param({"gradient_checkpointing_layers": 1}, id="some_layers"),
+        pytest.param({"true_on_policy_mode": True}, id="the_engines_kernels"),
+    ],
+)
+def test_inputs_that_wait_on_the_host_leave_every_gradient_as_it_is(bench, settings):
+    fused, settings = settings.get("fused", True), {k: v for k, v in settings.items() if k != "fused"}
+    one = bench(max_tokens_per_gpu=64, gradient_checkpointing=True, activation_offload=True, **settings)
+    policy, batch = one.worker.policy, made.batch_of()
+    policy.fused &= fused
+    saved = recorded(policy.host_inputs)
+    loss, gradients = one.gradient(batch)
+    policy.host_inputs = None
+    same_loss, want = one.gradient(batch)
+    assert loss == same_loss
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, want[name]), name
+    assert saved
+
+
+def recorded(inputs):
+    """What is saved from here on."""
+    saved, save = [], inputs._save
+
+    def record(tensor):
+        saved.append(save(tensor))
+        return saved[-1]
+
+    inputs._save = record
+    return saved
+
+
+def test_inputs_leave_the_device_and_come_back_one_ahead():
+    inputs, layers = HostInputs(torch.device("cpu")), [torch.nn.Linear(8, 8) for _ in range(4)]
+    saved, back = recorded(inputs), []
+
+    def layer(number, x):
+        back.append([one.tensor is not None for one in saved])
+        return layers[number](x).tanh()
+
+    x = torch.randn(3, 8, requires_grad=True)
+    out = x
+    for number in range(4):
+        with inputs.of(out):
+            out = checkpoint(layer, number, out, use_reentrant=False)
+    assert [tuple(one.like.shape) for one in saved] == [(3, 8)] * 4
+    assert not any(one.tensor is not None for one in saved)
+    back.clear()
+    out.sum().backward()
+    assert back == [[False, False, True, True], [False, True, True, True], [True] * 4, [True] * 4]
+    want = torch.autograd.grad(_stack(layers, x).sum(), x)[0]
+    assert torch.equal(x.grad, want)
+
+
+def _stack(layers, x):
+    for layer in layers:
+        x = layer(x).tanh()
+    return x
 
 
 if __name__ == "__main__":

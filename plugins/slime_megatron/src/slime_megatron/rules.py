@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 RECOMPUTE = ("recompute_granularity", "recompute_activations", "moe_layer_recompute")
 """Names of [megatron] that say what the backward pass makes again."""
 
+OFFLOADS = {"fsdp_cpu_offload": "optimizer-cpu-offload", "activation_offload": "cpu-offloading"}
+"""Keys of [train] that only FSDP reads, and flags of Megatron that do the like."""
+
 
 def conflicts(config: Config) -> Iterator[Problem]:
     """What cannot hold together where Megatron trains."""
@@ -26,13 +29,14 @@ def conflicts(config: Config) -> Iterator[Problem]:
             why="megatron-core trains on GPUs",
             fix="--train-backend fsdp   or leave device out",
         )
-    if config.train.fsdp_cpu_offload:
-        yield conflict(
-            "train_backend = megatron with fsdp_cpu_offload",
-            ["train.train_backend", "train.fsdp_cpu_offload"],
-            why="masters and moments of Megatron's optimizer have a switch of their own",
-            fix="--optimizer-cpu-offload in place of --fsdp-cpu-offload",
-        )
+    for name, flag in OFFLOADS.items():
+        if getattr(config.train, name):
+            yield conflict(
+                f"train_backend = megatron with {name}",
+                ["train.train_backend", f"train.{name}"],
+                why=f"only FSDP reads {name}",
+                fix=f"--{flag} in place of --{name.replace('_', '-')}",
+            )
     names = {name.replace("-", "_") for name in config.table("megatron")}
     both = [name for name in RECOMPUTE if name in names]
     if config.train.gradient_checkpointing and both:
