@@ -11,10 +11,11 @@ Rows are as a router that learns deals them: each expert's share is drawn from a
     product       Megatron's experts in one product, weights in one buffer, as in a model that learns
     stacked       the same with weights that lie apart, which are copied into one tensor each time
     accumulated   product, and gradients added to float32 ones, as in a step
-    grouped_mm    FSDP's, of transformers, with its sort of rows, gather, activation and sum over a token's experts
-    eager         transformers' loop over experts, which FSDP does not use
-    kernels       the six grouped products alone, without activation and autograd: what torch's kernel can give
-    triton        the six of `grouped_triton.py`, gradients of weights added to float32 ones in place
+    fsdp          FSDP's experts: sort of tokens, rows, products, activation and sum over a token's experts
+    grouped_mm    the same by transformers, with torch's grouped product
+    eager         transformers' loop over experts
+    kernels       the six grouped products alone, without activation and autograd
+    torch         the same by torch's grouped product
     activation    SwiGLU with the router's weights alone, forward and backward
 """
 
@@ -29,6 +30,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from slime_core.trainers.fsdp.experts import IMPLEMENTATION, register
 
 
 def make(args: argparse.Namespace) -> dict[str, Any]:
@@ -111,6 +114,7 @@ def of_transformers(
 
     config = Qwen3MoeConfig(hidden_size=args.hidden, moe_intermediate_size=args.width, num_experts=args.experts)
     config._experts_implementation = implementation
+    register()
     first = next(experts.parameters())
     with torch.device("meta"):
         stacks = Qwen3MoeExperts(config)
@@ -136,28 +140,36 @@ def of_transformers(
 
 
 def parts_of(experts: Any, rows: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> dict[str, Any]:
-    """The six products alone, by torch and by Triton, and the activation alone."""
-    from slime_megatron.experts import multiply, stacked
+    """The six products alone, by our kernels and by torch, and the activation alone."""
+    from slime_core.kernels.grouped import gradient, multiply
+    from slime_megatron.experts import stacked
 
     ends = counts.to(rows.device).cumsum(0, dtype=torch.int32)
     first = stacked([expert.linear_fc1.weight.detach() for expert in experts.local_experts])
     second = stacked([expert.linear_fc2.weight.detach() for expert in experts.local_experts])
     x = rows.detach()
-    wide = multiply(x, first.transpose(1, 2), ends)
+    wide = multiply(x, first, ends)
     narrow, out = wide[:, : wide.shape[1] // 2].contiguous(), torch.ones_like(x)
+    grouped: Any = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
 
     def kernels() -> torch.Tensor:
-        multiply(x, first.transpose(1, 2), ends)
-        last = multiply(narrow, second.transpose(1, 2), ends)
-        multiply(out, second, ends)
-        multiply(wide, first, ends)
-        multiply(out.t(), narrow, ends)
-        multiply(wide.t(), x, ends)
+        multiply(x, first, ends)
+        last = multiply(narrow, second, ends)
+        multiply(out, second, ends, transposed=True)
+        multiply(wide, first, ends, transposed=True)
+        gradient(out, narrow, ends)
+        gradient(wide, x, ends)
         return last
 
-    passes = {"kernels": kernels}
-    if rows.is_cuda:
-        passes |= of_triton(x, wide, narrow, first, second, ends)
+    def by_torch() -> torch.Tensor:
+        grouped(x, first.transpose(1, 2), offs=ends)
+        last: torch.Tensor = grouped(narrow, second.transpose(1, 2), offs=ends)
+        grouped(out, second, offs=ends)
+        grouped(wide, first, offs=ends)
+        grouped(out.t(), narrow, offs=ends)
+        grouped(wide.t(), x, offs=ends)
+        return last
+
     hidden, weights = wide.detach().requires_grad_(), probs.detach().requires_grad_()
 
     def activation() -> torch.Tensor:
@@ -166,35 +178,7 @@ def parts_of(experts: Any, rows: torch.Tensor, counts: torch.Tensor, probs: torc
         hidden.grad = weights.grad = None
         return activated.detach()
 
-    return passes | {"activation": activation}
-
-
-def of_triton(
-    x: torch.Tensor,
-    wide: torch.Tensor,
-    narrow: torch.Tensor,
-    first: torch.Tensor,
-    second: torch.Tensor,
-    ends: torch.Tensor,
-) -> dict[str, Callable[[], torch.Tensor]]:
-    """The six products by Triton, a way a tile."""
-    from grouped_triton import TILES, GroupedTile, add_gradient, rows_product
-
-    totals = [torch.zeros_like(weight, dtype=torch.float32) for weight in (first, second)]
-
-    def of_tile(tile: GroupedTile) -> Callable[[], torch.Tensor]:
-        def once() -> torch.Tensor:
-            rows_product(x, first, ends, tile, transposed=True)
-            last = rows_product(narrow, second, ends, tile, transposed=True)
-            rows_product(x, second, ends, tile, transposed=False)
-            rows_product(wide, first, ends, tile, transposed=False)
-            add_gradient(totals[1], x, narrow, ends, tile)
-            add_gradient(totals[0], wide, x, ends, tile)
-            return last
-
-        return once
-
-    return {f"triton {name}": of_tile(tile) for name, tile in TILES.items()}
+    return {"kernels": kernels, "torch": by_torch, "activation": activation}
 
 
 def error_of(out: torch.Tensor, exact: torch.Tensor) -> float:
@@ -224,8 +208,8 @@ def main() -> None:
     layers = make(args)
     passes = {name: pass_of(experts, *given) for name, experts in layers.items()}
     compared = list(passes)
-    for implementation in ("grouped_mm", "eager"):
-        passes[implementation] = of_transformers(args, layers["product"], given[1], implementation)
+    for name, implementation in (("fsdp", IMPLEMENTATION), ("grouped_mm", "grouped_mm"), ("eager", "eager")):
+        passes[name] = of_transformers(args, layers["product"], given[1], implementation)
     passes |= parts_of(layers["product"], *given)
     outs = {name: once() for name, once in passes.items()}
     seconds: dict[str, list[float]] = {name: [] for name in passes}

@@ -1,4 +1,4 @@
-"""Layers of experts in transformers' models: the load of their experts, and the biases of their routers.
+"""Layers of experts in transformers' models: their products, the load of experts, and the biases of their routers.
 
 transformers stacks a layer's experts, [E, 2 f, h] and [E, h, f], and multiplies them in one grouped product; what a
 router has chosen reaches them as the second argument, [T, k].
@@ -10,9 +10,36 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.activations import ACT2FN
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
+from slime_core.kernels.grouped import grouped_experts
 from slime_core.trainers.expert_load import ExpertLoad
 from slime_core.weights.transports.buckets import ROUTER_BIAS
+
+IMPLEMENTATION = "slime_grouped"  # the name of our products in transformers
+
+
+def register() -> None:
+    """Make our products known to transformers."""
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts)
+
+
+def use_kernels(hf: Any) -> None:
+    """Let the model's experts be multiplied by `kernels.grouped`, where they are what that computes."""
+    if getattr(hf.config, "_experts_implementation", None) == "grouped_mm":
+        register()
+        hf.set_experts_implementation(IMPLEMENTATION)
+
+
+def _experts(experts: Any, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Of gated experts with SiLU and without biases by our kernels, of others by transformers' grouped products."""
+    plain = experts.has_gate and not experts.has_bias and not experts.is_transposed
+    silu = isinstance(experts.act_fn, nn.SiLU | type(ACT2FN["silu"]))
+    if not (plain and silu and type(experts)._apply_gate.__module__ == ALL_EXPERTS_FUNCTIONS.__module__):
+        result: torch.Tensor = grouped_mm_experts_forward(experts, x, index, weights)
+        return result
+    return grouped_experts(x, index, weights, experts.gate_up_proj, experts.down_proj)
 
 
 def router_biases(hf: nn.Module) -> dict[str, torch.Tensor]:

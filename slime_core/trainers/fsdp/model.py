@@ -30,7 +30,7 @@ from slime_core.trainers.fingerprint import all_sums, digest
 from slime_core.trainers.fsdp.adamw import AdamW, clip_scale, global_norm
 from slime_core.trainers.fsdp.attention import NAME, PackSegments, register, take
 from slime_core.trainers.fsdp.exact import ExactPass
-from slime_core.trainers.fsdp.experts import router_biases
+from slime_core.trainers.fsdp.experts import router_biases, use_kernels
 from slime_core.trainers.fsdp.fused import fuse
 from slime_core.trainers.fsdp.fused_cuda import GpuLayer
 from slime_core.trainers.fsdp.host_inputs import HostInputs
@@ -81,6 +81,8 @@ class FsdpPolicy(nn.Module):
         self.expert_load = ExpertLoad()
         self.routers: Routers | None = None  # where a run replays their choices
         self._compiled: dict[Callable[..., Any], Compiled] = {}
+        if next(hf.parameters()).is_cuda:
+            use_kernels(hf)
         for number, layer in enumerate(layers(hf)):
             self._choose_forward(layer, number)
 

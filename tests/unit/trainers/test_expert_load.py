@@ -22,6 +22,7 @@ from slime_core.testing.families import family_config, family_model
 from slime_core.threads import TorchThread
 from slime_core.trainers.expert_load import figures, moved_bias
 from slime_core.trainers.fsdp import FsdpTrainer
+from slime_core.trainers.fsdp.experts import IMPLEMENTATION, use_kernels
 from slime_core.weights.build import allocate
 from slime_core.weights.folder import ModelFolder
 from slime_core.weights.shards import Shards
@@ -97,9 +98,10 @@ def train_rank(folder, out, rank=0, world=1):
 def test_grouped_products_give_the_gradients_of_the_loop_over_experts(family):
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(CONFIGS[family](), dtype=torch.float32).eval()
-    assert model.config._experts_implementation == "grouped_mm"
+    use_kernels(model)
+    assert model.config._experts_implementation == IMPLEMENTATION
     passes = []
-    for implementation, dtype in (("grouped_mm", torch.float32), ("eager", torch.float64)):
+    for implementation, dtype in ((IMPLEMENTATION, torch.float32), ("eager", torch.float64)):
         model.set_experts_implementation(implementation)
         model.to(dtype).zero_grad()
         logits = model(input_ids=torch.tensor([[3, 9, 27, 17, 3]])).logits

@@ -1,4 +1,4 @@
-"""All experts of a rank in one matrix product a layer, without Transformer Engine: torch's grouped product.
+"""All experts of a rank in one matrix product a layer, without Transformer Engine: `slime_core.kernels.grouped`.
 
     rows, sorted by expert [T, h] -> fc1 of each run of rows -> activation, times the router's weights -> fc2 [T, h]
 
@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_geglu import quick_gelu, weighted_bias_quick_geglu_impl
-from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
@@ -23,6 +22,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
+
+from slime_core.kernels.grouped import add_gradient, gradient, multiply, weighted_swiglu
 
 Held = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -101,9 +102,8 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         most = config.activation_func_clamp_value
         if config.bias_activation_fusion and gated and bias is None:
             fp8: bool = config.activation_func_fp8_input_store
-            if act is F.silu and most is None and not offset:
-                swiglu: torch.Tensor = weighted_bias_swiglu_impl(hidden, None, weights, fp8)
-                return swiglu
+            if act is F.silu and most is None and not offset and not fp8:
+                return weighted_swiglu(hidden, probs)
             if act is quick_gelu:
                 geglu: torch.Tensor = weighted_bias_quick_geglu_impl(hidden, None, weights, fp8, offset, most)
                 return geglu
@@ -164,7 +164,7 @@ class _Product(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(rows, ends, *weights)
         ctx.within = within
-        return multiply(rows.contiguous(), stacked(weights).transpose(1, 2), ends)
+        return multiply(rows, stacked(weights), ends)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -173,25 +173,28 @@ class _Product(torch.autograd.Function):
         of_rows: torch.Tensor | None = None
         of_weights: Sequence[torch.Tensor | None] = [None] * len(weights)
         if ctx.needs_input_grad[0]:
-            of_rows = multiply(grad, stacked(weights), ends)
+            of_rows = multiply(grad, stacked(weights), ends, transposed=True)
         if any(ctx.needs_input_grad[3:]):
-            products = multiply(grad.t(), rows.contiguous(), ends)
-            of_weights = products.unbind()
             if ctx.within and hasattr(weights[0], "main_grad"):
-                _accumulate(weights, products)
+                of_weights = _accumulated(weights, grad, rows, ends)
+            else:
+                of_weights = gradient(grad, rows, ends).unbind()
         return of_rows, None, None, *of_weights
 
 
-def _accumulate(weights: Sequence[Any], products: torch.Tensor) -> None:
-    """Add gradients [E, out, in] to those of the weights, which megatron-core then leaves as they are."""
+def _accumulated(
+    weights: Sequence[Any], grad: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor
+) -> Sequence[torch.Tensor]:
+    """Add gradients to those of the weights; megatron-core reads nothing of what is returned for them."""
     totals = [weight.main_grad for weight in weights]
     view = at_equal_distances(totals)
     if view is not None:
-        view += products
+        add_gradient(view, grad, rows, ends)
     else:
-        torch._foreach_add_(totals, list(products.unbind()))
+        torch._foreach_add_(totals, list(gradient(grad, rows, ends).unbind()))
     for weight in weights:
         weight.grad_added_to_main_grad = True
+    return weights[0].new_empty(len(weights), *weights[0].shape).unbind()
 
 
 def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -213,16 +216,6 @@ def at_equal_distances(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
     ):
         return first.as_strided((len(weights), *first.shape), (step // first.itemsize, *first.stride()))
     return None
-
-
-def multiply(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """[T, in] x [E, in, out] -> [T, out], or [out, T] x [T, in] -> [E, out, in]: the axis T in runs."""
-    if 0 in left.shape:  # a rank to which no token came
-        shape = (*left.shape[:-1], right.shape[-1]) if right.ndim == 3 else (len(ends), len(left), right.shape[-1])
-        return left.new_zeros(shape)
-    kernel = getattr(F, "grouped_mm", None) or torch._grouped_mm
-    product: torch.Tensor = kernel(left, right, offs=ends)
-    return product
 
 
 def _of_rows(biases: Sequence[torch.Tensor | None], counts: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
