@@ -5,12 +5,15 @@
     python tools/bench/bench_policy_step.py --preset qwen3-30b-a3b --layers 12 --sequences 128 \
         --backend megatron --set optimizer_cpu_offload=true
     python tools/bench/bench_policy_step.py --smoke            # what a CPU can: a tiny model, fsdp and plain
+    python tools/bench/bench_policy_step.py --backend fsdp plain --length 65536 --sequences 1 --recompute \
+        --offload state activations --rounds 2 --warm-up 1 --limit 280      # one long sequence in 80 GiB
 
 The model has the shape of a preset of slime-models (default qwen3-4b); it is drawn from a seed and written once into
 --folder. Each backend has a process of its own, one after the other. "plain" is transformers with sdpa, its layers
 compiled, the loss in chunks of 2048 rows and fused AdamW in bfloat16: what a loop without a framework reaches.
 A backend that fails, or takes longer than --limit, is a row that says so, and the next one follows; one that runs out
-of memory is tried once more with a few of its layers recomputed, then with more.
+of memory is tried once more with a few of its layers recomputed, then with more. GiB are those of the device at its
+peak, and of the host as far as its free memory fell from the start of the backend's process.
 
 MFU = operations by `slime_core.weights.flops` (6 * parameters * tokens and causal attention's) / seconds / peak; the
 peak is 989e12 (dense bfloat16 of an H100 or H200) unless --peak says otherwise.
@@ -32,6 +35,8 @@ from sglang_place import scratch
 
 PROMPT = 64  # tokens in front of each response
 FEW = (4, 9, 0)  # layers that are recomputed where memory runs out, one after the other; 0 is all
+OFFLOADS = {"state": "--fsdp-cpu-offload", "activations": "--activation-offload"}
+HEADER = "| backend | seconds a step | tokens/s | MFU | GiB | GiB of the host |\n| --- | --- | --- | --- | --- | --- |"
 TAIL = 2500  # characters of what a backend that failed said last
 
 
@@ -96,6 +101,7 @@ def worker_step(args: argparse.Namespace) -> Any:
     if args.recompute is not None:
         given += ["--gradient-checkpointing", "--gradient-checkpointing-layers", str(args.recompute)]
     given += [f"megatron.{one}" for one in args.set] if args.worker == "megatron" else []
+    given += [OFFLOADS[one] for one in args.offload] if args.worker == "fsdp" else []
     config = resolve_machine(load_config(None, given))
     folder, plugins = ModelFolder.open(args.folder), load_plugins(config)
     if args.worker == "megatron":
@@ -142,6 +148,7 @@ def plain_step(args: argparse.Namespace) -> Any:
 
 def measure(args: argparse.Namespace) -> None:
     """One backend in this process: a line of JSON after each round that counts."""
+    free = available()
     step = plain_step(args) if args.worker == "plain" else worker_step(args)
     wait = (lambda: None) if args.smoke else torch.cuda.synchronize
     if args.profile:
@@ -156,7 +163,14 @@ def measure(args: argparse.Namespace) -> None:
         seconds.append(time.perf_counter() - start)
         if number >= args.warm_up:
             memory = 0.0 if args.smoke else torch.cuda.max_memory_allocated() / 2**30
-            print(json.dumps({"seconds": seconds[args.warm_up :], "memory": memory}), flush=True)
+            row = {"seconds": seconds[args.warm_up :], "memory": memory, "host": (free - available()) / 2**30}
+            print(json.dumps(row), flush=True)
+
+
+def available() -> int:
+    """Bytes of the host's memory that are free, or could be."""
+    (line,) = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable")]
+    return int(line.split()[1]) * 1024
 
 
 def profile(args: argparse.Namespace, step: Any) -> None:
@@ -211,6 +225,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--recompute", type=int, nargs="?", const=0, metavar="N", help="of N layers keep the input only"
     )
+    parser.add_argument("--offload", nargs="+", choices=list(OFFLOADS), default=[], help="of fsdp, to the host")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="of [megatron]")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--warm-up", type=int, default=2)
@@ -246,10 +261,11 @@ def main() -> None:
     operations, tokens = work(args.folder, args.length, args.sequences), args.length * args.sequences
     machine = f"{'CPU' if args.smoke else torch.cuda.get_device_name()}, torch {torch.__version__}"
     again = "" if args.recompute is None else f", {args.recompute or 'all'} layers recomputed"
-    more = "".join([again, *(f", {one}" for one in args.set)])
+    offload = f", {' and '.join(args.offload)} of fsdp on the host" if args.offload else ""
+    more = "".join([again, offload, *(f", {one}" for one in args.set)])
     shape = f"{args.layers} layers of {args.preset}" if args.layers else args.preset
     print(f"{shape}, {args.sequences} x {args.length} tokens{more}, {machine}\n")
-    print("| backend | seconds a step | tokens/s | MFU | GiB |\n| --- | --- | --- | --- | --- |", flush=True)
+    print(HEADER, flush=True)
     for backend in args.backend:
         found, why = run_backend(backend, args.folder, args.limit)
         if args.profile:
@@ -268,10 +284,11 @@ def show(
 ) -> None:
     """A row of the table, and what a backend that failed said."""
     if found is None:
-        print(f"| {name} | failed | | | |", flush=True)
+        print(f"| {name} | failed | | | | |", flush=True)
     else:
         best = min(found["seconds"])
-        row = f"{best:.3f} | {tokens / best:,.0f} | {operations / best / args.peak:.3f} | {found['memory']:.1f}"
+        row = f"{best:.3f} | {tokens / best:,.0f} | {operations / best / args.peak:.3f}"
+        row += f" | {found['memory']:.1f} | {found['host']:.1f}"
         print(f"| {name} | {row} |", flush=True)
     if why:
         print(f"\n{name}: {why[-TAIL:]}\n", flush=True)

@@ -1,6 +1,7 @@
 """State in host memory: the bits of a run without it, on one rank and on two; saved in one place, resumed in the other."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from slime_core.weights.folder import ModelFolder
 
 pytestmark = pytest.mark.integration
 
+DEVICE = os.environ.get("SLIME_GPU_TESTS_DEVICE", "cpu")  # tests/gpu has the ranks on GPUs
 DTYPES = ("float32", "bfloat16")
 PLACES: dict = {"device": {}, "host": {"fsdp_cpu_offload": True, "activation_offload": True}}
 SETTINGS = {
@@ -29,13 +31,13 @@ SETTINGS = {
 
 
 class Rank:
-    """One rank's trainer with a critic and a reference."""
+    """One rank's trainer with a critic and a reference; on a GPU with kernels whose gradients repeat bit for bit."""
 
     def __init__(self, folder: Path, out: Path, thread: TorchThread, rank: int, world: int, **settings) -> None:
-        config = made.config_of(folder, **SETTINGS, **settings)
+        config = made.config_of(folder, **SETTINGS, **settings, true_on_policy_mode=DEVICE == "cuda")
         trainer = FsdpTrainer(
             config, load_plugins(config), ModelFolder.open(folder), thread=thread, rank=rank, world=world,
-            rendezvous=out / "meet" if world > 1 else None,
+            rendezvous=out / "meet" if world > 1 else None, device=DEVICE,
         )  # fmt: skip
         self.worker, self.thread = trainer._worker, thread
         self.call("begin", config)
@@ -53,6 +55,10 @@ class Rank:
         metrics = self.call("step", batch)
         assert metrics["optimizer_steps"] == 2
         assert metrics["grad_norm"] > SETTINGS["clip_grad"]
+        if self.worker.train.fsdp_cpu_offload:
+            for learner in self.worker.learners():
+                assert {tensor.device.type for tensor in learner.states()} == {"cpu"}
+                assert all(tensor.is_pinned() == (DEVICE == "cuda") for tensor in learner.states())
         return self.call("fingerprint")
 
     def save(self, path):
