@@ -194,7 +194,8 @@ def _accumulated(
         torch._foreach_add_(totals, list(gradient(grad, rows, ends).unbind()))
     for weight in weights:
         weight.grad_added_to_main_grad = True
-    return weights[0].new_empty(len(weights), *weights[0].shape).unbind()
+    unread: torch.Tensor = weights[0].new_empty(len(weights), *weights[0].shape)
+    return unread.unbind()
 
 
 def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
