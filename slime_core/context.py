@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_core.seeds import seed_of
-from slime_core.types import Completion, GenerateRequest, Sample, SamplingParams, Status
+from slime_core.types import Completion, GenerateRequest, Media, Message, Sample, SamplingParams, Status
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
+    from slime_core.media.processor import MediaProcessor
     from slime_core.protocols import Engine, GroupRecord
 
     ReadGroups = Callable[[Sequence[str]], Awaitable[Mapping[str, GroupRecord]]]
@@ -35,6 +36,7 @@ class Context:
     engine: Engine | None = None
     engines: dict[str, Engine] = field(default_factory=dict)  # frozen ones by role
     tokenizer: Any = None
+    media: MediaProcessor | None = None  # of a model that takes pictures
     sampling: SamplingParams | None = None  # of this prompt, training or evaluation
     run_dir: Path | None = None
     version: int = 0  # of the weights in training
@@ -69,6 +71,7 @@ class Context:
             params=params,
             seed=seed,
             session_id=sample.session_id,
+            media=await self.request_media(sample),
         )
         done = await self.engine.generate(request)
         sample.append_response(
@@ -77,3 +80,36 @@ class Context:
         sample.status = FINISHED[done.finish]
         sample.temperature = params.temperature or 1.0
         return done
+
+    async def prepare_media(self, samples: Iterable[Sample]) -> None:
+        """Make the arrays of samples that have references to pictures: one set for all that have the same.
+
+        Raises:
+            DataError: a picture that cannot be read or decoded, or is too large.
+        """
+        if self.media is not None:
+            await self.media.prepare(samples)
+
+    async def request_media(self, sample: Sample) -> Media | None:
+        """What a request of a sample brings to the engine beside its tokens: None without pictures.
+
+        Raises:
+            DataError: as :meth:`prepare_media`.
+        """
+        return None if self.media is None else await self.media.request(sample)
+
+    async def append_media(self, sample: Sample, words: str | Sequence[Message]) -> None:
+        """Add the pictures of what an environment or a tool says; their placeholders are appended as ids before.
+
+        Parts of messages name them: ``{"type": "image", "image": PATH, data URI, bytes or PIL picture}``.
+
+        Example:
+            words = [{"role": "tool", "content": [{"type": "image", "image": screenshot}]}]
+            sample.append_response(speech.between(words, answer), mask=0)  # Speech(..., media=ctx.media)
+            await ctx.append_media(sample, words)
+
+        Raises:
+            DataError: as :meth:`prepare_media`.
+        """
+        if self.media is not None:
+            await self.media.append(sample, words)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     ReserveEngine = Callable[[], AbstractAsyncContextManager[Engine]]
 
+WITH_PICTURES = 64  # groups whose pictures are decoded at a time
 EXTRA = "extra"
 """The set of metrics that an evaluation function returns beside its sets."""
 
@@ -51,6 +52,7 @@ class Evaluator:
         self.sets = [] if no_engine else eval_sets(config, plugins, ctx.tokenizer, self._ctx)
         self.by_function = not no_engine and plugins.evaluates_by_function(config)
         self._dump = Dump(config, report.run_dir.path)
+        self._places = asyncio.Semaphore(WITH_PICTURES)
 
     async def run(self, version: int, reserved_engine: Engine | None = None) -> dict[str, dict[str, float]]:
         """Evaluate every set at ``version``; metrics by set name, also handed to the report.
@@ -124,10 +126,20 @@ class Evaluator:
         return list(await asyncio.gather(*(self._one(group, ctx) for group in issued)))
 
     async def _one(self, issued: Group, ctx: Context) -> Group:
+        if ctx.media is None:
+            return await self._judged(issued, ctx)
+        async with self._places:
+            await ctx.prepare_media(issued.samples)
+            group = await self._judged(issued, ctx)
+            for sample in group.samples:
+                sample.multimodal_train_inputs = None
+            return group
+
+    async def _judged(self, issued: Group, ctx: Context) -> Group:
         ctx = replace(ctx, sampling=self._plugins.sampling(issued.prompt, ctx))
         ids = issued_ids(issued)
         group = await self._plugins.generate(issued, ctx)
-        check_group(group, ids, self._vocab_size)
+        check_group(group, ids, self._vocab_size, ctx.media)
         self._plugins.note_group(group, ctx.config)
         for sample in group.samples:
             await self._plugins.sample_done(sample, ctx)

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 from slime_core.config.load import stage_name
 from slime_core.context import Context
 from slime_core.data.opening import open_source
+from slime_core.data.prompts import limits_of
 from slime_core.evaluate import Evaluations, Evaluator, reservation_for_evaluation
+from slime_core.media.processor import MediaProcessor
 from slime_core.preemption import StopRequested
 from slime_core.report.metrics import ledger_metrics, rollout_metrics
 from slime_core.rollout.collector import Collector
@@ -48,6 +50,7 @@ class Stage:
             engine=observed(components.engines, plugins),
             engines=components.roles,
             tokenizer=components.tokenizer,
+            media=MediaProcessor.of(components.tokenizer, limits_of(config.data)),
             sampling=training_params(config),
             run_dir=report.run_dir.path,
             version=version,

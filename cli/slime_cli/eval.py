@@ -139,8 +139,10 @@ async def alone(config: Config, plugins: Plugins, report: Report) -> dict[str, d
     """
     from slime_core.clusters import build_serving
     from slime_core.context import Context
+    from slime_core.data.prompts import limits_of
     from slime_core.errors import ConfigError
     from slime_core.evaluate import Evaluator
+    from slime_core.media.processor import MediaProcessor
 
     async with build_serving(config) as serving:
         ctx = Context(
@@ -148,6 +150,7 @@ async def alone(config: Config, plugins: Plugins, report: Report) -> dict[str, d
             engine=serving.engines,
             engines=serving.roles,
             tokenizer=serving.tokenizer,
+            media=MediaProcessor.of(serving.tokenizer, limits_of(config.data)),
             run_dir=report.run_dir.path,
             stage="eval",
         )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime_core.data.prompts import MEDIA, Encoder, Keys, Parsed, empty, parse_of
+from slime_core.data.prompts import Encoder, Keys, Parsed, empty, parse_of
 from slime_core.data.rows import DataRows
 from slime_core.data.supply import OVERLONG, SHOWN, Hashes, duplicate_ids, equal_pairs, hash_of, nothing_left
 from slime_core.errors import DataError
@@ -150,7 +150,7 @@ def _look(
             result.first_bad.append(error)
         return None
     result.prompts += fits
-    for kind, items in parsed.metadata.get(MEDIA, {}).items():
+    for kind, items in parsed.media.items():
         result.media[kind] += len(items)
     _look_at_label(parsed, result)
     return parsed
@@ -205,7 +205,7 @@ def _look_at_label(parsed: Parsed, result: Survey) -> None:
 
 
 def _hash(hashes: Mapping[str, Hashes], index: int, parsed: Parsed | None, where: str) -> None:
-    prompt = f"\0{where}" if parsed is None else repr((parsed.prompt, parsed.tools, parsed.metadata.get(MEDIA)))
+    prompt = f"\0{where}" if parsed is None else repr((parsed.prompt, parsed.tools, parsed.media))
     hashes["prompt"][index] = hash_of(prompt)
     hashes["row"][index] = hash_of(prompt if parsed is None else f"{prompt}\0{parsed.label!r}")
     hashes["id"][index] = hash_of(prompt if parsed is None else parsed.row_id)

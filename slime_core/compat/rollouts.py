@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from slime_core.compat.owners import note_answer, views
 from slime_core.compat.sample import Sample, plain
 from slime_core.compat.session import CompatSession
-from slime_core.data.prompts import MEDIA
 from slime_core.types import Group, Prompt, Sample as CoreSample
 
 if TYPE_CHECKING:
@@ -229,14 +228,14 @@ def _prompt(group: Any, position: int) -> Prompt:
             f"group {position} has samples with the attributes {', '.join(names)}, which would be lost: a row is a "
             "prompt, tokens, a label and metadata; put them in sample.metadata"
         )
-    media = {MEDIA: sample.multimodal_inputs} if sample.multimodal_inputs else {}
     return Prompt(
         id="",
         position=position,
         prompt=sample.prompt,
         tokens=list(sample.tokens)[: len(sample.tokens) - sample.response_length],
         label=sample.label,
-        metadata={**(sample.metadata or {}), **media},
+        multimodal_inputs=sample.multimodal_inputs,
+        metadata=dict(sample.metadata or {}),
         where=f"data source row {position}",
     )
 

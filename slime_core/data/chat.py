@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from slime_core.errors import DataError
+from slime_core.media.placing import checked_parts
+from slime_core.media.references import Access
 from slime_core.types import Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-MEDIA = ("image", "image_url", "video", "video_url", "audio", "audio_url", "input_audio")
 EXPECTED = 'a string, or a list of messages like [{"role": "user", "content": "..."}]'
 
 
@@ -104,10 +103,11 @@ def render(
     return str(text)
 
 
-def check_prompt(value: Any, where: str, key: str, root: Path | None) -> str | list[Message]:
+def check_prompt(value: Any, where: str, key: str, access: Access) -> str | list[Message]:
     """A row's prompt: a text, or messages whose roles, contents, tool calls and media references are sound.
 
-    Arguments of tool calls that are JSON texts, as in OpenAI's format, become values, as chat templates read them.
+    Arguments of tool calls that are JSON texts, as in OpenAI's format, become values, as chat templates read them;
+    references to media become absolute.
 
     Raises:
         DataError: DAT24 another type, DAT25 a message without role or content, or a malformed tool call, DAT33 media
@@ -126,7 +126,7 @@ def check_prompt(value: Any, where: str, key: str, root: Path | None) -> str | l
             why=f"expected {EXPECTED}",
             fix="fix the row, or set data.input_key to the column that holds the prompt",
         )
-    return [_checked_message(message, f"{where}: {key}[{number}]", root) for number, message in enumerate(value)]
+    return [_checked_message(message, f"{where}: {key}[{number}]", access) for number, message in enumerate(value)]
 
 
 def check_text(text: str, where: str) -> None:
@@ -147,7 +147,7 @@ def check_text(text: str, where: str) -> None:
         ) from error
 
 
-def _checked_message(message: Message, where: str, root: Path | None) -> Message:
+def _checked_message(message: Message, where: str, access: Access) -> Message:
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         message_error = (
@@ -165,10 +165,8 @@ def _checked_message(message: Message, where: str, root: Path | None) -> Message
         )
     for text in _texts(content):
         check_text(text, where)
-    for part in content if isinstance(content, list) else ():
-        for name in MEDIA:
-            if name in part:
-                check_media(part[name], where, root)
+    if isinstance(content, list):
+        message = {**message, "content": checked_parts(content, where, access)}
     calls = message.get("tool_calls")
     return {**message, "tool_calls": [_checked_call(call, where) for call in calls]} if calls else message
 
@@ -199,32 +197,3 @@ def _texts(content: Any) -> list[str]:
         return [content]
     parts = content if isinstance(content, list) else []
     return [part["text"] for part in parts if isinstance(part.get("text"), str)]
-
-
-def check_media(value: Any, where: str, root: Path | None) -> None:
-    """Media lie below the data file's folder; nothing else on the machine or the network is opened for a row.
-
-    Raises:
-        DataError: DAT33.
-    """
-    if isinstance(value, dict):
-        value = value.get("url", value.get("path"))
-    if not isinstance(value, str):
-        return
-    reason = ""
-    if urlsplit(value).scheme == "data":
-        return
-    if "://" in value or urlsplit(value).scheme:
-        reason = "a row may not make this machine fetch or open an address"
-    elif "\0" in value or Path(value).is_absolute() or ".." in Path(value.replace("\\", "/")).parts:
-        reason = "the path leaves the folder of the data"
-    elif root is None or not (root / value).resolve().is_relative_to(root.resolve()):
-        reason = "the path leaves the folder of the data" if root else "such a set has no folder of files"
-    if reason:
-        raise DataError(
-            f"the row refers to media at {value[:100]!r}",
-            code="DAT33",
-            where=where,
-            why=reason,
-            fix="copy the file beside the data and name it by a relative path",
-        )

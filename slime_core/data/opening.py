@@ -18,13 +18,14 @@ from slime_core.data.conversations import LAST_TURN, ReplyEncoder
 from slime_core.data.hub import HubRows, is_hub_name
 from slime_core.data.jsonl import JsonlRows
 from slime_core.data.parquet import ParquetRows
-from slime_core.data.prompts import Encoder, Keys
+from slime_core.data.prompts import Encoder, Keys, limits_of
 from slime_core.data.rows import DataRows, SlicedRows, split_slice
 from slime_core.data.source import DataSource, Stream
 from slime_core.data.strict import converted
 from slime_core.data.supply import BadRows, FileSupply, PluginSupply, Supply, changed, nothing_left, say_grown
 from slime_core.durable import replace_file, storage_error
 from slime_core.errors import ConfigError, DataError
+from slime_core.media.processor import MediaProcessor, not_taken
 from slime_core.seeds import seed_of
 from slime_core.types import Prompt
 
@@ -221,6 +222,9 @@ def _supply(
     if not task.prompt_data:
         raise no_data(task.name, key)
     keys = Keys.of(config, task)
+    if keys.media and encoder.media is None and not _by_function(plugins, task, config):
+        reason = "it is a model of text, and no function generates"
+        raise not_taken(" or ".join(keys.media), "data.multimodal_keys", reason)
 
     def opened(mark: Mapping[str, Any] | None) -> DataRows:
         limit = config.data.max_line_bytes
@@ -230,6 +234,10 @@ def _supply(
     if mark:
         _same_as(mark, rows, task)
     return FileSupply(rows, task.name, keys, encoder, bad, opened)
+
+
+def _by_function(plugins: Plugins, task: DataTask, config: Config) -> bool:
+    return plugins.replaces_rollout(task.name, config) or plugins.generates_itself(task.name, config)
 
 
 def _same_as(mark: Mapping[str, Any], rows: DataRows, task: DataTask) -> None:
@@ -285,6 +293,7 @@ def encoder_of(config: Config, tokenizer: Any, response_len: int) -> Encoder:
         limit=min((limit for limit in (longest, part) if limit), default=0),
         overlong=data.overlong_prompt,
         wider=wider,
+        media=MediaProcessor.of(tokenizer, limits_of(data)),
     )
 
 

@@ -9,21 +9,25 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_core.config.sections.evaluation import EvalTask
-from slime_core.data.chat import check_media, check_prompt, check_text, decode, encode, render, require_template
+from slime_core.data.chat import check_prompt, check_text, decode, encode, render, require_template
 from slime_core.data.conversations import EncodedReply, ReplyEncoder
 from slime_core.data.rows import DataRows
 from slime_core.data.strict import check_value
 from slime_core.data.template_trial import try_template
 from slime_core.errors import DataError, nearest
-from slime_core.types import Message, Prompt
+from slime_core.media.placing import MARK, bare, placed, plainly, references_of
+from slime_core.media.references import TRUSTED, Access, MediaLimits, checked, kind_of, plain_inputs
+from slime_core.types import MediaInputs, Message, Prompt
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
-    from slime_core.config.sections.data import DataTask
+    from slime_core.config.sections.data import DataSection, DataTask
+    from slime_core.media.processor import MediaProcessor
 
 Rewrite = Callable[[list[Message], list[Any] | None, Prompt], tuple[list[Message], list[Any] | None]]
 """A row's messages, tools and prompt without tokens, to the messages and tools that the chat template renders."""
@@ -32,7 +36,6 @@ MAX_ID = 512
 PAIRS = "dpo_loss"
 CATEGORY = "category"  # in the metadata of an evaluation set's prompts
 REPLIES = "replies"  # in the metadata of a prompt: the data's replies, tokens and loss_mask each
-MEDIA = "multimodal_inputs"  # in the metadata of a prompt: kind -> references; the sample has them as its own field
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,6 +49,7 @@ class Parsed:
     row_id: str
     where: str
     replies: tuple[str | list[Message], ...] = ()  # the chosen and the rejected one
+    media: MediaInputs = field(default_factory=dict)  # of the row's own columns
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -60,6 +64,7 @@ class Keys:
     category: str = ""  # of evaluation sets
     replies: tuple[str, ...] = ()  # columns of the chosen and of the rejected reply
     media: Mapping[str, str] = field(default_factory=dict)  # kind -> column
+    access: Access = field(default_factory=Access)  # what rows may name; a folder in place of the data's own
     columns: frozenset[str] = field(init=False, compare=False)  # all of them, for readers that decode by column
     required: tuple[tuple[str, str], ...] = field(init=False, compare=False)  # key of every row, and its setting
 
@@ -77,7 +82,8 @@ class Keys:
             tools=data.tool_key,
             id=data.id_key,
             category=category,
-            media=data.multimodal_keys,
+            media={kind_of(kind): column for kind, column in data.multimodal_keys.items()},
+            access=access_of(data),
             replies=(data.chosen_key, data.rejected_key) if pairs else (),
         )
 
@@ -111,20 +117,23 @@ def parse_row(row: dict[str, Any], keys: Keys, where: str, root: Path | None) ->
                 why=f"it has {listing}",
                 fix=f"set {setting} to one of them{_maybe(nearest(name, list(row)))}",
             )
-    values = {name: row[name] for name in keys.columns if name in row}
+    access = keys.access if keys.access.folder else replace(keys.access, folder=root)
+    values = {name: row[name] for name in keys.columns if name in row and name not in keys.media.values()}
     check_value(values, where)
-    replies = tuple(check_prompt(row[name], where, name, root) for name in keys.replies)
+    replies = tuple(check_prompt(row[name], where, name, access) for name in keys.replies)
     for name, reply in zip(keys.replies, replies, strict=True):
         if isinstance(reply, str) and not reply.strip():
             fix = "fix the row, or skip such rows with data.max_bad_rows"
             raise DataError("the reply is empty", code="DAT24", where=f"{where}: {name}", fix=fix)
     return Parsed(
         replies=replies,
-        prompt=check_prompt(row[keys.input], where, keys.input, root)
+        prompt=check_prompt(row[keys.input], where, keys.input, access)
         if keys.input in row or not replies
         else _shared(replies, where),
         label=row[keys.label] if keys.label else None,
-        metadata=_metadata(row.get(keys.metadata), keys.metadata, where) | _more(row, keys, where, root),
+        media=_media(row, keys, where, access),
+        metadata=_metadata(row.get(keys.metadata), keys.metadata, where)
+        | ({CATEGORY: row[keys.category]} if keys.category else {}),
         tools=_tools(row.get(keys.tools) if keys.tools else None, keys.tools, where),
         row_id=check_id(row[keys.id], where) if keys.id else where.rsplit("/", 1)[-1],
         where=where,
@@ -184,6 +193,7 @@ class Encoder:
     wider: str = "raise data.rollout_max_prompt_len"
     rewrite: Rewrite | None = None  # `slime_messages`
     keeps_messages: bool = False  # without a template a function gets them; they are rendered for their length alone
+    media: MediaProcessor | None = None  # of a model that takes pictures
     dropped: tuple[int, int] = (0, 0)  # tokens of the shortest and the longest prompt that were dropped
 
     def __post_init__(self) -> None:
@@ -204,13 +214,23 @@ class Encoder:
         if self.replies is not None:
             return self._with_replies(prompt, parsed, self.replies)
         messages = self.keeps_messages and not self.template and not isinstance(parsed.prompt, str)
-        text = self._text(parsed.prompt, parsed.tools, prompt, template=self.template or messages)
-        tokens = encode(self.tokenizer, text)
+        text, inputs = self._text(
+            parsed.prompt, parsed.media, parsed.tools, prompt, template=self.template or messages
+        )
+        tokens = self._tokens(text, inputs, parsed.where)
+        prompt = replace(prompt, multimodal_inputs=self._references(inputs))
         return self._filled(prompt, parsed.prompt if messages else text, tokens, parsed.where)
 
     def _with_replies(self, prompt: Prompt, parsed: Parsed, encoder: ReplyEncoder) -> Prompt | None:
+        where, inputs = parsed.where, parsed.media
+        if self.media is not None:
+            messages = placed(parsed.prompt, parsed.media, where)
+            inputs, plain = references_of(messages), isinstance(parsed.prompt, str) and not self.template
+            parsed = replace(parsed, prompt=plainly(messages, self.media.marks) if plain else bare(messages))
         replies = self._encoded(parsed, encoder)
-        first, where = replies[0].prompt, parsed.where
+        if self.media is not None:
+            replies = [expanded_reply(reply, self.media, inputs, where) for reply in replies]
+        first = replies[0].prompt
         if not first:
             raise empty(where)
         if any(reply.prompt != first for reply in replies):
@@ -222,7 +242,7 @@ class Encoder:
                 fix="give both replies the same roles, or leave such rows out with data.max_bad_rows",
             )
         longest = max(len(first) + len(reply.tokens) for reply in replies)
-        if self.overlong == "truncate" and self.limit and longest > self.limit:
+        if self.overlong == "truncate" and self.limit and longest > self.limit and not inputs:
             replies = [reply.cut(self.limit) for reply in replies]
             longest = self.limit if all(any(reply.loss_mask) for reply in replies) else longest
         if self.limit and longest > self.limit:
@@ -232,7 +252,10 @@ class Encoder:
             return None
         encoded = [{"tokens": reply.tokens, "loss_mask": reply.loss_mask} for reply in replies]
         metadata = {**prompt.metadata, REPLIES: encoded}
-        return replace(prompt, prompt=decode(self.tokenizer, first), tokens=first, metadata=metadata)
+        text = decode(self.tokenizer, first)
+        return replace(
+            prompt, prompt=text, tokens=first, metadata=metadata, multimodal_inputs=self._references(inputs)
+        )
 
     def _encoded(self, parsed: Parsed, encoder: ReplyEncoder) -> list[EncodedReply]:
         prompt, where = parsed.prompt, parsed.where
@@ -261,14 +284,49 @@ class Encoder:
             DataError: as :meth:`prompt`, but DAT26.
         """
         prompt = Prompt(id="", metadata=parsed.metadata, where=parsed.where)
-        return encode(self.tokenizer, self._text(parsed.prompt, parsed.tools, prompt, template=self.template))
+        text, inputs = self._text(parsed.prompt, parsed.media, parsed.tools, prompt, template=self.template)
+        return self._tokens(text, inputs, parsed.where)
 
-    def _text(self, content: str | list[Message], tools: list[Any] | None, prompt: Prompt, *, template: bool) -> str:
+    def open(self, parsed: Parsed) -> None:
+        """Decode the pictures of a row.
+
+        Raises:
+            DataError: DAT39, DAT40, DAT41.
+        """
+        if self.media is not None:
+            self.media.open(parsed.media, parsed.where)
+            self.media.open(references_of(parsed.prompt) if isinstance(parsed.prompt, list) else {}, parsed.where)
+
+    def _references(self, inputs: MediaInputs) -> MediaInputs | None:
+        """References that can be read again later."""
+        references = {kind: values for kind, values in inputs.items() if values}
+        return (references if self.media is None else self.media.fetch(references)) or None
+
+    def _tokens(self, text: str, inputs: MediaInputs, where: str) -> list[int]:
+        tokens = encode(self.tokenizer, text)
+        return tokens if self.media is None else self.media.expand(tokens, inputs, where)
+
+    def _text(
+        self,
+        content: str | list[Message],
+        media: MediaInputs,
+        tools: list[Any] | None,
+        prompt: Prompt,
+        *,
+        template: bool,
+    ) -> tuple[str, MediaInputs]:
+        """The text with one placeholder for each picture, and the references in their order."""
         if template and self.rewrite is not None:
             messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
             content, tools = self.rewrite(messages, tools, prompt)
-        kwargs, where = self.template_kwargs, prompt.where
-        return render(content, self.tokenizer, template=template, where=where, kwargs=kwargs, tools=tools)
+        where, inputs = prompt.where, media
+        if self.media is not None and (not isinstance(content, str) or MARK.search(content)):
+            messages = placed(content, media, where)
+            inputs = references_of(messages)
+            plain = isinstance(content, str) and not template
+            content = plainly(messages, self.media.marks) if plain else bare(messages)
+        kwargs = self.template_kwargs
+        return render(content, self.tokenizer, template=template, where=where, kwargs=kwargs, tools=tools), inputs
 
     def of_plugin(self, item: Prompt, *, id: str, task: str, position: int, where: str) -> Prompt | None:
         """A prompt from `slime_prompts`, numbered, and encoded unless the plugin set tokens.
@@ -280,21 +338,24 @@ class Encoder:
         text, tokens = item.prompt, list(item.tokens)
         place = item.where or where
         prompt = Prompt(id=id, task=task, position=position, label=item.label, metadata=metadata, where=place)
+        inputs = plain_inputs(item.multimodal_inputs or {}, where)
         if not tokens:
-            checked = check_prompt(text, where, "prompt", None)
-            template = self.template or not isinstance(checked, str)
-            text = self._text(checked, metadata.get("tools"), prompt, template=template)
-            tokens = encode(self.tokenizer, text)
+            content = check_prompt(text, where, "prompt", TRUSTED)
+            template = self.template or not isinstance(content, str)
+            text, inputs = self._text(content, inputs, metadata.get("tools"), prompt, template=template)
+            tokens = self._tokens(text, inputs, where)
         elif isinstance(text, str):
             check_text(text, where)
-        return self._filled(prompt, text, tokens, where)
+        return self._filled(replace(prompt, multimodal_inputs=self._references(inputs)), text, tokens, where)
 
     def _filled(self, prompt: Prompt, text: str | list[Message], tokens: list[int], where: str) -> Prompt | None:
-        fitted = self.fit(tokens, where, prompt.metadata)
+        fitted = self.fit(tokens, where, prompt.metadata, whole=bool(prompt.multimodal_inputs))
         return None if fitted is None else replace(prompt, prompt=text, tokens=fitted)
 
-    def fit(self, tokens: list[int], where: str, metadata: dict[str, Any]) -> list[int] | None:
+    def fit(self, tokens: list[int], where: str, metadata: dict[str, Any], *, whole: bool = False) -> list[int] | None:
         """Apply the length policy: None drops, ``truncate`` keeps the last tokens and notes the length.
+
+        A prompt with pictures (``whole``) is dropped where another is truncated.
 
         Raises:
             DataError: DAT24 no tokens, DAT26 under the policy ``error``.
@@ -303,7 +364,7 @@ class Encoder:
             raise empty(where)
         if not self.limit or len(tokens) <= self.limit:
             return tokens
-        if self.overlong == "drop":
+        if self.overlong == "drop" or (whole and self.overlong == "truncate"):
             self._count_dropped(len(tokens))
             return None
         if self.overlong == "truncate":
@@ -322,6 +383,25 @@ class Encoder:
             where=where,
             fix=f"{self.wider}\nor set data.overlong_prompt to drop or truncate",
         )
+
+
+def expanded_reply(reply: EncodedReply, media: MediaProcessor, inputs: MediaInputs, where: str) -> EncodedReply:
+    """A reply whose prompt and turns have placeholders expanded, which are not trained."""
+    before = len(reply.prompt)
+    runs = media.runs([*reply.prompt, *reply.tokens], inputs, where)
+    mask = [one if len(run) == 1 else 0 for run, one in zip(runs[before:], reply.loss_mask, strict=True) for _ in run]
+    return EncodedReply(prompt=[*chain(*runs[:before])], tokens=[*chain(*runs[before:])], loss_mask=mask)
+
+
+def access_of(data: DataSection) -> Access:
+    """What the rows of a config's data may name."""
+    folder = Path(data.media_folder) if data.media_folder else None
+    return Access(folder, limits_of(data))
+
+
+def limits_of(data: DataSection) -> MediaLimits:
+    """The largest picture and file, and the addresses that may be fetched."""
+    return MediaLimits(pixels=data.max_image_pixels, nbytes=data.max_media_bytes, addresses=data.media_addresses)
 
 
 def no_reply(where: str) -> DataError:
@@ -398,18 +478,14 @@ def _metadata(value: Any, key: str, where: str) -> dict[str, Any]:
     )
 
 
-def _more(row: dict[str, Any], keys: Keys, where: str, root: Path | None) -> dict[str, Any]:
-    """Metadata added to the row's own: its category, and references to its media."""
-    metadata: dict[str, Any] = {}
-    if keys.category:
-        metadata[CATEGORY] = row[keys.category]
-    media: dict[str, list[Any]] = {}
+def _media(row: dict[str, Any], keys: Keys, where: str, access: Access) -> MediaInputs:
+    """The references of a row's columns, by kind."""
+    media: MediaInputs = {}
     for kind, column in keys.media.items():
         value = row[column]
-        media[kind] = value if isinstance(value, list) else [] if value is None else [value]
-        for number, item in enumerate(media[kind]):
-            check_media(item, f"{where}: {column}[{number}]", root)
-    return metadata | ({MEDIA: media} if media else {})
+        items = value if isinstance(value, list) else [] if value is None else [value]
+        media[kind] = [checked(item, f"{where}: {column}[{number}]", access) for number, item in enumerate(items)]
+    return media
 
 
 def _tools(value: Any, key: str, where: str) -> list[Any] | None:

@@ -6,9 +6,11 @@ too long is dropped and counted. Equal ids are found by 64-bit hashes.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
@@ -102,12 +104,17 @@ class FileSupply(Supply):
     ) -> None:
         self._rows, self._task, self._keys, self.encoder, self._bad = rows, task, keys, encoder, bad
         self._reopen = reopen  # the same rows of a file with this mark
+        self.prepares = encoder.media is not None
         check_columns(rows, keys)
         self._scan()
 
     def count(self) -> int:
         """See `Supply`."""
         return len(self._rows)
+
+    async def prepare(self, indices: Sequence[int]) -> None:
+        """Decode the rows' pictures once; :meth:`make` meets what is broken again, and then knows the sizes."""
+        await asyncio.to_thread(self._open, indices)
 
     def make(self, index: int, *, id: str, position: int) -> Prompt | str:
         """See `Supply`."""
@@ -143,6 +150,11 @@ class FileSupply(Supply):
         self._rows.close()
         self._rows = rows
         say_grown(rows.where(0), mark, current["bytes"])
+
+    def _open(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            with suppress(DataError):
+                self.encoder.open(parse_of(self._rows, index, self._keys))
 
     def _parse(self, index: int) -> Parsed | None:
         try:

@@ -18,11 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime_core.data.chat import encode, render
 from slime_core.errors import DataError
+from slime_core.media.placing import bare
+from slime_core.media.references import inputs_of
 from slime_core.types import Message
+
+if TYPE_CHECKING:
+    from slime_core.media.processor import MediaProcessor
 
 OPEN, CLOSE = "<think>", "</think>"
 MARKS = ("Qturnq", "turn7", "(0)")
@@ -42,6 +47,7 @@ class Speech:
     template: bool  # whether prompts went through the chat template
     kwargs: Mapping[str, Any] = field(default_factory=dict)  # of the template, as for prompts
     plain: str = "\n\n{{feedback}}\n\n"  # without a template: the text around words between two answers
+    media: MediaProcessor | None = None  # of a model that takes pictures: what stands for those of the words
     _heads: dict[str, list[int]] = field(default_factory=dict)  # ids of texts before a border, of which there are few
     _header: tuple[list[int], list[int]] | None = None
     _open: bool | None = None
@@ -54,11 +60,15 @@ class Speech:
     def between(self, words: str | Sequence[Message], answer: Sequence[int]) -> list[int]:
         """Ids that follow ``answer`` and end where the next one begins. Without a template ``words`` is a text.
 
+        Parts of messages may be pictures: `Context.append_media` then adds them to the sample.
+
         Raises:
             DataError: TOK43 the template has no clean border after an answer, DAT24 messages without a template,
-                DAT25 messages that the template refuses.
+                DAT25 messages that the template refuses, DAT38 to DAT41 a picture that cannot be used.
         """
         ids = self._between([{**USER, "content": words}] if isinstance(words, str) else words)
+        if self.media is not None:
+            ids = self.media.expand(ids, inputs_of(words))
         repeated = bool(answer) and answer[-1] == ids[0] and ids[0] in self._ends
         return ids[1:] if repeated else ids
 
@@ -122,7 +132,7 @@ class Speech:
         return value
 
     def _between(self, words: Sequence[Message]) -> list[int]:
-        messages = [self.without_specials(message) for message in words]
+        messages = [self.without_specials(message) for message in bare(words)]
         for mark in MARKS:
             if self.template:
                 text = self._render([USER, {"role": "assistant", "content": mark}, *messages])

@@ -195,12 +195,13 @@ class Collector(GroupSource):
         """Generate, check and score a group."""
         ids = issued_ids(group.data)
         try:
+            await ctx.prepare_media(group.data.samples)
             group_ctx = replace(ctx, sampling=self._plugins.sampling(group.data.prompt, ctx))
             generated = await self._plugins.generate(group.data, group_ctx)
             if group.stale:
                 return  # its requests were stopped
             self._generated(group, generated)
-            check_group(generated, ids, self._vocab_size)
+            check_group(generated, ids, self._vocab_size, ctx.media)
             if ctx.config.rollout.mask_offpolicy_in_partial_rollout:
                 mask_older(generated.samples)
             group_ctx = replace(group_ctx, version=self._ctx.version)
@@ -220,6 +221,8 @@ class Collector(GroupSource):
         """Let a plugin make these groups, rewards and all (`slime_rollout`)."""
         ids = {group.position: issued_ids(group.data) for group in groups}
         try:
+            for group in groups:
+                await ctx.prepare_media(group.data.samples)
             generated = await self._plugins.rollout([group.data for group in groups], ctx)
         except PluginError as error:
             if self._plugins.ends_run(error, ctx.config):
@@ -229,7 +232,7 @@ class Collector(GroupSource):
             return
         for group, result in zip(groups, generated, strict=True):
             self._generated(group, result)
-            check_group(result, ids[group.position], self._vocab_size)
+            check_group(result, ids[group.position], self._vocab_size, ctx.media)
         finishes = [self._finish(group, result) for group, result in zip(groups, generated, strict=True)]
         await asyncio.gather(*finishes)  # together, so that they share a commit
 

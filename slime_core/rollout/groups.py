@@ -14,13 +14,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slime_core.config.sections.evaluation import EvalTask
-from slime_core.data.prompts import MEDIA
 from slime_core.errors import EngineError
+from slime_core.media.references import plain_sample
 from slime_core.protocols import GroupRecord
 from slime_core.types import Group, Prompt, Sample, SamplingParams
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
+    from slime_core.media.processor import MediaProcessor
     from slime_core.protocols import Drops
 
 SLACK = 1e-4  # a log-prob may exceed 0 by rounding
@@ -144,8 +145,8 @@ def pending_group(prompt: Prompt, config: Config, *, count: int = 0, attempt: in
             prompt=prompt.prompt,
             tokens=list(prompt.tokens),
             label=prompt.label,
-            metadata={name: value for name, value in prompt.metadata.items() if name != MEDIA},
-            multimodal_inputs=prompt.metadata.get(MEDIA),
+            metadata=dict(prompt.metadata),
+            multimodal_inputs=prompt.multimodal_inputs,
             group_index=prompt.position,
             index=first + j,
             rollout_id=first + j,
@@ -213,12 +214,14 @@ def issued_ids(group: Group) -> dict[int, str]:
     return {rollout: group.samples[indices[0]].id for rollout, indices in group.rollouts.items()}
 
 
-def check_group(group: Group, issued: Mapping[int, str], vocab_size: int) -> None:
+def check_group(group: Group, issued: Mapping[int, str], vocab_size: int, media: MediaProcessor | None = None) -> None:
     """Check every sample and the rollout table of a group, and name fan-out siblings after the sample issued for them.
 
-    ``issued`` is :func:`issued_ids` of the group as it was handed out.
+    ``issued`` is :func:`issued_ids` of the group as it was handed out. Media that a function put into a sample become
+    what the ledger can keep.
 
     Raises:
+        DataError: DAT24 media that are none, DAT38 placeholders that ``media`` finds without theirs.
         EngineError: ENG79 lengths, TOK44 ids, ENG80 log-probs, ENG82 a rollout table that does not fit.
     """
     members = sorted(i for indices in group.rollouts.values() for i in indices)
@@ -242,6 +245,9 @@ def check_group(group: Group, issued: Mapping[int, str], vocab_size: int) -> Non
             sample.id = f"{issued[rollout]}.{k}" if k else issued[rollout]
             sample.rollout_id, sample.group_index, sample.task = rollout, group.prompt.position, group.prompt.task
             _check_sample(sample, vocab_size)
+            plain_sample(sample)
+            if media is not None:
+                media.check(sample)
 
 
 def _check_sample(sample: Sample, vocab_size: int) -> None:

@@ -226,7 +226,7 @@ def test_media_of_a_row_are_checked_counted_and_kept(cli, written, tmp_path):
     (tmp_path / "data" / "a.png").write_bytes(b"x")
     path = written([{"input": "x", "pics": ["a.png", "a.png"]}, {"input": "y", "pics": None}])
     done = cli("data", "check", path, "data.multimodal_keys={image = 'pics'}", "--json")
-    assert (done.code, json.loads(done.out)["media"]) == (0, {"image": 2}), done.err
+    assert (done.code, json.loads(done.out)["media"]) == (0, {"images": 2}), done.err
 
 
 def test_a_chat_template_needs_a_model(cli, written):

@@ -60,8 +60,21 @@ class DataSection(Section):
     )
     id_key: str = key("", "Column of a row's own id; duplicates are errors.", PROMPTS)
     multimodal_keys: dict[str, str] = key(
-        {}, "Kind of media (image, video, audio) to its column; checked, and kept in the sample.", PROMPTS
+        {},
+        "Kind of media (image, video, audio) to its column; <image> in a prompt takes the next of it.",
+        PROMPTS,
     )
+    media_folder: str = key(
+        "",
+        "Folder where references to media start and stay; empty is that of the data file.",
+        PROMPTS,
+        path="input",
+    )
+    media_addresses: tuple[str, ...] = key(
+        (), "Beginnings of addresses that rows may name, such as https://images.example.org/.", PROMPTS
+    )
+    max_image_pixels: int = key(1 << 26, "Largest picture that is decoded.", LIMIT, ge=1)
+    max_media_bytes: int = key(1 << 26, "Largest file of media that is read or fetched.", LIMIT, ge=1)
     apply_chat_template: bool = key(False, "Render prompts with the tokenizer's chat template.", PROMPTS)
     apply_chat_template_kwargs: dict[str, Any] = key({}, "Keyword arguments of the chat template.", PROMPTS)
     rollout_shuffle: bool = key(False, "A new permutation every epoch, from (seed, epoch).", PROMPTS)

@@ -26,6 +26,12 @@ class NoPlugins:
     def takes_replies(self, task, config):
         return config.train.offline
 
+    def replaces_rollout(self, task, config):
+        return bool(config.rollout.rollout_function_path)
+
+    def generates_itself(self, task, config):
+        return False
+
 
 @pytest.fixture(scope="session")
 def tokenizer():

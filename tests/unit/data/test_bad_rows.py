@@ -238,9 +238,10 @@ def test_a_broken_message_shows_its_row_and_place(write, source, chat_tokenizer,
 
 def test_a_message_that_only_calls_tools_needs_no_content():
     from slime_core.data.chat import check_prompt
+    from slime_core.media.references import Access
 
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
-    assert check_prompt([call], "here", "input", None) == [call]
+    assert check_prompt([call], "here", "input", Access()) == [call]
 
 
 def test_longer_prompts_are_dropped_and_counted(write, source):
@@ -414,11 +415,14 @@ def test_media_outside_the_datas_folder_are_refused(write, source, refused, tmp_
 
 
 @pytest.mark.parametrize("media", ["images/a.png", "data:image/png;base64,AAAA", {"url": "images/a.png"}], ids=str)
-def test_media_beside_the_data_are_fine(tmp_path, media):
+def test_media_beside_the_data_are_fine_and_get_their_whole_path(tmp_path, media):
     from slime_core.data.chat import check_prompt
+    from slime_core.media.references import Access
 
-    message = {"role": "user", "content": [{"type": "image", "image": media}]}
-    assert check_prompt([message], "here", "input", tmp_path) == [message]
+    expected = media if str(media).startswith("data:") else str(tmp_path / "images" / "a.png")
+    for part in ({"type": "image", "image": media}, {"type": "image_url", "image_url": media}):
+        (message,) = check_prompt([{"role": "user", "content": [part]}], "here", "input", Access(tmp_path))
+        assert message["content"] == [{"type": "image", "image": expected}]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -410,12 +411,15 @@ def test_a_category_that_a_row_lacks_names_the_key(write, evaluation, refused):
     assert "eval.eval_category_key" in error.fix
 
 
-def test_media_go_from_their_columns_into_the_sample(write, source):
+def test_media_go_from_their_columns_into_the_sample_of_a_function(write, source, refused, tmp_path):
     path = write({"input": "x", "pic": "a.png", "clips": ["b.mp4", "c.mp4"]})
-    found = source(path, multimodal_keys={"image": "pic", "video": "clips"})
-    (sample,) = pending_group(found.next(1)[0], Config(), count=1).samples
-    assert sample.multimodal_inputs == {"image": ["a.png"], "video": ["b.mp4", "c.mp4"]}
-    assert "multimodal_inputs" not in sample.metadata
+    keys = {"multimodal_keys": {"image": "pic", "video": "clips"}}
+    function = {"rollout": {"rollout_function_path": "own:generate"}}
+    (sample,) = pending_group(source(path, sections=function, **keys).next(1)[0], Config(), count=1).samples
+    files = {kind: [Path(one).name for one in values] for kind, values in sample.multimodal_inputs.items()}
+    assert files == {"images": ["a.png"], "videos": ["b.mp4", "c.mp4"]}
+    assert Path(sample.multimodal_inputs["images"][0]).parent == tmp_path
+    assert "takes no images or videos" in refused("DAT41", source, path, **keys).what
 
 
 def test_evaluation_counts_what_it_leaves_out(write, evaluation, refused):
