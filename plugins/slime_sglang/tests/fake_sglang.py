@@ -55,6 +55,7 @@ class FakeServer:
         self.most = 0  # at once
         self.checksums = {"model.norm.weight": "00ff00ff00ff00ff"}
         self.ids = VOCAB  # of the model; None: it does not tell
+        self.prompt = lambda body: body["input_ids"]  # as it counts the tokens
         self.encode = lambda text: [ord(letter) for letter in text]  # its tokenizer; None: it runs without one
 
     async def __aenter__(self):
@@ -212,7 +213,7 @@ class FakeServer:
 
     def answer(self, body, made, finish):
         """What SGLang says to a request after ``made`` tokens; ``finish`` None where it goes on."""
-        ids, seed = body["input_ids"], body["sampling_params"].get("sampling_seed", 0)
+        ids, seed = self.prompt(body), body["sampling_params"].get("sampling_seed", 0)
         start, new = body.get("logprob_start_len", -1), rows(seed, len(ids), made)
         reasons = {
             "abort": ABORTED,

@@ -34,6 +34,7 @@ from slime_sglang.http import (
     loads,
     message,
 )
+from slime_sglang.pictures import FAMILIES as PICTURE_FAMILIES
 from slime_sglang.retries import Retries
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
     from slime_core.types import GenerateRequest
     from slime_sglang.address import ServerAddress
+    from slime_sglang.pictures import PictureCodec
 
 __all__ = ["Client", "ServerFault", "ServerProgress"]
 
@@ -80,6 +82,7 @@ class Client(HttpCalls):
         tokenizer: Callable[[], Any] | None = None,
         eos: Collection[int] = (),
         experts: tuple[int, int] | None = None,
+        pictures: PictureCodec | None = None,
     ) -> None:
         super().__init__(address, concurrency=concurrency, timeout=timeout, retries=retries)
         self._vocab_size, self._context_len = vocab_size, context_len
@@ -87,6 +90,7 @@ class Client(HttpCalls):
         self._epoch = epoch
         self._tokenizer_of, self._eos = tokenizer, eos
         self._experts = experts  # layers, and experts a token, where samples carry those that were chosen
+        self._pictures = pictures  # of a model that sees them
         self._tokenizer: Any = None
 
     def version_text(self, version: int) -> str:
@@ -106,7 +110,7 @@ class Client(HttpCalls):
                 failing, ENG76 out of time, ENG77 lost on the way, TOK44, ENG79-ENG83 and ENG88 impossible answers,
                 ENG91 a huge one.
         """
-        limit = self._check(request)
+        request, limit = self._check(request)
         if not limit:
             return self._nothing(request, "length")
         entry = InFlightRequest(request.id)
@@ -134,7 +138,7 @@ class Client(HttpCalls):
         Closing the iterator (``contextlib.aclosing``) ends the request on the server. It is asked again only while
         nothing has come. A piece's versions are the server's stamp when the piece came; the last one's are exact.
         """
-        limit = self._check(request)
+        request, limit = self._check(request)
         if not limit:
             yield self._nothing(request, "length")
             return
@@ -258,7 +262,10 @@ class Client(HttpCalls):
         """The reply where it is an answer; raises as `http.checked`."""
         return checked(reply)
 
-    def _check(self, request: GenerateRequest) -> int:
+    def _check(self, request: GenerateRequest) -> tuple[GenerateRequest, int]:
+        """The request as it is sent, and how many new tokens it may have."""
+        if request.media is not None:
+            request = self._require_pictures(request).ended(request)
         limit = bodies.check(request, vocab_size=self._vocab_size, context_len=self._context_len)
         if self._tokenizer_of is None and stop_strings.needs_text(request, tokenizer=self._texts):
             raise EngineError(
@@ -267,7 +274,18 @@ class Client(HttpCalls):
                 where=f"request {request.id}",
                 why="they look back over kept tokens" if self._texts else "the server runs without a tokenizer",
             )
-        return limit
+        return request, limit
+
+    def _require_pictures(self, request: GenerateRequest) -> PictureCodec:
+        if self._pictures is None:
+            raise EngineError(
+                "SGLang takes no pictures of this model from slime",
+                code="ENG03",
+                where=f"request {request.id}",
+                why=f"it takes token ids with pictures for {', '.join(PICTURE_FAMILIES)}",
+                fix="--rollout-engine local",
+            )
+        return self._pictures
 
     async def _streamed(
         self,
@@ -324,7 +342,8 @@ class Client(HttpCalls):
         rid = self._rid(entry)
         options: dict[str, Any] = {"features": self.features, "dp_rank": dp_rank}
         experts = self._experts_of(request) is not None
-        return dumps(bodies.body(request, rid=rid, limit=limit, stream=stream, experts=experts, **options))
+        body = bodies.body(request, rid=rid, limit=limit, stream=stream, experts=experts, **options)
+        return dumps(body | (self._pictures.fields(request) if self._pictures is not None else {}))
 
     def _experts_of(self, request: GenerateRequest) -> tuple[int, int] | None:
         return None if request.id.startswith("eval/") else self._experts

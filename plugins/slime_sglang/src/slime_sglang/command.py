@@ -25,6 +25,7 @@ from slime_sglang.installation import (
     read_installation,
 )
 from slime_sglang.options import Place
+from slime_sglang.pictures import OPTIONS as PICTURE_OPTIONS
 from slime_sglang.router_options import router_arguments, uses_router
 from slime_sglang.sharing import SHARE, gives_memory, options_set, shares
 from slime_sglang.topology import (
@@ -193,6 +194,8 @@ def own_options(config: Config, group: ServerGroup, server: ServerPlace, tp_size
         options["device"] = device
     if device == "cpu":
         options |= ON_CPU
+    if "vision_config" in _raw_config(group.model):
+        options |= PICTURE_OPTIONS
     if group.mode != "regular":
         options["disaggregation_mode"] = group.mode
     if group.frozen:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from slime_core.types import RankTensor, WeightCheck, WeightRoute, WeightUpdate
     from slime_sglang.address import ServerAddress
     from slime_sglang.health import Watch
+    from slime_sglang.pictures import PictureCodec
     from slime_sglang.server import Server
 
 ServerMode = Literal["abort", "retract", "in_place"]
@@ -57,6 +58,7 @@ class FleetSettings:
     retries: int = 3
     scores: bool = True  # its servers take a prompt without a token to make
     experts: tuple[int, int] | None = None  # see `Client`
+    pictures: PictureCodec | None = None  # see `Client`
 
     @property
     def abilities(self) -> frozenset[Ability]:
@@ -68,6 +70,8 @@ class FleetSettings:
             abilities.add("release")
         if self.experts is not None:
             abilities.add("routed_experts")
+        if self.pictures is not None:
+            abilities.add("multimodal")
         if "version_spans" in self.features and "pause_modes" in self.features and self.pause_mode != "abort":
             abilities.add("live_load")
         return frozenset(abilities)
@@ -348,6 +352,7 @@ class Fleet:
             "epoch": settings.epoch,
             "eos": settings.eos,
             "experts": settings.experts,
+            "pictures": settings.pictures,
             "tokenizer": (lambda: self._tokenizer) if self._tokenizer is not None else None,
         }
 

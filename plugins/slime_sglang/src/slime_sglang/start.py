@@ -27,6 +27,7 @@ from slime_sglang.engine import FleetSettings, SglangEngine
 from slime_sglang.health import Watch
 from slime_sglang.host import LocalPlacements
 from slime_sglang.model_servers import ModelServers, attached, launched
+from slime_sglang.pictures import PictureCodec
 from slime_sglang.router import Middleware
 from slime_sglang.server import Server
 from slime_sglang.server_health import WatchLimits
@@ -191,6 +192,7 @@ async def _engine(
         pause_mode="abort" if paired else rollout.pause_generation_mode,
         scores=not paired,
         experts=experts,
+        pictures=PictureCodec.of(folder),
         deterministic=not others,
         memory_saver=all(server.facts.get("enable_memory_saver") for server in part.servers),
         concurrency=rollout.server_concurrency,

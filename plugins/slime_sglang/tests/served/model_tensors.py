@@ -4,7 +4,7 @@
                                                             first of the folder, then of an update by names
 
 The update is FOLDER.safetensors, in the buckets of FOLDER.json, lists of names. Run by the Python of SGLang's environment. It imports SGLang once, and forks
-each rank. Qwen3.5's class asks for operations that have no build for a bare CPU; they are declared, and never called.
+each rank.
 """
 
 import json
@@ -14,18 +14,11 @@ import sys
 import traceback
 from pathlib import Path
 
+import sglang.srt.models.registry  # noqa: F401 imports every model, before ranks are forked
 import torch
-
-for operation in (
-    *("fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu"),
-    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
-):
-    torch.library.define(f"sgl_kernel::{operation}", "() -> ()")
-
-import sglang.srt.models.registry  # noqa: E402, F401 imports every model, before ranks are forked
-from safetensors.torch import load_file  # noqa: E402
-from sglang.benchmark import one_batch  # noqa: E402
-from sglang.srt.utils.weight_checker import WeightChecker  # noqa: E402
+from safetensors.torch import load_file
+from sglang.benchmark import one_batch
+from sglang.srt.utils.weight_checker import WeightChecker
 
 
 def free_port():

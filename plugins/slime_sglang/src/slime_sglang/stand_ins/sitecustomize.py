@@ -1,4 +1,5 @@
-"""Stands in for two packages that SGLang imports and that have no build for a bare CPU: `sgl_kernel`, `torchvision`.
+"""Stands in for what SGLang imports and what has no build for a bare CPU: the operations of `sgl_kernel`, and those of
+`torchvision` where it was built for CUDA, or the whole of it where it is not installed.
 
 The folder is on PYTHONPATH of a server on a CPU, and of no other process. Importing a package of the two that is not
 installed, or anything below it, succeeds. What it has can be imported, subclassed and compared; calling it
@@ -15,6 +16,17 @@ from types import ModuleType
 from typing import Any
 
 PACKAGES = frozenset({"sgl_kernel", "torchvision"})
+BOXES = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+OPERATIONS = {  # module that looks for operations when it is imported -> their names and arguments
+    "torchvision._meta_registrations": {"torchvision::nms": BOXES, "torchvision::qnms": BOXES},
+    "sglang.srt.models.qwen3_5": {
+        f"sgl_kernel::{name}_cpu": "() -> ()"
+        for name in (
+            *("fused_sigmoid_mul", "fused_qk_gemma_rmsnorm", "fused_qk_gemma_rmsnorm_with_gate"),
+            "fused_qkvzba_split_reshape_cat_contiguous",
+        )
+    },
+}
 
 
 class Absence(type):
@@ -57,4 +69,18 @@ class StandInFinder(MetaPathFinder, Loader):
         """Nothing to run."""
 
 
+class OperationFinder(MetaPathFinder):
+    """Declares operations that have no build before a module looks for them; it finds no module."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: object = None) -> None:
+        if fullname in OPERATIONS:
+            import torch
+
+            for name, arguments in OPERATIONS[fullname].items():
+                package, _, operation = name.partition("::")
+                if not hasattr(getattr(torch.ops, package), operation):
+                    torch.library.define(name, arguments)
+
+
+sys.meta_path.insert(0, OperationFinder())
 sys.meta_path.append(StandInFinder())  # behind what is installed
