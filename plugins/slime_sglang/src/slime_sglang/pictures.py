@@ -89,10 +89,10 @@ class PictureCodec:
         tokens = np.asarray(request.tokens)
         items = self.layout.items(media.arrays)
         starts = self.layout.starts(tokens, items, where)
-        kept = np.ones(len(tokens), dtype=bool)
+        mask = np.ones(len(tokens), dtype=bool)
         for start, item in zip(starts, items, strict=True):
-            kept[start + 1 : start + item.tokens] = False
-        if int(np.isin(tokens[kept], self.layout.ids).sum()) != len(items):
+            mask[start + 1 : start + item.tokens] = False
+        if int(np.isin(tokens[mask], self.layout.ids).sum()) != len(items):
             raise EngineError(
                 "a placeholder that the model drew lies before the next turn",
                 code="ENG03",
@@ -100,7 +100,7 @@ class PictureCodec:
                 why="SGLang would look for its picture",
                 fix="end the dialogue where a response has a placeholder",
             )
-        return {"input_ids": tokens[kept].tolist(), "image_data": self._pictures(media.arrays)}
+        return {"input_ids": tokens[mask].tolist(), "image_data": self._pictures(media.arrays)}
 
     def _pictures(self, arrays: Mapping[str, NDArray[Any]]) -> list[str]:
         """Of an array as long as it lives: the samples of a prompt share theirs."""
