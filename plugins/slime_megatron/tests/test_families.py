@@ -25,6 +25,7 @@ import torch.multiprocessing
 from cuda_on_cpu import cpu_redirect
 from megatron_ranks import TENSOR, micro_batch
 from safetensors.torch import load_file, save_file
+from seeing import SEES, TOKENS, inputs, seeing_packs
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("megatron-families")]
 
@@ -99,6 +100,11 @@ HYBRID = {
     "partial_rotary_factor": 0.5,
     "rms_norm_eps": 1e-3,
 }
+SIGHT = {"depth": 3, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
+WINDOWS = {"patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1]}
+DEEPSTACK = {"patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2]}
+SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+FEW = {"num_attention_heads": 4, "num_key_value_heads": 2}
 PICTURES = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
 FAMILIES = {
     "llama": {"model_type": "llama", "rope_parameters": LLAMA3},
@@ -107,6 +113,8 @@ FAMILIES = {
     "qwen3": {"model_type": "qwen3"},
     "qwen3_moe": {"model_type": "qwen3_moe", **EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [0]},
     "qwen3_next": {"model_type": "qwen3_next", **HYBRID, "mlp_only_layers": [1]},
+    "qwen2_5_vl": {"model_type": "qwen2_5_vl", "rope_parameters": SECTIONS, **FEW, "vision_config": SIGHT | WINDOWS},
+    "qwen3_vl": {"model_type": "qwen3_vl", "rope_parameters": SECTIONS, "vision_config": SIGHT | DEEPSTACK},
     "qwen3_5": {"model_type": "qwen3_5", **HYBRID, "tie_word_embeddings": True, "vision_config": PICTURES},
     "qwen3_5_moe": {"model_type": "qwen3_5_moe", **HYBRID, "vision_config": PICTURES},
     "glm4": {"model_type": "glm4"},
@@ -212,7 +220,7 @@ def test_a_fingerprint_sums_the_parameters_and_router_biases_of_transformers(mod
         from slime_megatron.fingerprint import spots
     config = Folder(models / name / "model").config
     bridge = BRIDGES[config.model_type]
-    tensors = SimpleNamespace(sizes=bridge.sizes(config))
+    tensors = SimpleNamespace(sizes=bridge.sizes(config), parameter_name=bridge.parameter_name)
     summed = {spot.name: spot.shape for entry in bridge.entries(config) for spot in spots(entry, tensors)}
     model = skeleton(config)
     learned = dict(model.named_parameters()) | router_biases(model)
@@ -242,8 +250,10 @@ def loss(log_probs, entropy, columns, train):
     return columns["scale"] * (ENTROPY * entropy - log_probs), {}
 
 
-def packs():
+def packs(config):
     """Two micro-batches: sequences of several lengths; and one beside a prompt of 4 tokens that two share."""
+    if config.model_type in SEES:
+        return seeing_packs(config)
     shared = micro_batch([20, 4, 3, 5], [11, 0, 3, 5], seed=2)
     positions, predict = shared.position_ids.copy(), shared.predict.copy()
     positions[24:] += 4
@@ -262,6 +272,7 @@ def draw(name: str, root: Path, **changes: object) -> None:
     values, kind = {**COMMON, **FAMILIES[name], **changes}, AutoModelForCausalLM
     if vision := values.pop("vision_config", None):
         outer = {"model_type": values.pop("model_type"), "tie_word_embeddings": "tie_word_embeddings" in values}
+        outer |= TOKENS if name in SEES else {}
         values, kind = {**outer, "text_config": values, "vision_config": vision}, AutoModelForImageTextToText
     config = native_config(values) or AutoConfig.for_model(**values)
     model = kind.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
@@ -277,11 +288,12 @@ def draw(name: str, root: Path, **changes: object) -> None:
     if name == "qwen3_5_moe":
         stack_experts(root / name / "model")
     found, total, size = [], torch.zeros(()), torch.zeros(())
-    for micro in packs():
+    for micro in packs(config):
         parts, rows = np.split(micro.tokens, micro.cu_seqlens[1:-1]), []
-        for part, head in zip(parts, micro.prefix, strict=True):
+        for number, (part, head) in enumerate(zip(parts, micro.prefix, strict=True)):
             tokens = np.concatenate([parts[head], part]) if head >= 0 else part
-            rows.append(model(input_ids=torch.from_numpy(tokens)[None]).logits[0, -len(part) :])
+            media = micro.media[head if head >= 0 else number] if micro.media else None
+            rows.append(model(**inputs(tokens, media)).logits[0, -len(part) :])
         logs = torch.cat(rows)[micro.predict].log_softmax(-1)
         log_probs = logs.gather(1, torch.from_numpy(micro.target)[:, None])[:, 0]
         entropy = -(logs.exp() * logs).sum(-1)
@@ -351,7 +363,9 @@ def check(name: str, root: Path, world: int, flags: dict) -> dict:
     train = load_config(None, ["--dtype", DTYPE, "train.compile=" + os.environ.get("COMPILE", "auto")]).train
     table = {name: value for name, value in flags.items() if name not in WITHIN}
     made = settings(bridge, folder.config, table, train, world, DEVICE)
-    made = replace(made, transformer={**made.transformer, **{n: v for n, v in flags.items() if n in WITHIN}})
+    made = replace(
+        made, frozen_tower=False, transformer={**made.transformer, **{n: v for n, v in flags.items() if n in WITHIN}}
+    )
     model = build_model(made, bridge, folder, torch.device(DEVICE))
     learner = MegatronLearner(model.stage)
     learner.wrap(build(made))
@@ -360,7 +374,7 @@ def check(name: str, root: Path, world: int, flags: dict) -> dict:
     from megatron.core import parallel_state
 
     mine = parallel_state.get_data_parallel_rank()
-    micros = packs() if made.layout.dp == 1 else [packs()[mine]]
+    micros = packs(folder.config) if made.layout.dp == 1 else [packs(folder.config)[mine]]
     expected = torch.load(root / name / "expected.pt")
     wanted = expected["rows"] if made.layout.dp == 1 else [expected["rows"][mine]]
     answer = {"log_probs": 0.0, "entropy": 0.0, "gradients": 0.0, "tensor": "", "gathered": []}

@@ -26,6 +26,7 @@ ENTRIES = {
     "rope_tail": (("t",), ((20, 6),)),
     "gated_qkv": (("q", "k", "v"), ((32, 6), (8, 6), (8, 6))),
     "sections": (("s",), ((20, 1, 6),)),
+    "whole convolution": (("p",), ((5, 3, 2, 4, 4),)),
 }
 
 
@@ -113,7 +114,7 @@ def test_ranges_of_shards_sum_to_the_folders_tensors(name, size, long, monkeypat
     from slime_megatron import fingerprint
 
     monkeypatch.setattr(fingerprint, "LONG", long)
-    held = SimpleNamespace(sizes=SIZES)
+    held = SimpleNamespace(sizes=SIZES, parameter_name=str)
     found, copies = 0, 1
     for piece, mine, _, tensors in pieces(name, size):
         wanted = torch.stack([sums(tensor, 0) for tensor in tensors])

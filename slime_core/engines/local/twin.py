@@ -118,7 +118,7 @@ class Twin:
 
     def _matched(self, update: WeightUpdate) -> dict[str, torch.Tensor]:
         state = self.model.state_dict(keep_vars=True)
-        received = {text_name(name): tensor for name, tensor in update.tensors.items()}
+        received = {name if name in state else text_name(name): tensor for name, tensor in update.tensors.items()}
         received = self._layout.joined(state, received)
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in received.items():

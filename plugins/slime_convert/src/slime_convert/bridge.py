@@ -14,7 +14,9 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from slime_convert.tower import MEGATRON, tower_shapes
 from slime_core.errors import DataError
+from slime_core.weights.hashing import text_name
 from slime_core.weights.prediction_layers import prefixes
 
 if TYPE_CHECKING:
@@ -95,6 +97,11 @@ class Entry:
     shapes: tuple[tuple[int, ...], ...] = ()
     sections: tuple[int, ...] = ()
 
+    @property
+    def in_tower(self) -> bool:
+        """Whether it is a tensor of a vision tower."""
+        return self.megatron.startswith(MEGATRON)
+
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Sizes:
@@ -133,6 +140,9 @@ class Bridge:
     linear_apart: bool = False  # linear attention projects q, k, v, their gates and numbers by four matrices, not two
     ahead: Sequence[BridgeRow] = ()  # of layer {ahead} that predicts further ahead, beside the rows of any layer
     ahead_layer: str = "model.layers.{layer}"  # where the folder has it
+    tower: str = ""  # before the names of a vision tower in the folder; empty where the text model alone is trained
+    parameter_names: Mapping[str, str] = field(default_factory=dict)  # how names begin in the folder and in the model
+    interleaved_axes: bool = False  # of M-RoPE: axes take turns along a head; else each has a section of it
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of config attributes that a folder may leave out
     only: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
@@ -142,9 +152,10 @@ class Bridge:
         Args:
             ahead: layers that predict further ahead, each built as the last layer is
         """
-        sizes, config = self.sizes(config), language_part(config)
+        whole, sizes, config = config, self.sizes(config), language_part(config)
         rows = [row for row in self.rows if holds(row.when, config, self.defaults)]
-        entries = [e for row in rows if "{layer}" not in row.megatron for e in _filled(row, -1, sizes)]
+        entries = self._tower_entries(whole)
+        entries += [e for row in rows if "{layer}" not in row.megatron for e in _filled(row, -1, sizes)]
         for layer in range(sizes.layers):
             mlp = "moe" if layer in sizes.moe_layers else "dense"
             attention = "linear" if layer in sizes.linear_layers else "full"
@@ -154,6 +165,18 @@ class Bridge:
             of_ahead = (*self.ahead, *(self._ahead(row) for row in of_layer))
             entries += [entry for row in of_ahead for entry in _filled(row, -1, sizes, number)]
         return entries
+
+    def _tower_entries(self, config: Any) -> list[Entry]:
+        """The vision tower's tensors, each whole on every rank that has it."""
+        shapes = tower_shapes(config).items() if self.tower else ()
+        return [Entry(MEGATRON + name, (self.tower + name,), "whole", shapes=(shape,)) for name, shape in shapes]
+
+    def parameter_name(self, stored: str) -> str:
+        """A tensor's name in transformers' model, of its name in the folder."""
+        for begin, name in self.parameter_names.items():
+            if stored.startswith(begin):
+                return name + stored.removeprefix(begin)
+        return stored if self.tower else text_name(stored)
 
     def _ahead(self, row: BridgeRow) -> BridgeRow:
         """A layer's row as that of the same tensor in a layer that predicts further ahead."""

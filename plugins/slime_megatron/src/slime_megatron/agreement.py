@@ -96,6 +96,8 @@ def _actual(kind: type, field: str, bridge: Bridge, hf_config: Any, fields: Mapp
 
 
 def _same(field: str, claimed: Any, actual: Any, sizes: Sizes) -> bool:
+    if field == "position_embedding_type" and actual == "mrope":
+        return claimed in ("rope", "mrope")  # of text alone they are the same
     if field == "moe_layer_freq":
         return _layers(claimed, sizes.layers, lambda n, freq: n % freq == 0) == sizes.moe_layers
     if field == "linear_attention_freq":

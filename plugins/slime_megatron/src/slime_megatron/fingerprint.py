@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from slime_core.trainers.fingerprint import BLOCK, all_sums, digest, table
-from slime_core.weights.hashing import text_name
 from slime_megatron.masters import Master, masters
 from slime_megatron.places import BITS, ShardPiece, share
 from slime_megatron.saving import Learned, learned, piece_of
@@ -59,10 +58,11 @@ def fingerprint(worker: MegatronWorker) -> str:
             places = [number[one.prefix + spot.name] for spot in spots(shard.entry, one.tensors)]
             sums = _sums(master.weights(), master.begin, begin, end, piece_of(shard), one.tensors, shard.entry)
             total.index_add_(0, torch.tensor(places, device=total.device), sums.to(total.device))
-        for bias in one.tensors.by_name.values():
-            if bias.entry.megatron.endswith("expert_bias") and bias.speaks:
-                (spot,) = spots(bias.entry, one.tensors)
-                total[number[one.prefix + spot.name]] += all_sums([(bias.tensor, 0)])[0].to(total.device)
+        for local in one.tensors.by_name.values():
+            if not local.tensor.requires_grad and local.speaks:  # router biases, a vision tower that is frozen
+                (spot,) = spots(local.entry, one.tensors)
+                sums = all_sums([(local.tensor.float().reshape(-1), 0)])[0]
+                total[number[one.prefix + spot.name]] += sums.to(total.device)
     dist.all_reduce(total)
     return digest({name: (list(shapes[name]), pair) for name, pair in zip(names, total.tolist(), strict=True)})
 
@@ -85,7 +85,7 @@ def spots(entry: Entry, tensors: Tensors) -> list[Spot]:
     """Where the tensors of ``entry.hf`` lie in the parameters of transformers' model."""
     spots = []
     for stored, shape in zip(entry.hf, entry.shapes, strict=True):
-        name = text_name(stored).replace(".block_sparse_moe.", ".mlp.")
+        name = tensors.parameter_name(stored).replace(".block_sparse_moe.", ".mlp.")
         stack = EXPERT.fullmatch(name)
         if stack is None or entry.expert < 0:
             spots.append(Spot(name, shape))

@@ -8,6 +8,7 @@ Of an interleaved pipeline a stage has several chunks of layers, a GPTModel each
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,14 +23,17 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from slime_convert.tower import build_tower
 from slime_core.trainers.compiling import Choice, pays
 from slime_core.trainers.optimizer_step import to_device
 from slime_megatron.accumulating import provide
 from slime_megatron.packing import make_pack, owned
 from slime_megatron.passes import Passes
+from slime_megatron.pictures import Pictures, Vision, add_level, joined, keep_levels, parted
 from slime_megatron.prediction import PredictionBlock, embedded, rows_of, unshared
-from slime_megatron.rotary import PackRotary, turns
+from slime_megatron.rotary import PackRotary, axes_of, turns
 from slime_megatron.settings import MegatronSettings, build
 from slime_megatron.spec import block_spec
 from slime_megatron.tensors import Tensors, stored
@@ -58,7 +62,15 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
     """
 
     def __init__(
-        self, config: TransformerConfig, bridge: Bridge, *, vocab: int, ahead: bool = False, **kwargs: Any
+        self,
+        config: TransformerConfig,
+        bridge: Bridge,
+        *,
+        vocab: int,
+        ahead: bool = False,
+        vision: Vision | None = None,
+        tower: Any = None,
+        **kwargs: Any,
     ) -> None:
         provide()
         vp_stage = kwargs.get("vp_stage")
@@ -77,8 +89,15 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         mla = bool(config.multi_latent_attention)
         layers = [*self.decoder.layers, *(layer.transformer_layer for layer in self.ahead_layers)]
         owners: list[Any] = [layer.self_attention for layer in layers] if mla else [self]
+        axes = axes_of(config.mrope_section, interleaved=bridge.interleaved_axes) if config.mrope_section else ()
         for owner in owners:
-            owner.rotary_pos_emb = PackRotary(owner.rotary_pos_emb)
+            owner.rotary_pos_emb = PackRotary(owner.rotary_pos_emb, axes)
+        self.vision, self.first_layer = vision, get_transformer_layer_offset(config, vp_stage=vp_stage)
+        if tower is not None:
+            self.vision_model = tower
+        for level in self._levels:
+            layer = self.decoder.layers[level - self.first_layer]
+            layer.register_forward_hook(partial(add_level, level), with_kwargs=True)
 
     def forward(self, pack: Pack, filling: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states [T, 1, h] of this chunk; with sequence parallelism this rank's rows of them.
@@ -91,11 +110,52 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             assert pack.tokens is not None
             assert pack.positions is not None
             decoder_input = self.embedding(input_ids=pack.tokens[None], position_ids=pack.positions[None])
+        if pack.pictures is not None:
+            decoder_input = self._see(decoder_input, pack.pictures)
         self._turn(pack)
         hidden: torch.Tensor = self.decoder(
             hidden_states=decoder_input, attention_mask=None, packed_seq_params=pack, padding_mask=filling
         )
+        if pack.pictures is not None and (carried := self._levels_behind):
+            hidden = joined(hidden, pack.pictures, carried)
         return hidden
+
+    @property
+    def _levels(self) -> range:
+        """Levels of features of pictures that layers of this chunk add."""
+        levels = self.vision.levels if self.vision is not None else 0
+        return range(self.first_layer, min(levels, self.first_layer + len(self.decoder.layers)))
+
+    @property
+    def _levels_behind(self) -> range:
+        """Those of later chunks."""
+        levels = self.vision.levels if self.vision is not None else 0
+        return range(self.first_layer + len(self.decoder.layers), levels)
+
+    def _see(self, embedded: torch.Tensor | None, pictures: Pictures) -> torch.Tensor | None:
+        """The decoder's input with features of pictures in it: embedded tokens, or what the stage before gave."""
+        assert self.vision is not None
+        if embedded is not None:
+            hidden, levels = self._with_features(embedded, pictures)
+            return keep_levels(hidden, pictures, levels, 0)
+        if (count := self.vision.levels - self.first_layer) > 0:
+            hidden, levels = parted(self.decoder.input_tensor, pictures, count)
+            self.decoder.set_input_tensor(keep_levels(hidden, pictures, levels, self.first_layer))
+        return None
+
+    def _with_features(self, embedded: torch.Tensor, pictures: Pictures) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Embedded tokens with features at placeholders, and deeper features of these [n, h], level after level."""
+        assert self.vision is not None
+        if pictures.load is None:
+            return embedded, [embedded.new_zeros(0, embedded.shape[-1])] * self.vision.levels
+        pixels, grids = pictures.load()
+        out = self.vision_model(pixels.to(self.config.params_dtype), grid_thw=grids, return_dict=True)
+        features = [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
+        if self.config.sequence_parallel:
+            tp = self.pg_collection.tp
+            features = [copy_to_tensor_model_parallel_region(one, group=tp) for one in features]
+        first, *levels = [one.index_select(0, pictures.features) for one in features]
+        return embedded.index_copy(0, pictures.rows, first[:, None].to(embedded.dtype)), levels
 
     def _turn(self, pack: Pack) -> None:
         """Give a pack its angles, but for latent attention, whose layers turn by themselves."""
@@ -262,7 +322,7 @@ def build_model(
         DataError: the folder lacks a tensor, or is damaged.
     """
     ahead = settings.ahead > 0
-    stage = build_stage(PackedGPT, settings, bridge, device, ahead=ahead)
+    stage = build_stage(PackedGPT, settings, bridge, folder.config, device, ahead=ahead)
     multiple, entries = settings.vocabulary_multiple, bridge.entries(folder.config, int(ahead))
     model = Model(stage, Tensors(stage.chunks, bridge, folder.config, multiple=multiple, entries=entries), device)
     model.passes.ahead = settings.ahead
@@ -271,11 +331,21 @@ def build_model(
 
 
 def build_stage(
-    kind: type[PackedGPT], settings: MegatronSettings, bridge: Bridge, device: torch.device, **more: Any
+    kind: type[PackedGPT],
+    settings: MegatronSettings,
+    bridge: Bridge,
+    hf_config: Any,
+    device: torch.device,
+    **more: Any,
 ) -> ModelStage:
     """This rank's chunks of a model, without its weights; ``more`` are arguments of their class."""
     config, chunks = build(settings).transformer, settings.layout.vp
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    vision = tower = None
+    if bridge.tower:
+        vision = Vision.of(hf_config, frozen=settings.frozen_tower)
+    if vision is not None and first:
+        tower = build_tower(hf_config, config.params_dtype, device).requires_grad_(not vision.frozen)
     stage = ModelStage(
         [
             kind(
@@ -285,6 +355,8 @@ def build_stage(
                 pre_process=first and number == 0,
                 post_process=last and number == chunks - 1,
                 vp_stage=number if chunks > 1 else None,
+                vision=vision,
+                tower=None if number else tower,
                 **settings.model,
                 **more,
             ).to(device)

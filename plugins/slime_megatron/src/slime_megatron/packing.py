@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from slime_core.types import MicroBatch
+    from slime_megatron.pictures import Pictures
 
 
 @dataclass
@@ -31,9 +32,10 @@ class Pack(PackedSeqParams):
     megatron-core takes it for unpacked parameters (``qkv_format``), so it rotates by the rows of the embedding that
     it is given, and hands queries, keys and values on as [T, 1, heads, d].
 
-    ``tokens`` and ``positions`` [T] are this rank's; ``spans`` holds (first, last + 1) of its query rows and the rows
-    that they see of all ranks' keys, one rank's after the other's. ``longest`` bounds positions. ``lengths`` are those
-    of the spans where each sees its own rows alone, and empty where one is cut or sees others too.
+    ``tokens`` [T] and ``positions`` [T], of three axes [3, T], are this rank's; ``spans`` holds (first, last + 1) of
+    its query rows and the rows that they see of all ranks' keys, one rank's after the other's. ``longest`` bounds
+    positions. ``lengths`` are those of the spans where each sees its own rows alone, and empty where one is cut or
+    sees others too.
     """
 
     qkv_format: str = "sbhd"
@@ -54,6 +56,7 @@ class Pack(PackedSeqParams):
     local: torch.Tensor | None = None  # which of the pack's response rows this rank predicts
     predict: torch.Tensor | None = None  # from which of its rows
     rows: int = 0  # T of all context-parallel ranks together, filling included
+    pictures: Pictures | None = None  # of a model that sees
 
 
 def make_pack(micro: MicroBatch, *, cp: int, rank: int, multiple: int, device: torch.device) -> Pack:
@@ -66,9 +69,9 @@ def make_pack(micro: MicroBatch, *, cp: int, rank: int, multiple: int, device: t
     real = int(micro.cu_seqlens[-1])
     step = multiple * (2 * cp if cp > 1 else 1)
     total = -(-real // step) * step
-    tokens, positions = np.zeros(total, np.int64), np.arange(total, dtype=np.int64)
-    tokens[:real], positions[:real] = micro.tokens, micro.position_ids
-    positions[real:] -= real
+    tokens = np.zeros(total, np.int64)
+    positions = np.broadcast_to(np.arange(total) - real, (*micro.position_ids.shape[:-1], total)).copy()
+    tokens[:real], positions[..., :real] = micro.tokens, micro.position_ids
     indices = owned(total, cp, rank)
     place = np.empty(total, dtype=np.int64)  # of a row of the pack among the gathered ones
     place[np.concatenate([owned(total, cp, other) for other in range(cp)])] = np.arange(total)
@@ -90,7 +93,7 @@ def make_pack(micro: MicroBatch, *, cp: int, rank: int, multiple: int, device: t
 
     return Pack(
         tokens=put(tokens[indices]),
-        positions=put(positions[indices]),
+        positions=put(positions[..., indices]),
         longest=int(positions.max(initial=0)) + 1,
         spans=tuple((a, b, put(place[rows])) for (a, b), rows in zip(spans, key_positions)),
         lengths=tuple(counts) if whole and counts == [b - a for a, b in spans] else (),

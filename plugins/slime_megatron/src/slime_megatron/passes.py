@@ -6,7 +6,7 @@ that a loss sees whole sequences; tensor-parallel ranks have them all. Sums coun
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from slime_core.trainers.expert_load import ExpertLoad, copies_of_rows
 from slime_core.trainers.optimizer_step import LossSums, MicroBatchLoss, to_device
 from slime_megatron.balance import auxiliary_losses
 from slime_megatron.packing import Pack, make_pack, owned
+from slime_megatron.pictures import make_pictures
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -57,6 +58,7 @@ class Passes:
         self.expert_load = ExpertLoad()
         self.routers: StageRouters | None = None  # where a run replays their choices
         self.routed: RoutedPass | None = None  # what the passes replay now
+        self.read: Callable[[Any], NDArray[Any]] = np.asarray  # an array of a sample, or of a reference to it
         self.ahead = 0.0  # weight of the loss of tokens that are predicted one further ahead; 0 predicts none
 
     def scores(self, micros: Sequence[MicroBatch]) -> list[tuple[torch.Tensor, ...]]:
@@ -149,8 +151,13 @@ class Passes:
         cp, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
         tp = config.tensor_model_parallel_size if config.sequence_parallel else 1
         pack = make_pack(micro, cp=cp, rank=rank, multiple=tp, device=self.device)
-        places = owned(pack.rows, cp, rank).reshape(tp, -1)
-        places = places[parallel_state.get_tensor_model_parallel_rank() if tp > 1 else 0]
+        shared = owned(pack.rows, cp, rank)
+        places = shared.reshape(tp, -1)[parallel_state.get_tensor_model_parallel_rank() if tp > 1 else 0]
+        first = self.stage.chunks[0]
+        if first.vision is not None:
+            pack.pictures = make_pictures(
+                micro, first.vision, places, shared, self.read, self.device, has_tower=first.pre_process
+            )
         copies = np.pad(copies_of_rows(micro), (0, pack.rows - len(micro.tokens)))
         temperature = micro.temperature
         return MicroBatchInputs(

@@ -1,7 +1,7 @@
 """Where the elements of a rank's shard lie: in the whole Megatron tensor, and in the tensors of the model folder.
 
-A rank's shard is counted flat, row by row. Any run of it is at most three boxes of the whole tensor for each run of
-rows (the end of a row, whole rows, the begin of a row), and several tensors that lie over each other (gate over up)
+A rank's shard is counted flat, row by row. Any run of a matrix is at most three boxes of the whole tensor for each run
+of rows (the end of a row, whole rows, the begin of a row), and several tensors that lie over each other (gate over up)
 have a run of rows each. So what an optimizer shares as flat ranges is written in the coordinates of whole tensors, and
 read at any other layout.
 """
@@ -37,7 +37,7 @@ class Box:
 
 @dataclass(slots=True, frozen=True)
 class ShardPiece:
-    """Shard ``rank`` of ``size`` that share a tensor; ``shape`` is the shard's: rows, columns, axes of 1 between."""
+    """Shard ``rank`` of ``size`` of a tensor; ``shape`` is the shard's. Columns are dealt of matrices alone."""
 
     entry: Entry
     shape: tuple[int, ...]
@@ -76,21 +76,11 @@ class ShardPiece:
         """Elements ``begin`` to ``end`` of the shard as boxes of the whole tensor, in order."""
         width = self.width
         for first, count, start in self.runs():
-            at, stop = max(begin, first * width), min(end, (first + count) * width)
-            while at < stop:
-                row, inside = divmod(at, width)
-                if inside or stop - at < width:
-                    rows, columns = 1, min(width - inside, stop - at)
-                else:
-                    rows, columns = min((stop - at) // width, max(1, MOST // width)), width
-                whole_row = start + row - first
-                if len(self.shape) == 1:
-                    yield Box(at, (whole_row,), (rows,))
-                else:
-                    between = len(self.shape) - 2
-                    offsets = (whole_row, *[0] * between, self.column + inside)
-                    yield Box(at, offsets, (rows, *[1] * between, columns))
-                at += rows * columns
+            for box in _boxes(self.shape, max(begin, first * width), min(end, (first + count) * width)):
+                row, *inside = box.offsets
+                if self.column:  # of a matrix
+                    inside[-1] += self.column
+                yield Box(box.begin, (start + row - first, *inside), box.sizes)
 
     def source_rows(self, sizes: Sizes) -> torch.Tensor:
         """For each row of the shard, the tensor of ``entry.hf`` and its row there: number << 40 | row; [rows] int64.
@@ -103,6 +93,25 @@ class ShardPiece:
         if self.entry.kind != "columns":
             rows = shard(self.entry, rows, self.rank, self.size)
         return rows[:, 0] - 1
+
+
+def _boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
+    """Elements ``begin`` to ``end`` of an array, counted flat, as boxes of it, in order."""
+    if len(shape) == 1 and begin < end:
+        yield Box(begin, (begin,), (end - begin,))
+        return
+    width = math.prod(shape[1:])
+    while begin < end:
+        row, inside = divmod(begin, width)
+        if inside or end - begin < width:  # the end of a row, or the begin of one
+            stop = min(end, (row + 1) * width)
+            for box in _boxes(shape[1:], inside, stop - row * width):
+                yield Box(row * width + box.begin, (row, *box.offsets), (1, *box.sizes))
+        else:
+            rows = min((end - begin) // width, max(1, MOST // width))
+            stop = begin + rows * width
+            yield Box(begin, (row, *[0] * (len(shape) - 1)), (rows, *shape[1:]))
+        begin = stop
 
 
 def check_shapes(entries: Sequence[Entry]) -> None:

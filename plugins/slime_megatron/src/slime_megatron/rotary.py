@@ -5,6 +5,7 @@ angles of positions --rows of the pack--> cosines and sines, once a pack --`Core
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,11 +24,14 @@ class PackRotary(nn.Module):
 
     megatron-core asks an embedding for a length, from what travels with the micro-batch, and then for rows of that
     length. So the rows are right in a recomputation too, when other packs have passed meanwhile.
+
+    Args:
+        axes: of each frequency, the axis of positions by which it turns (M-RoPE); empty where positions have one axis
     """
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, axes: Sequence[int] = ()) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.axes = inner, list(axes)
 
     def get_rotary_seq_len(self, context: Any, block: Any, hidden: Any, config: Any, pack: Pack) -> Pack:
         """See the class."""
@@ -35,12 +39,35 @@ class PackRotary(nn.Module):
 
     def forward(self, pack: Pack, packed_seq: bool = False, cp_group: Any = None) -> Any:
         """Angles of each row of the pack, [T, 1, d]; with yarn and its magnitude beside."""
+        if self.axes:
+            return self._by_axes(pack)
         with torch.no_grad():
             rotary = self.inner(-(-pack.longest // STEP) * STEP, packed_seq=True)
         table, *rest = rotary if isinstance(rotary, tuple) else (rotary,)
         rows = table.to(pack.positions.device)[pack.positions]  # type: ignore[union-attr]
         rows = rows.squeeze(1)
         return (rows, *rest) if rest else rows
+
+    @torch.no_grad()
+    def _by_axes(self, pack: Pack) -> torch.Tensor:
+        assert pack.positions is not None
+        positions = pack.positions.expand(3, -1)[self.axes].T.float()
+        angles = positions * self.inner.inv_freq.to(positions.device)
+        return torch.cat((angles, angles), dim=-1)[:, None]
+
+
+def axes_of(sections: Sequence[int], *, interleaved: bool) -> list[int]:
+    """The axis (0 time, 1 height, 2 width) of each frequency of a head, [d / 2].
+
+    Each axis has a section of the head (Qwen2-VL, arXiv:2409.12191, 2.1); interleaved, height and width have every
+    third frequency up to three times their number, and time all others (Qwen3-VL).
+    """
+    if not interleaved:
+        return [axis for axis, count in enumerate(sections) for _ in range(count)]
+    axes = [0] * sum(sections)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = [axis] * len(axes[axis : 3 * sections[axis] : 3])
+    return axes
 
 
 @torch.no_grad()

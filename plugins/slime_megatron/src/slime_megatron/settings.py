@@ -77,6 +77,7 @@ class MegatronSettings:
     ddp: Mapping[str, Any]  # fields of DistributedDataParallelConfig
     optimizer: Mapping[str, Any]  # fields of OptimizerConfig
     vocabulary_multiple: int  # rows of the vocabulary are filled up to one
+    frozen_tower: bool = True  # train.freeze_vision_tower
     ahead: float = 0.0  # weight of the loss of the layer that predicts further ahead; 0 does without the layer
     compile: Choice = "auto"  # train.compile
     notices: tuple[str, ...] = ()
@@ -151,6 +152,7 @@ def settings(
         ddp=_ordered(_ddp_defaults() | options.ddp),
         optimizer=_ordered(_optimizer_defaults(options) | options.optimizer | _of_train(train)),
         vocabulary_multiple=multiple,
+        frozen_tower=getattr(train, "freeze_vision_tower", True),
         ahead=_ahead(options.ahead, bridge, hf_config, len(layout.chunks(sizes.layers)[-1]), origins),
         compile=train.compile,
         notices=(*options.notices, *notices, *unused(options)),

@@ -100,7 +100,10 @@ class Tensors:
     ) -> None:
         self.sizes: Sizes = bridge.sizes(config, multiple)
         self.entries = list(entries) if entries is not None else bridge.entries(config)
+        vision = chunks[0].vision
+        self.frozen_tower = vision is not None and vision.frozen
         by_name = {entry.megatron: entry for entry in self.entries}
+        self.parameter_name = bridge.parameter_name
         self.attention, self.layers_apart = bridge.attention, apart(bridge.megatron(config))
         self.by_name: dict[str, LocalTensor] = {}
         self._sources: list[TensorSource] | None = None
@@ -140,8 +143,8 @@ class Tensors:
         return other
 
     def _trained(self, entry: Entry) -> bool:
-        """Whether it is a parameter, on whichever rank."""
-        return not entry.megatron.endswith("expert_bias")
+        """Whether it learns, on whichever rank."""
+        return not entry.megatron.endswith("expert_bias") and not (self.frozen_tower and entry.in_tower)
 
     @torch.no_grad()
     def fill(self, folder: Mapping[str, torch.Tensor]) -> None:

@@ -82,7 +82,7 @@ def build_values(
     if path:
         tensors_of_folder = _fitting(shards, head, bridge, folder) if shards is not None else stored(folder)
         weights = _Headed(tensors_of_folder, head, bridge.sizes(folder.config).hidden)
-    stage = build_stage(ValueGPT, settings, bridge, run.device)
+    stage = build_stage(ValueGPT, settings, bridge, folder.config, run.device)
     multiple, entries = settings.vocabulary_multiple, _entries(bridge, folder)
     tensors = Tensors(stage.chunks, bridge, folder.config, multiple=multiple, entries=entries)
     model = Model(stage, tensors, run.device)

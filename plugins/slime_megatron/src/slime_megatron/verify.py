@@ -39,7 +39,7 @@ def gradients(worker: MegatronWorker, rank_batch: RankBatch, micros: list[MicroB
     loss = worker.finish(sums)[0]["loss"]
     worker.actor.gather_gradients()
     local = {name: shard.tensor for name, shard in tensors.by_name.items()}
-    parameters: dict[str, Any] = {n: tensor for n, tensor in local.items() if isinstance(tensor, torch.nn.Parameter)}
+    parameters: dict[str, Any] = {name: tensor for name, tensor in local.items() if tensor.requires_grad}
     grads = {name: parameter.main_grad for name, parameter in parameters.items()}
     whole = _everywhere(tensors.like(grads), worker)
     worker.actor.zero_grad()

@@ -7,15 +7,25 @@ text part is trained.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from slime_convert.bridge import Bridge, BridgeRow, Given
 from slime_models.fields import DECODER, ONLY, no_scaling, rope
 from slime_models.routing import QWEN3_EXPERTS
-from slime_models.rows import ATTENTION, ENDS, EXPERTS, MLP, NORMS, OF, QK_NORMS, ROUTER, SHARED_EXPERTS, TO
+from slime_models.rows import (
+    ATTENTION,
+    ENDS,
+    EXPERTS,
+    MLP,
+    NORMS,
+    OF,
+    QK_NORMS,
+    ROUTER,
+    SHARED_EXPERTS,
+    TO,
+    in_language_model,
+)
 
 LINEAR = f"{TO}.self_attention.linear_attn"
 HF_LINEAR = f"{OF}.linear_attn"
@@ -109,13 +119,6 @@ QWEN3_NEXT = Bridge(
 )
 
 
-def _in_language_model(rows: Sequence[BridgeRow]) -> tuple[BridgeRow, ...]:
-    """The rows as a folder with layers for pictures names them."""
-    return tuple(
-        replace(row, hf=tuple(re.sub(r"^model\.", "model.language_model.", name) for name in row.hf)) for row in rows
-    )
-
-
 def all_layers(config: Any) -> list[int]:
     """1 for every layer."""
     return [1] * int(config.num_hidden_layers)
@@ -147,5 +150,5 @@ QWEN3_5_MOE_TEXT = replace(
         "moe_router_pre_softmax": Given(False),  # weights are shares of the chosen experts
     },
 )
-QWEN3_5 = replace(QWEN3_5_TEXT, family="qwen3_5", rows=_in_language_model(QWEN3_5_TEXT.rows))
-QWEN3_5_MOE = replace(QWEN3_5_MOE_TEXT, family="qwen3_5_moe", rows=_in_language_model(QWEN3_5_MOE_TEXT.rows))
+QWEN3_5 = replace(QWEN3_5_TEXT, family="qwen3_5", rows=in_language_model(QWEN3_5_TEXT.rows))
+QWEN3_5_MOE = replace(QWEN3_5_MOE_TEXT, family="qwen3_5_moe", rows=in_language_model(QWEN3_5_MOE_TEXT.rows))

@@ -7,6 +7,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
 from slime_convert.bridge import BridgeRow
 
 TO = "decoder.layers.{layer}"  # Megatron's layer
@@ -113,3 +117,10 @@ AHEAD = (
     BridgeRow("mtp.layers.{ahead}.final_layernorm.weight", (f"{OF}.shared_head.norm.weight",), shape="hidden"),
 )
 """Of a layer that predicts further ahead, as DeepSeek V3 names it."""
+
+
+def in_language_model(rows: Sequence[BridgeRow]) -> tuple[BridgeRow, ...]:
+    """The rows as a folder with layers for pictures names them."""
+    return tuple(
+        replace(row, hf=tuple(re.sub(r"^model\.", "model.language_model.", name) for name in row.hf)) for row in rows
+    )
