@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         Drop,
         GenerateRequest,
         Group,
+        Media,
         Prompt,
         Sample,
         StepReport,
@@ -57,8 +58,12 @@ class Engine(Protocol):
         """Continue ``request.tokens``; raises EngineError where the request cannot be served."""
         ...
 
-    async def score(self, tokens: Sequence[int], start: int) -> NDArray[Any]:
-        """Log-prob of each of ``tokens[start:]`` (start >= 1) under the plain softmax at temperature 1, float32."""
+    async def score(self, tokens: Sequence[int], start: int, media: Media | None = None) -> NDArray[Any]:
+        """Log-prob of each of ``tokens[start:]`` (start >= 1) under the plain softmax at temperature 1, float32.
+
+        Args:
+            media: pictures and videos of the tokens' placeholders, for an engine with the ability ``multimodal``
+        """
         ...
 
     async def abort(self, ids: Sequence[str]) -> list[Completion]:

@@ -7,9 +7,9 @@ A frame is a JSON header, then raw array bytes; no pickle.
 
     4 bytes length of the header | header (JSON) | blob 0 | blob 1 | ...
 
-Values are JSON's own, tuples, sets of words, paths, a Config, numpy arrays, torch tensors (on arrival: CPU tensors),
-and the dataclasses of `slime_core` in `CROSSING`. Python's JSON writes a float so that the same float is read, so
-nothing is rounded.
+Values are JSON's own, bytes, tuples, sets of words, paths, a Config, numpy arrays, torch tensors (on arrival: CPU
+tensors), and the dataclasses of `slime_core` in `CROSSING`. Python's JSON writes a float so that the same float is
+read, so nothing is rounded.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from slime_core.types import (
     Batch,
     Completion,
     GenerateRequest,
+    Media,
     Piece,
     RankTensor,
     SamplingParams,
@@ -49,7 +50,7 @@ from slime_core.weights.flops import Flops
 
 CROSSING = (
     *(ArrayRef, Batch, RankBatch, DataParallelRank, Flops, FileMark),
-    *(Completion, GenerateRequest, SamplingParams),
+    *(Completion, GenerateRequest, Media, SamplingParams),
     *(WeightUpdate, WeightRoute, RankTensor, Piece),
 )
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in CROSSING}
@@ -92,6 +93,9 @@ def _pack(value: Any, blobs: list[bytes]) -> Any:
     if isinstance(value, np.ndarray):
         blobs.append(np.ascontiguousarray(value).tobytes())
         return {"!array": [len(blobs) - 1, value.dtype.str, list(value.shape)]}
+    if isinstance(value, bytes):
+        blobs.append(value)
+        return {"!bytes": len(blobs) - 1}
     if isinstance(value, list):
         return [_pack(item, blobs) for item in value]
     if isinstance(value, tuple):
@@ -130,6 +134,8 @@ def _unpack(value: Any, blobs: Sequence[Any]) -> Any:
     for kind, build in BUILT.items():
         if kind in value:
             return build(value[kind])
+    if "!bytes" in value:
+        return bytes(blobs[value["!bytes"]])
     if "!array" in value:
         index, dtype, shape = value["!array"]
         return np.frombuffer(bytearray(blobs[index]), dtype=dtype).reshape(shape)

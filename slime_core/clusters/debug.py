@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.durable import FileMark
     from slime_core.threads import TorchThread
-    from slime_core.types import Batch, Columns, Completion, GenerateRequest, WeightRoute
+    from slime_core.types import Batch, Columns, Completion, GenerateRequest, Media, WeightRoute
     from slime_core.weights.folder import ModelFolder
     from slime_core.weights.transports.senders import Senders
 
@@ -34,7 +34,7 @@ class AbsentEngine(Engine):
         """Refused."""
         self._refuse(f"request {request.id} asked it to generate")
 
-    async def score(self, tokens: Sequence[int], start: int) -> NDArray[Any]:
+    async def score(self, tokens: Sequence[int], start: int, media: Media | None = None) -> NDArray[Any]:
         """Refused."""
         self._refuse("log-probs were requested")
 

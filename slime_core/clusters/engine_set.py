@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from slime_core.protocols import Ability, Engine, PauseMode
-    from slime_core.types import Completion, GenerateRequest, WeightCheck, WeightRoute, WeightUpdate
+    from slime_core.types import Completion, GenerateRequest, Media, WeightCheck, WeightRoute, WeightUpdate
 
 RESERVED = 1 << 60
 """Tokens that an engine counts as queued while it is reserved, so that no request is sent to it."""
@@ -124,12 +124,12 @@ class EngineSet:
             self._loads.add(number, -cost)
             del self._where[request.id]
 
-    async def score(self, tokens: Sequence[int], start: int) -> NDArray[Any]:
+    async def score(self, tokens: Sequence[int], start: int, media: Media | None = None) -> NDArray[Any]:
         """See `protocols.Engine`."""
         number = self._loads.least()
         self._loads.add(number, len(tokens))
         try:
-            return await self._engines[number].score(tokens, start)
+            return await self._engines[number].score(tokens, start, media)
         finally:
             self._loads.add(number, -len(tokens))
 

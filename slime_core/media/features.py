@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from slime_core.media.positions import GRIDS, PIXELS, Kind, MediaItem
+from slime_core.media.positions import GRIDS, PIXELS, Kind, MediaItem, MediaLayout
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 @dataclass(slots=True)
@@ -33,9 +37,9 @@ class Features:
 
 
 def text_model(model: Any) -> Any:
-    """The part of a vision model's module that takes embeddings: decoder layers and the last norm."""
-    inner = model.model
-    return inner.language_model if hasattr(inner, "language_model") else inner.text_model
+    """The part of a vision model's module that takes embeddings, decoder layers and last norm; any other as it is."""
+    inner = getattr(model, "model", None)
+    return getattr(inner, "language_model", None) or getattr(inner, "text_model", None) or model
 
 
 def tower(model: Any) -> list[Any]:
@@ -63,6 +67,38 @@ def features(model: Any, kind: Kind, arrays: Mapping[str, torch.Tensor]) -> Feat
     return Features(out.pooler_output.flatten(0, 1))
 
 
+def picture_probe(config: Any, layout: MediaLayout) -> tuple[NDArray[np.int64], dict[str, NDArray[Any]]]:
+    """Tokens between text, and the arrays, of a random picture that is not square, to try a model with."""
+    vision, draws = config.vision_config, np.random.default_rng(0)
+    if layout.merge:
+        grid = np.array([[1, layout.merge, 3 * layout.merge]])
+        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        arrays = {PIXELS["images"]: draws.standard_normal((int(grid.prod()), width)), GRIDS["images"]: grid}
+    else:
+        arrays = {PIXELS["images"]: draws.standard_normal((1, 1, 3, vision.image_size, vision.image_size))}
+    arrays[PIXELS["images"]] = arrays[PIXELS["images"]].astype(np.float32)
+    (item,) = layout.items(arrays)
+    text = [token for token in range(3, 13) if token not in layout.ids]
+    return np.array([*text[:4], *[layout.placeholders["images"]] * item.tokens, *text[4:]]), arrays
+
+
+@torch.no_grad()
+def own_logits(
+    model: Any, layout: MediaLayout, tokens: NDArray[np.int64], arrays: Mapping[str, NDArray[Any]]
+) -> torch.Tensor:
+    """Logits [T, V] of one sequence by a model's own forward."""
+    device = model.get_input_embeddings().weight.device
+    tensors = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+    if layout.three_axes:
+        kinds = np.zeros(len(tokens), dtype=np.int64)
+        items = layout.items(arrays)
+        for begin, item in zip(layout.starts(tokens, items), items, strict=True):
+            kinds[begin : begin + item.tokens] = 1 if item.kind == "images" else 2
+        tensors["mm_token_type_ids"] = torch.from_numpy(kinds)[None].to(device)
+    ids = torch.from_numpy(tokens)[None].to(device)
+    return model(input_ids=ids, use_cache=False, **tensors).logits[0]  # type: ignore[no-any-return]
+
+
 def item_arrays(arrays: Mapping[str, Any], item: MediaItem) -> dict[str, Any]:
     """The arrays of one item, as :func:`features` takes them."""
     pixels = arrays[PIXELS[item.kind]]
@@ -77,14 +113,14 @@ def item_arrays(arrays: Mapping[str, Any], item: MediaItem) -> dict[str, Any]:
 
 
 def embed(
-    model: Any, tokens: torch.Tensor, at: torch.Tensor, values: Features | None
+    model: Any, tokens: torch.Tensor, at: torch.Tensor | None, values: Features | None
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Embeddings [1, N, hidden] of ``tokens`` [N], those at ``at`` [n] replaced, and what else the text model takes.
 
     ``at`` ascends in the order of ``values``.
     """
     embeddings = model.get_input_embeddings()(tokens)
-    if values is None or not len(at):
+    if values is None or at is None:
         return embeddings[None], {}
     embeddings = embeddings.index_copy(0, at, values.rows.to(embeddings.dtype))[None]
     if not values.deep:

@@ -27,6 +27,9 @@ GRIDS: dict[Kind, str] = {"images": "image_grid_thw", "videos": "video_grid_thw"
 SECONDS = "second_per_grid_ts"
 """Of every video: seconds between two rows of its grid in time."""
 
+FAMILIES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "idefics3"})
+"""Model types whose pictures this room knows."""
+
 SINGLE = {"qwen3_vl", "qwen3_vl_moe"}
 """Model types whose videos are frames with a run of placeholders each, text between them."""
 
@@ -55,10 +58,10 @@ class MediaLayout:
 
     @classmethod
     def of(cls, config: Any) -> MediaLayout | None:
-        """The layout of a transformers config; None for a model of text alone."""
-        vision = getattr(config, "vision_config", None)
-        if vision is None or getattr(config, "image_token_id", None) is None:
+        """The layout of a transformers config; None for a model of text alone, or one of no family of FAMILIES."""
+        if config.model_type not in FAMILIES:
             return None
+        vision = config.vision_config
         placeholders: dict[Kind, int] = {"images": int(config.image_token_id)}
         if getattr(config, "video_token_id", None) is not None:
             placeholders["videos"] = int(config.video_token_id)

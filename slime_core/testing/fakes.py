@@ -23,7 +23,7 @@ from slime_core.types import Completion, WeightUpdate
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from slime_core.types import GenerateRequest, WeightCheck, WeightRoute
+    from slime_core.types import GenerateRequest, Media, WeightCheck, WeightRoute
 
     Say = Callable[[GenerateRequest], tuple[Sequence[int], Literal["stop", "length", "abort"]]]
 
@@ -95,7 +95,7 @@ class FakeEngine:
         out.plain_log_probs.append(-float(np.log(self.vocab_size)))
         out.versions.append(self.version)
 
-    async def score(self, tokens: Sequence[int], start: int) -> NDArray[Any]:
+    async def score(self, tokens: Sequence[int], start: int, media: Media | None = None) -> NDArray[Any]:
         """See `protocols.Engine`."""
         return np.full(len(tokens) - start, -np.log(self.vocab_size), dtype=np.float32)
 

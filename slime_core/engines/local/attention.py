@@ -29,6 +29,8 @@ from slime_core.engines.local.slots import BLOCK, KVCache, LayerShape, up
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from slime_core.engines.local.media import RowMedia
+
 REFERENCE = 64
 CANDIDATES = (16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024)
 PROBE_FLOPS = 2e10
@@ -175,6 +177,7 @@ class PackedTokens:
     segments: list[Segment] | None = None
     masks: dict[tuple[str | int, int, int], torch.Tensor] = field(default_factory=dict)  # of this pass
     sampled: torch.Tensor | None = None  # rows whose logits are wanted, int64; None is all
+    media: RowMedia | None = None
 
     def position_ids(self) -> torch.Tensor:
         """N positions as a model may be asked about them: padding rows are at 0, where every table has an entry."""

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slime_core.engines.admission import check_vocabulary, too_long
+from slime_core.engines.local.media import MediaReader
 from slime_core.engines.local.paged import PagedScheduler
 from slime_core.engines.local.scheduler import Scheduler
 from slime_core.engines.local.served import ServedModel
 from slime_core.engines.local.slots import SHARE, EngineJob, make_job
 from slime_core.errors import EngineError
+from slime_core.media.positions import MediaLayout
 from slime_core.memory import first_line, is_out_of_memory, trim
 from slime_core.profile import ENGINE_SECONDS
 from slime_core.protocols import Ability, PauseMode
@@ -26,9 +28,10 @@ from slime_core.types import Completion
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from slime_core.engines.local.media import JobMedia
     from slime_core.profile import StepProfile
     from slime_core.threads import TorchThread
-    from slime_core.types import GenerateRequest, WeightCheck, WeightRoute, WeightUpdate
+    from slime_core.types import GenerateRequest, Media, WeightCheck, WeightRoute, WeightUpdate
     from slime_core.weights.folder import ModelFolder
 
 HOP_SECONDS = 0.02
@@ -76,6 +79,9 @@ class LocalEngine:
         )
         if routing:
             self.abilities |= {"routed_experts"}
+        self._reader = MediaReader(MediaLayout.of(folder.config), folder.config.model_type)
+        if self._reader.layout is not None:
+            self.abilities |= {"multimodal"}
         self._folder, self._thread = folder, thread
         self._slots, self._context_len = slots, context_len
         self._dtype, self._device, self._share, self._paged, self._exact = dtype, device, share, paged, exact
@@ -106,6 +112,7 @@ class LocalEngine:
             context_len=self._context_len,
             eos=tuple(self._folder.eos_token_ids),
             epoch=self.epoch,
+            reader=self._reader,
         )
         self._inbox.append(job)
         self._stir()
@@ -116,7 +123,7 @@ class LocalEngine:
             self._stir()
             raise
 
-    async def score(self, tokens: Sequence[int], start: int) -> NDArray[Any]:
+    async def score(self, tokens: Sequence[int], start: int, media: Media | None = None) -> NDArray[Any]:
         """Log-prob of each of ``tokens[start:]`` under the plain softmax, float32, bit for bit as `generate` gives it.
 
         Raises:
@@ -129,9 +136,10 @@ class LocalEngine:
             raise EngineError(f"start is {start} of {len(ids)} tokens", code="ENG03", where="score")
         if len(ids) > self._context_len:
             raise too_long(f"{len(ids)} tokens do not fit the context of {self._context_len}", "score")
+        pictures = self._reader.read(ids, media, "score")
         if start == len(ids):
             return np.empty(0, dtype=np.float32)
-        return await self._thread.run(self._score, ids, start)
+        return await self._thread.run(self._score, ids, start, pictures)
 
     async def abort(self, ids: Sequence[str]) -> list[Completion]:
         """Stop these requests; each waiting ``generate`` returns what it has, with finish ``abort``."""
@@ -295,9 +303,12 @@ class LocalEngine:
             self._scheduler.forget()
             return
         options: Any = {"dtype": self._dtype, "device": self._device, "share": self._share}
-        options |= {"paged": self._paged, "exact": self._exact, "routing": self._routing}
+        options |= {"paged": self._paged, "exact": self._exact, "routing": self._routing, "reader": self._reader}
         served = ServedModel(self._folder, context_len=self._context_len, **options)
         served.load(update)
+        if served.rescans:
+            self.abilities -= {"multimodal"}
+            self._reader.layout = None
         if not served.batch_invariant:
             self.abilities -= {"batch_invariant"}
         scheduler = PagedScheduler if served.paged else Scheduler
@@ -319,11 +330,11 @@ class LocalEngine:
         assert self._scheduler is not None
         return any(not job.request.id.startswith("eval/") for job in (*jobs, *self._scheduler.jobs()))
 
-    def _score(self, ids: NDArray[np.int64], start: int) -> NDArray[np.float32]:
+    def _score(self, ids: NDArray[np.int64], start: int, media: JobMedia | None) -> NDArray[np.float32]:
         if self._scheduler is None or not self._scheduler.served.ready:
             raise EngineError("score was called while memory is released", code="ENG06", fix="reacquire first")
         self._scheduler.served.wake()
-        return self._scheduler.score(ids, start)
+        return self._scheduler.score(ids if media is None else media.ids, start, media)
 
     def _end_running(self, chosen: Any) -> list[EngineJob]:
         if self._scheduler is None:

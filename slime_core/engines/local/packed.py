@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slime_core.engines.local.attention import Form, Product
+from slime_core.engines.local.media import RowMedia
 from slime_core.engines.local.slots import LayerShape
+from slime_core.media.features import embed, text_model
+from slime_core.media.positions import MediaLayout
 
 if TYPE_CHECKING:
     from slime_core.weights.routers import Routers
@@ -107,6 +110,8 @@ class OwnPlan:
 class PackedPlan(OwnPlan):
     """Runs a model's own forward on packed rows.
 
+    Of a model that sees pictures the text part runs, on embeddings.
+
     Raises:
         Unfit: the model does not take a replaced attention, or needs more of it than rows.
     """
@@ -123,24 +128,25 @@ class PackedPlan(OwnPlan):
         if odd := set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
             raise Unfit(f"layers of type {', '.join(sorted(odd))} have a state that packed rows lack; SGLang keeps it")
         AttentionInterface.register(ATTENTION, slot_attention)
-        self._model = model
+        self._model, self._text = model, text_model(model)
+        self._sees = MediaLayout.of(model.config) is not None
         self.routers: Routers | None = None  # where choices of experts are recorded, into the cache
         self._board = Board()
-        for module in model.modules():
+        for module in self._text.modules():
             module.slime_board = self._board
         try:
-            self._model.set_attn_implementation(ATTENTION)
-            if hasattr(self._model, "set_experts_implementation") and device == "cpu":
-                self._model.set_experts_implementation("batched_mm")  # one product a row, whatever its neighbours
+            self._text.set_attn_implementation(ATTENTION)
+            if hasattr(self._text, "set_experts_implementation") and device == "cpu":
+                self._text.set_experts_implementation("batched_mm")  # one product a row, whatever its neighbours
         except (ValueError, KeyError, ImportError, AttributeError) as error:
             raise Unfit(str(error)) from error
         accepts = inspect.signature(self._model.forward).parameters
-        self.hidden_widths = any(parameter.ndim > 2 for parameter in model.parameters())
+        self.hidden_widths = any(parameter.ndim > 2 for parameter in self._text.parameters())
         if "position_ids" not in accepts:
             raise Unfit("forward takes no position_ids")
         self._keeps = "logits_to_keep" in accepts
         zeros = torch.zeros(PROBE_ROWS, dtype=torch.int64, device=device)
-        self._call(zeros, torch.arange(PROBE_ROWS, device=device))
+        self._call(zeros, torch.arange(PROBE_ROWS, device=device), None, RowMedia())
         self.shapes = self._board.shapes
         if not self.shapes:
             raise Unfit("the model never called the replaced attention")
@@ -148,7 +154,8 @@ class PackedPlan(OwnPlan):
     def products(self) -> list[Product]:
         """Every kind of linear layer."""
         kinds: dict[tuple[int, int, bool], Product] = {}
-        for module in self._model.modules():
+        head = [self._model.lm_head] if self._sees else []
+        for module in (*self._text.modules(), *head):
             if isinstance(module, torch.nn.Linear):
                 inputs, outputs = module.in_features, module.out_features
             elif type(module).__name__ == "Conv1D":  # GPT-2's linear layer, its weight transposed
@@ -164,20 +171,32 @@ class PackedPlan(OwnPlan):
         self._board.rows, self._board.cache = rows, cache
         try:
             with nullcontext() if self.routers is None else self.routers.recording():
-                out = self._call(rows.tokens, rows.position_ids(), rows.sampled if logits else 1)
+                out = self._call(rows.tokens, rows.position_ids(), rows.sampled if logits else 1, rows.media)
         finally:
             self._board.rows = self._board.cache = None
         if self.routers is not None:
             rows.record(cache, self.routers.rows())
         return out if logits else None
 
-    def _call(self, tokens: torch.Tensor, positions: torch.Tensor, keep: Any = None) -> torch.Tensor:
+    def _call(
+        self, tokens: torch.Tensor, positions: torch.Tensor, keep: Any = None, media: RowMedia | None = None
+    ) -> torch.Tensor:
         """Logits of all rows, of the last one (1), or of some."""
+        if self._sees:
+            return self._see(tokens, positions, keep, media or RowMedia())
         options = {"logits_to_keep": keep} if self._keeps and keep is not None else {}
         out = self._model(
             input_ids=tokens[None], position_ids=positions[None], use_cache=False, return_dict=True, **options
         ).logits[0]
         return out if options or not isinstance(keep, torch.Tensor) else out[keep]  # type: ignore[no-any-return]
+
+    def _see(self, tokens: torch.Tensor, positions: torch.Tensor, keep: Any, media: RowMedia) -> torch.Tensor:
+        embeddings, options = embed(self._model, tokens, media.at, media.features)
+        hidden = self._text(
+            inputs_embeds=embeddings, position_ids=media.position_ids(positions), use_cache=False, **options
+        ).last_hidden_state[0]
+        rows = hidden if keep is None else hidden[-1:] if isinstance(keep, int) else hidden[keep]
+        return self._model.lm_head(rows)  # type: ignore[no-any-return]
 
 
 def moving_rope(config: Any, context_len: int) -> str:

@@ -29,6 +29,7 @@ from slime_core.memory import is_out_of_memory
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from slime_core.engines.local.media import JobMedia
     from slime_core.engines.local.served import ServedModel
     from slime_core.engines.local.slots import EngineJob
 
@@ -94,7 +95,7 @@ class PagedScheduler(Scheduler):
         self.served.drop()
 
     @torch.inference_mode()
-    def score(self, tokens: Ints, start: int) -> NDArray[np.float32]:
+    def score(self, tokens: Ints, start: int, media: JobMedia | None = None) -> NDArray[np.float32]:
         """Plain log-prob of each of ``tokens[start:]``, through pages of its own."""
         self._make_room(len(tokens))
         need = pages_of(len(tokens))
@@ -102,7 +103,7 @@ class PagedScheduler(Scheduler):
             self._retract_youngest()
         pages = [self._pool.take() for _ in range(need)]
         try:
-            out = self._runner.score(tokens, start, pages)
+            out = self._runner.score(tokens, start, pages, media)
         finally:
             self._pool.give(pages)
         if not np.isfinite(out).all():
@@ -233,7 +234,7 @@ class PagedScheduler(Scheduler):
         slots, chunks = self._decoding, self._chunks
         launched = None
         if chunks:
-            launched = self._runner.mixed(slots, self._fed[slots], chunks, self._slots.content)
+            launched = self._runner.mixed(slots, self._fed[slots], chunks, self._slots)
             last = np.array([chunk.slot for chunk in chunks if chunk.last], dtype=np.int64)
             self._fed[slots] += 1
             slots = np.concatenate([slots, last])

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from slime_core.engines.local.attention import Form
+    from slime_core.engines.local.media import RowMedia
     from slime_core.engines.local.slots import LayerShape
 
 PAGE = 16
@@ -199,6 +200,7 @@ class PagedTokens:
     batch: AttentionBatch
     sampled: torch.Tensor | None = None  # rows whose logits are wanted, int64; None is all
     invariant: bool = False
+    media: RowMedia | None = None
 
     def __len__(self) -> int:
         return self.tokens.shape[0]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from slime_core.engines.local.media import RowMedia
 from slime_core.engines.local.pages import PAGE, PagedTokens, lay_out
 from slime_core.engines.local.slots import up
 from slime_core.kernels.attention import AttentionBatch
@@ -28,8 +29,9 @@ from slime_core.memory import is_out_of_memory
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from slime_core.engines.local.media import JobMedia
     from slime_core.engines.local.served import ServedModel
-    from slime_core.engines.local.slots import EngineJob
+    from slime_core.engines.local.slots import EngineJob, Slots
 
     Ints = NDArray[np.int64]
 
@@ -78,6 +80,7 @@ class Runner:
         self._served, self._sequences = served, sequences
         device = served.device
         self._state = torch.zeros(7, sequences + 1, dtype=torch.int64, device=device)  # the last stands for none
+        self._shifts = torch.zeros(sequences + 1, dtype=torch.int64, device=device)  # of positions, after pictures
         self._tables = torch.zeros(sequences + 1, 0, dtype=torch.int32, device=device)
         self._columns = np.zeros((sequences, 0), dtype=np.int64)  # the tables on the host
         self._index = torch.full((bucket(sequences),), sequences, dtype=torch.int64, device=device)
@@ -95,7 +98,8 @@ class Runner:
         params = job.request.params
         numbers = np.array([params.temperature, params.top_p], dtype=np.float32).view(np.int32)
         seed = int(np.uint64(job.seed).astype(np.int64))
-        self._fresh[slot] = (token, position, seed, params.top_k, *numbers.tolist(), 1)
+        shift = job.media.shift if job.media else 0
+        self._fresh[slot] = (token, position, seed, params.top_k, *numbers.tolist(), 1, shift)
 
     def mark(self, slot: int, column: int, page: int) -> None:
         """Page number ``column`` of a slot's sequence is ``page``."""
@@ -135,7 +139,7 @@ class Runner:
         graph[0].replay()
         return Draws(graph[1])
 
-    def mixed(self, slots: Ints, fed: Ints, chunks: Sequence[PromptPart], content: Ints) -> Draws | None:
+    def mixed(self, slots: Ints, fed: Ints, chunks: Sequence[PromptPart], sequences: Slots) -> Draws | None:
         """Feed the next token of ``slots``, at positions ``fed``, and chunks of prompts, in one pass.
 
         Draws for ``slots`` and then for every chunk that is its prompt's last; None where there are none.
@@ -146,7 +150,7 @@ class Runner:
         layout = lay_out(owners, firsts, counts, self._columns)
         draws = np.flatnonzero([True] * len(slots) + [c.last for c in chunks])
         tokens, at, where, bounds, lengths, segments, drawing, sampled = self._send(
-            content[layout.owner, layout.positions],
+            self._served.reader.plain(sequences.content[layout.owner, layout.positions]),
             *(layout.positions, layout.places, layout.bounds, firsts + counts),
             *(owners, owners[draws], layout.bounds[1:][draws] - 1),
         )
@@ -155,14 +159,20 @@ class Runner:
         tables = self._tables.index_select(0, segments)
         batch = AttentionBatch(bounds.int(), lengths.int(), tables, int(counts.max()))
         rows = PagedTokens(tokens, at, where, batch, sampled, self._invariant)
+        media = [sequences.media(owner) for owner in owners]
+        if any(media):
+            rows.media = self._served.sight.rows(list(zip(media, firsts, firsts + counts, strict=True)), len(rows))
         logits = self._served.plan.forward(rows, self._served.cache, logits=len(draws) > 0)
         if not len(draws):
             return None
         return Draws(self._draw(logits, drawing, read_rows(self._state, self._tables, drawing, PAGE)))
 
-    def score(self, tokens: Ints, start: int, pages: Sequence[int]) -> NDArray[np.float32]:
+    def score(
+        self, tokens: Ints, start: int, pages: Sequence[int], media: JobMedia | None = None
+    ) -> NDArray[np.float32]:
         """Plain log-prob of each of ``tokens[start:]``; ``pages`` hold the keys of all but the last."""
         parts = []
+        tokens = self._served.reader.plain(tokens)
         table = np.array([pages], dtype=np.int64)
         for begin in range(0, len(tokens) - 1, SCORE_ROWS):
             end = min(begin + SCORE_ROWS, len(tokens) - 1)
@@ -174,6 +184,8 @@ class Runner:
             )
             batch = AttentionBatch(bounds.int(), length.int(), column.int()[None], end - begin)
             rows = PagedTokens(ids, at, where, batch, sampled, self._invariant)
+            if media is not None:
+                rows.media = self._served.sight.rows([(media, begin, end)], len(rows))
             logits = self._served.plan.forward(rows, self._served.cache, logits=end > first)
             if end > first:
                 parts.append(log_softmax_at(logits, following))
@@ -188,6 +200,8 @@ class Runner:
         state = read_rows(self._state, self._tables, index, PAGE)
         batch = AttentionBatch(self._bounds[: count + 1], state.lengths, state.tables, 1)
         rows = PagedTokens(state.tokens, state.positions, state.places, batch, None, self._invariant)
+        if self._served.sight.three_axes:
+            rows.media = RowMedia(state.positions + self._shifts.index_select(0, index))
         return self._draw(self._served.plan.forward(rows, self._served.cache), index, state)
 
     def _draw(self, logits: torch.Tensor, index: torch.Tensor, state: SequenceRows) -> torch.Tensor:
@@ -218,7 +232,7 @@ class Runner:
 
     def _send(self, *arrays: Ints) -> Sequence[torch.Tensor]:
         """Arrays as int64 tensors on the device, and whatever it does not know yet, in one copy."""
-        fresh = np.array([(slot, *state) for slot, state in self._fresh.items()], dtype=np.int64).reshape(-1, 8)
+        fresh = np.array([(slot, *state) for slot, state in self._fresh.items()], dtype=np.int64).reshape(-1, 9)
         width = self._columns.shape[1]
         places = [(slot * width + column, page) for (slot, column), page in self._marks.items()]
         marks = np.array(places, dtype=np.int64).reshape(-1, 2)
@@ -233,8 +247,8 @@ class Runner:
         device = flat.to(self._served.device, non_blocking=True)
         tensors = [device[span] for span in spans]
         if len(fresh):
-            rows = tensors[-2].view(8, -1)
-            self._state[:, rows[0]] = rows[1:]
+            rows = tensors[-2].view(9, -1)
+            self._state[:, rows[0]], self._shifts[rows[0]] = rows[1:8], rows[8]
         if len(marks):
             rows = tensors[-1].view(2, -1)
             self._tables.view(-1)[rows[0]] = rows[1].int()

@@ -30,6 +30,7 @@ from slime_core.memory import is_out_of_memory
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from slime_core.engines.local.media import JobMedia
     from slime_core.engines.local.served import ServedModel
     from slime_core.engines.local.slots import EngineJob
 
@@ -121,17 +122,17 @@ class Scheduler:
         self.sequences, self.tokens = self._configured, 0
 
     @torch.inference_mode()
-    def score(self, tokens: NDArray[np.int64], start: int) -> NDArray[np.float32]:
+    def score(self, tokens: NDArray[np.int64], start: int, media: JobMedia | None = None) -> NDArray[np.float32]:
         """Plain log-prob of each of ``tokens[start:]``, through the spare slot."""
         self._make_room(len(tokens))
         out = np.empty(len(tokens) - start, dtype=np.float32)
-        for begin, logits in self.served.sequence_logits(tokens[:-1]):
+        for begin, logits in self.served.sequence_logits(tokens[:-1], media):
             first = max(begin, start - 1)
             if first >= begin + len(logits):
                 continue
             logp = torch.log_softmax(logits[first - begin :].float(), -1)
             at = slice(first + 1, begin + len(logits) + 1)
-            ids = torch.from_numpy(tokens[at]).to(logp.device)
+            ids = torch.from_numpy(self.served.reader.plain(tokens[at])).to(logp.device)
             out[first + 1 - start : at.stop - start] = logp.gather(-1, ids[:, None])[:, 0].cpu().numpy()
         if not np.isfinite(out).all():
             self.served.cache.clear(self.served.cache.spare)
@@ -227,10 +228,10 @@ class Scheduler:
                 segments.append(Segment(slot, begin, used, used + count))
                 begin, used = begin + count, used + count
                 if used == room:
-                    self.served.prefill(segments, self._slots.content)
+                    self.served.prefill(segments, self._slots)
                     segments, used = [], 0
         if segments:
-            self.served.prefill(segments, self._slots.content)
+            self.served.prefill(segments, self._slots)
 
     def _make_room(self, need: int) -> None:
         """Slots of at least ``need`` tokens: longer ones or, where memory is short, fewer."""

@@ -15,11 +15,13 @@ import torch
 
 from slime_core.engines.local import verify
 from slime_core.engines.local.attention import RowCounts, Segment, decode_rows, pack
+from slime_core.engines.local.media import JobMedia, MediaReader, RowMedia, Sight
 from slime_core.engines.local.packed import PackedPlan, RescanPlan
 from slime_core.engines.local.pages import PagedCache
 from slime_core.engines.local.slots import KVCache, position_bytes
 from slime_core.engines.local.twin import Twin
 from slime_core.errors import ConfigError
+from slime_core.media.positions import MediaLayout
 from slime_core.weights.routers import Routers
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ class ServedModel:
         paged: bool | None = None,
         exact: bool = False,
         routing: bool = False,
+        reader: MediaReader | None = None,
     ) -> None:
         self._dtype, self.device = getattr(torch, dtype), device
         self.context_len, self.share = context_len, share
@@ -57,6 +60,8 @@ class ServedModel:
         self.batch_invariant = exact or not self._paged
         self.counts = RowCounts()
         self._twin = Twin(folder.config, self._dtype, device, folder.trust_remote_code, joined=self._paged)
+        self.reader = reader or MediaReader(MediaLayout.of(folder.config), folder.config.model_type)
+        self.sight = Sight(self._twin.model, self.reader, device)
         self.plan: Any = None  # `lean.LeanPlan`, `joined.JoinedPlan`, `packed.PackedPlan` or `packed.RescanPlan`
         self.cache: Any = KVCache((), 0, 0)  # of no layers, until `allocate`
         self._addresses: tuple[int, ...] = ()
@@ -88,6 +93,7 @@ class ServedModel:
     def load(self, update: WeightUpdate) -> None:
         """Serve an update's weights; the first one also decides how the model is run."""
         self._twin.load(update)
+        self.sight.forget()
         self.version = update.version
         self._resting = False
         if self.plan is not None:
@@ -154,10 +160,10 @@ class ServedModel:
         """Checksums of what is served."""
         return self._twin.fingerprints()
 
-    def prefill(self, segments: Sequence[Segment], content: NDArray[np.int64]) -> None:
+    def prefill(self, segments: Sequence[Segment], slots: Slots) -> None:
         """Fill the cache for packed pieces of prompts."""
-        tokens = np.concatenate([content[s.slot, s.position : s.position + s.end - s.begin] for s in segments])
-        self._pack(list(segments), tokens, logits=False)
+        ids = np.concatenate([slots.content[s.slot, s.position : s.position + s.end - s.begin] for s in segments])
+        self._pack(list(segments), ids, [slots.media(segment.slot) for segment in segments], logits=False)
 
     def decode(self, slots: Slots, count: int) -> torch.Tensor:
         """Feed every active slot's token; logits [count, V], where rows of idle slots mean nothing."""
@@ -167,10 +173,14 @@ class ServedModel:
         for first in range(0, count, self.counts.most):
             at = slice(first, min(first + self.counts.most, count))
             rows = decode_rows(slots.token[at], slots.position[at], slots.active[at], self.cache, self.device, first)
+            if (shift := np.where(slots.active[at], slots.shift[at], 0)).any():
+                rows.media = RowMedia(rows.position_ids() + self._to(shift))
             parts.append(self.plan.forward(rows, self.cache, logits=True))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def sequence_logits(self, tokens: NDArray[np.int64]) -> Iterator[tuple[int, torch.Tensor]]:
+    def sequence_logits(
+        self, tokens: NDArray[np.int64], media: JobMedia | None = None
+    ) -> Iterator[tuple[int, torch.Tensor]]:
         """Logits of one sequence, in runs of rows: (first position, [n, V])."""
         if self.rescans:
             yield 0, self.plan.logits(self._to(tokens))
@@ -179,12 +189,17 @@ class ServedModel:
         for begin in range(0, len(tokens), room):
             part = tokens[begin : begin + room]
             segment = Segment(self.cache.spare, begin, 0, len(part))
-            logits = self._pack([segment], part, logits=True)
+            logits = self._pack([segment], part, [media], logits=True)
             assert logits is not None
             yield begin, logits[: len(part)]
 
-    def _pack(self, segments: list[Segment], tokens: NDArray[np.int64], *, logits: bool) -> torch.Tensor | None:
-        rows = pack(segments, tokens, self.counts, self.cache, self.device)
+    def _pack(
+        self, segments: list[Segment], ids: NDArray[np.int64], media: Sequence[JobMedia | None], *, logits: bool
+    ) -> torch.Tensor | None:
+        rows = pack(segments, self.reader.plain(ids), self.counts, self.cache, self.device)
+        if any(media):
+            spans = [(m, s.position, s.position + s.end - s.begin) for m, s in zip(media, segments, strict=True)]
+            rows.media = self.sight.rows(spans, len(rows))
         return self.plan.forward(rows, self.cache, logits=logits)  # type: ignore[no-any-return]
 
     def _rescan(self, slots: Slots, count: int) -> torch.Tensor:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from slime_core.engines.local.media import JobMedia, MediaReader
     from slime_core.types import GenerateRequest
 
 BLOCK = 32
@@ -68,10 +69,11 @@ class EngineJob:
 
     request: GenerateRequest
     future: asyncio.Future[Completion]
-    prompt: NDArray[np.int64]
+    prompt: NDArray[np.int64]  # placeholders of pictures replaced: see `media`
     limit: int  # new tokens, at most
     stop_ids: tuple[int, ...]
     completion: Completion  # with the tokens of slots that it has left
+    media: JobMedia | None = None
     error: EngineError | None = None
     start: float = field(default_factory=time.monotonic)
     slot_time: float = 0.0  # when it first had a slot
@@ -100,12 +102,13 @@ def make_job(
     context_len: int,
     eos: tuple[int, ...],
     epoch: int = 0,
+    reader: MediaReader | None = None,
 ) -> EngineJob:
     """Check a request and turn it into a job.
 
     Raises:
         EngineError: ENG01 no tokens, ENG02 an id outside the vocabulary, ENG03 impossible sampling parameters,
-            ENG72 a prompt that leaves no room for a token.
+            ENG72 a prompt that leaves no room for a token; and those of `media.MediaReader.read`.
     """
     where = f"request {request.id}"
     if not request.tokens:
@@ -119,13 +122,20 @@ def make_job(
     check_vocabulary(prompt, vocab_size, where)
     check_params(request)
     limit = room(request, context_len)
+    media = None if reader is None else reader.read(prompt, request.media, where)
     params = request.params
     stop_ids = (*params.stop_token_ids, *(() if params.ignore_eos else eos))
     completion = Completion(
         id=request.id, tokens=[], log_probs=[], plain_log_probs=[], finish="length", versions=[], epoch=epoch
     )
     return EngineJob(
-        request=request, future=future, prompt=prompt, limit=limit, stop_ids=stop_ids, completion=completion
+        request=request,
+        future=future,
+        prompt=prompt if media is None else media.ids,
+        limit=limit,
+        stop_ids=stop_ids,
+        completion=completion,
+        media=media,
     )
 
 
@@ -148,6 +158,7 @@ class Slots:
         self.stops = np.full((count, 4), NO_STOP, dtype=np.int64)
         self.texts = np.zeros(count, dtype=bool)  # has stop strings
         self.filled = np.zeros(count, dtype=np.int64)
+        self.shift = np.zeros(count, dtype=np.int64)  # of positions on the model's axes, after pictures
         self.mixed = np.zeros(count, dtype=bool)  # its cache was made by several weights: never reused
         self.content = np.zeros((count, length), dtype=np.int64)
         self.log_probs = np.zeros((count, length), dtype=np.float32)  # by absolute position
@@ -166,6 +177,11 @@ class Slots:
     def lengths(self) -> NDArray[np.int64]:
         """For every slot, how many positions of its cache are written."""
         return np.where(self.active, np.maximum(self.position, self.filled), self.filled)
+
+    def media(self, slot: int) -> JobMedia | None:
+        """Pictures of the sequence in a slot."""
+        job = self.jobs[slot]
+        return None if job is None else job.media
 
     def advance(self, rows: NDArray[np.int64], tokens: NDArray[np.int64], version: int) -> None:
         """Note that each of these slots was fed and drew a token."""
@@ -196,6 +212,7 @@ class Slots:
         self.position[slot], self.token[slot], self.start[slot] = last, tokens[last], last + 1
         self.budget[slot] = job.limit - len(job.completion.tokens)
         self.seed[slot] = job.seed
+        self.shift[slot] = job.media.shift if job.media else 0
         self.temperature[slot], self.top_p[slot], self.top_k[slot] = params.temperature, params.top_p, params.top_k
         self.shaped[slot] = params.temperature != 1 or params.top_p < 1 or params.top_k > 0
         if len(job.stop_ids) > self.stops.shape[1]:
@@ -232,7 +249,7 @@ class Slots:
         self.jobs[target], self.jobs[source] = self.jobs[source], None
         for array in (
             *(self.active, self.position, self.token, self.start, self.budget, self.seed, self.temperature),
-            *(self.top_p, self.top_k, self.shaped, self.stops, self.texts, self.filled, self.mixed),
+            *(self.top_p, self.top_k, self.shaped, self.stops, self.texts, self.filled, self.mixed, self.shift),
         ):
             array[target] = array[source]
         end = int(self.position[source]) + 1

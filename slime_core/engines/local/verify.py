@@ -19,11 +19,15 @@ import torch
 from slime_core.engines.local.attention import RowCounts, Segment, decode_rows, measure, pack
 from slime_core.engines.local.joined import JoinedPlan
 from slime_core.engines.local.lean import LeanPlan
+from slime_core.engines.local.media import MediaReader, Sight
 from slime_core.engines.local.packed import PackedPlan, RescanPlan, Unfit, moving_rope
 from slime_core.engines.local.pages import PAGE, PagedCache, PagedTokens, lay_out, paged_rows, pages_of
 from slime_core.engines.local.slots import KVCache
 from slime_core.errors import ConfigError
 from slime_core.kernels.attention import AttentionBatch
+from slime_core.media.features import own_logits, picture_probe, text_model
+from slime_core.media.positions import MediaLayout
+from slime_core.types import Media
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,17 +66,21 @@ def choose(model: nn.Module, context_len: int, device: str, *, paged: bool = Fal
     sequences = _probe(model, context_len, device)
     expected = [RescanPlan(model).logits(tokens)[-1] for tokens in sequences]
     kind = type(model).__name__
-    before = getattr(model.config, "_attn_implementation", None)
+    picture = PictureTrial(model, device) if MediaLayout.of(model.config) is not None else None
+    text = text_model(model)
+    before = getattr(text.config, "_attn_implementation", None)
     lean: Callable[[], Any] = (lambda: JoinedPlan(model, exact=exact)) if paged else (lambda: LeanPlan(model))
     makers: tuple[Callable[[], Any], ...] = (lean,) if exact else (lean, lambda: PackedPlan(model, device))
     reasons = [reason] if (reason := moving_rope(model.config, context_len)) else []
     for make in () if reasons else makers:
         try:
             choice = (_tried_over_pages if paged else _tried)(make(), sequences, expected)
+            if picture is not None:
+                picture.check(choice, paged=paged)
         except Exception as reason:  # whatever a strange architecture raises; the last plan runs it as it is
             reasons.append(str(reason) or type(reason).__name__)
-            if getattr(model.config, "_attn_implementation", None) != before:
-                model.set_attn_implementation(before)  # type: ignore[operator]
+            if getattr(text.config, "_attn_implementation", None) != before:
+                text.set_attn_implementation(before)
             continue
         if not choice.batch_invariant:
             log.warning("%s: rows of this model depend on their neighbours; batch invariance is off", kind)
@@ -135,12 +143,45 @@ def _probe(model: nn.Module, context_len: int, device: str) -> list[torch.Tensor
     draws = np.random.default_rng(0)
     window = getattr(config, "sliding_window", None) or 0
     lengths = (*LENGTHS[:-1], max(LENGTHS[-1], window + 8 if window <= LONGEST else 0))
-    parameters = list(model.parameters())
+    parameters = list(text_model(model).parameters())
     routed = any(parameter.ndim > 2 for parameter in parameters) and parameters[0].dtype != torch.float32
     return [
         torch.from_numpy(draws.integers(0, config.vocab_size, max(2, min(n, context_len)))).to(device)
         for n in lengths * (DRAWS if routed else 1)
     ]
+
+
+class PictureTrial:
+    """A sequence with a picture, whose logits must be those of the module."""
+
+    def __init__(self, model: nn.Module, device: str) -> None:
+        layout = MediaLayout.of(model.config)
+        assert layout is not None
+        self._device, self._tokens = device, np.empty(0, dtype=np.int64)
+        self._tokens, arrays = picture_probe(model.config, layout)
+        reader = MediaReader(layout, type(model).__name__)
+        self._media = reader.read(self._tokens, Media(arrays=arrays), "the trial")
+        self._sight = Sight(model, reader, device)
+        self._expected = own_logits(model, layout, self._tokens, arrays)
+
+    def check(self, choice: PlanChoice, *, paged: bool) -> None:
+        """Raises Unfit where the plan's logits differ from the module's."""
+        plan, count = choice.plan, len(self._tokens)
+        if paged:
+            tables = np.arange(1, pages_of(count) + 1)[None]
+            cache: Any = PagedCache(plan.shapes, tables.size + 1, self._expected.dtype, self._device)
+            layout = lay_out(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([count]), tables)
+            tokens, positions, places, bounds, columns = (
+                torch.from_numpy(array).to(self._device)
+                for array in (self._tokens, layout.positions, layout.places, layout.bounds, tables)
+            )
+            batch = AttentionBatch(bounds.int(), bounds[1:].int(), columns.int(), count)
+            rows: Any = PagedTokens(tokens, positions, places, batch)
+        else:
+            cache = KVCache(plan.shapes, 1, count)
+            rows = pack([Segment(0, 0, 0, count)], self._tokens, choice.counts, cache, self._device)
+        rows.media = self._sight.rows([(self._media, 0, count)], len(rows))
+        _compare(list(plan.forward(rows, cache)[:count]), list(self._expected))
 
 
 def _compare(logits: list[torch.Tensor], expected: list[torch.Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import given, strategies as st
 from slime_core.clusters.channel import decode, encode
 from slime_core.config.schema import Config
 from slime_core.durable import FileMark
-from slime_core.types import ArrayRef, Completion, GenerateRequest, SamplingParams, WeightUpdate
+from slime_core.types import ArrayRef, Completion, GenerateRequest, Media, SamplingParams, WeightUpdate
 
 pytestmark = pytest.mark.unit
 
@@ -75,6 +76,10 @@ def test_an_engines_requests_and_completions_lose_nothing():
     request = GenerateRequest(id="main/1-0", tokens=[1, 2], params=params, seed=2**64 - 1, session_id="s", kept=1)
     assert _round_trip(request) == request
     assert hash(_round_trip(request).params) == hash(params)
+    pixels = np.arange(6, dtype=np.float32).reshape(2, 3)
+    media = _round_trip(replace(request, media=Media(images=(b"\x89PNG\x00",), arrays={"pixel_values": pixels}))).media
+    assert media.images == (b"\x89PNG\x00",)
+    np.testing.assert_array_equal(media.arrays["pixel_values"], pixels)
     floats = [0.1 + 0.2, -1e-320, math.nextafter(1.0, 2.0), float(np.float32(0.1)), -0.0, float("-inf")]
     done = Completion(
         id="a", tokens=[5] * 6, log_probs=floats, plain_log_probs=floats, finish="abort", versions=[3] * 6, epoch=2

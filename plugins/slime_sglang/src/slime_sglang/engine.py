@@ -26,7 +26,7 @@ from slime_sglang.weights import WeightRoutes
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from slime_core.types import Completion, WeightCheck, WeightRoute, WeightUpdate
+    from slime_core.types import Completion, Media, WeightCheck, WeightRoute, WeightUpdate
     from slime_sglang.gateway import Gateway
     from slime_sglang.server import Server
 
@@ -123,12 +123,16 @@ class SglangEngine:
         self._require_weights(f"request {request.id}")
         return await self._chain(request)
 
-    async def score(self, tokens: Sequence[int], start: int) -> NDArray[Any]:
+    async def score(self, tokens: Sequence[int], start: int, media: Media | None = None) -> NDArray[Any]:
         """See `protocols.Engine`; raises as `generate`."""
         self._require_weights("score")
         self._scores += 1
         stands_for = GenerateRequest(
-            id=f"score-{self._scores}", tokens=list(tokens), params=SamplingParams(max_new_tokens=1), seed=0
+            id=f"score-{self._scores}",
+            tokens=list(tokens),
+            params=SamplingParams(max_new_tokens=1),
+            seed=0,
+            media=media,
         )
         return await self.requests.score(tokens, start, stands_for)
 

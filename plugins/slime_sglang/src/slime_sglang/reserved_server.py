@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from slime_core.types import Completion
+    from slime_core.types import Completion, Media
 
 CHANGES: frozenset[Ability] = frozenset({"live_load", "release"})
 """Abilities that change a server, which the holder of a reservation does not have."""
@@ -59,11 +59,11 @@ class ReservedServer:
         """See `SglangEngine.generate`; a server that fails has no other in its place."""
         return await self._chain(request)
 
-    async def score(self, tokens: Sequence[int], start: int) -> NDArray[Any]:
+    async def score(self, tokens: Sequence[int], start: int, media: Media | None = None) -> NDArray[Any]:
         """See `protocols.Engine`."""
         self._scores += 1
         params = SamplingParams(max_new_tokens=1)
-        scored = GenerateRequest(id=f"score-{self._scores}", tokens=list(tokens), params=params, seed=0)
+        scored = GenerateRequest(id=f"score-{self._scores}", tokens=list(tokens), params=params, seed=0, media=media)
         return await self._requests.score(tokens, start, scored)
 
     async def abort(self, ids: Collection[str]) -> list[Completion]:
