@@ -462,7 +462,7 @@ class MicroBatch:
     weight: NDArray[np.float32]  # R, the token's weight in the loss of the whole optimizer step; 0 where masked
     columns: Columns = field(default_factory=dict)  # R each
     temperature: NDArray[np.float32] | None = None  # R
-    media: list[dict[str, ArrayRef | NDArray[Any]] | None] | None = None  # n
+    media: Any = None  # `trainers.media.PackMedia` of its segments, or None where they have no pictures
     filler: bool = False  # passed only because other ranks have a micro-batch more
 
 

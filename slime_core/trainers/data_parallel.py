@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from slime_core.config.schema import Config
     from slime_core.protocols import Loss
+    from slime_core.trainers.media import BatchMedia
     from slime_core.weights.flops import Flops
 
     ColumnsByRole = dict[str, Columns]
@@ -243,12 +244,15 @@ def take(batch: Batch, places: Ints) -> Batch:
     )
 
 
-def pack(rank_batch: RankBatch, *, max_tokens: int, alone: bool = False) -> list[list[MicroBatch]]:
+def pack(
+    rank_batch: RankBatch, *, max_tokens: int, alone: bool = False, media: BatchMedia | None = None
+) -> list[list[MicroBatch]]:
     """Optimizer steps of micro-batches, as many in each as every rank has.
 
     Args:
         max_tokens: tokens of a micro-batch at most; a longer sample is alone in one
         alone: one sequence a micro-batch, for models that cannot be packed
+        media: of a model that sees pictures
     """
     batch, weights, steps = rank_batch.batch, rank_batch.weights, []
     prompt_of = np.arange(len(batch)) if alone else prompts_of(batch)
@@ -257,7 +261,7 @@ def pack(rank_batch: RankBatch, *, max_tokens: int, alone: bool = False) -> list
         packs = make_packs(batch, samples[rank_batch.real[samples]], prompt_of, 1 if alone else max_tokens, count)
         shortest = samples[[np.argmin(batch.lengths[samples])]]
         groups = [(members, True) for members in packs] + [(shortest, False)] * (count - len(packs))
-        steps.append([micro_batch(batch, *one, prompt_of, weights) for one in groups])
+        steps.append([micro_batch(batch, *one, prompt_of, weights, media) for one in groups])
     return steps
 
 

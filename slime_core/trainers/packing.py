@@ -10,10 +10,12 @@ with fewer packs than the others repeats a sequence, with no response row.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from slime_core.trainers.media import BatchMedia, PackMedia, PlacedItem, media_keys
 from slime_core.types import Batch, MicroBatch
 
 Ints = NDArray[np.int64]
@@ -31,13 +33,13 @@ def split_rollouts(batch: Batch, num_steps: int, global_batch_size: int) -> list
 
 
 def prompts_of(batch: Batch) -> Ints:
-    """For each sample the first one that has the same prompt tokens; itself where routed experts are replayed, which
-    an engine may choose anew for every sample."""
+    """For each sample the first one that has the same prompt tokens and pictures; itself where routed experts are
+    replayed, which an engine may choose anew for every sample."""
     if batch.routed_experts is not None:
         return np.arange(len(batch))
-    first: dict[bytes, int] = {}
-    ends = batch.offsets[1:] - batch.response_lengths
-    prompts = [first.setdefault(batch.tokens[a:b].tobytes(), i) for i, (a, b) in enumerate(zip(batch.offsets, ends))]
+    first: dict[tuple[bytes, tuple[Any, ...]], int] = {}
+    bounds = zip(batch.offsets, batch.offsets[1:] - batch.response_lengths, media_keys(batch))
+    prompts = [first.setdefault((batch.tokens[a:b].tobytes(), key), i) for i, (a, b, key) in enumerate(bounds)]
     return np.array(prompts, dtype=np.int64)
 
 
@@ -101,7 +103,14 @@ def _cut(row: Sequence[tuple[int, int, int]], limit: int, spread: int) -> list[t
     return [*cuts, (start, len(row))] if row else []
 
 
-def micro_batch(batch: Batch, members: Ints, real: bool, prompt_of: Ints, weights: NDArray[np.float32]) -> MicroBatch:
+def micro_batch(
+    batch: Batch,
+    members: Ints,
+    real: bool,
+    prompt_of: Ints,
+    weights: NDArray[np.float32],
+    media: BatchMedia | None = None,
+) -> MicroBatch:
     """Pack ``members`` in their order; without ``real`` no response row is trained on.
 
     Columns are the batch's, ``loss_mask``, and ``sample``: a number a sequence of the pack, int64.
@@ -109,6 +118,7 @@ def micro_batch(batch: Batch, members: Ints, real: bool, prompt_of: Ints, weight
     Args:
         prompt_of: [S], an id a prompt; members with the same id share it
         weights: [R], of the optimizer step
+        media: of a model that sees pictures
     """
     heads, prefix_of = _shared(prompt_of[members])
     owners = np.concatenate([members[heads], members]).astype(np.int64)
@@ -131,10 +141,12 @@ def micro_batch(batch: Batch, members: Ints, real: bool, prompt_of: Ints, weight
     response = np.repeat(batch.response_offsets[members], counts) + within
     columns = {name: values[response] for name, values in batch.columns.items()}
     columns["loss_mask"], columns["sample"] = batch.loss_mask[response], np.repeat(np.arange(len(members)), counts)
+    positions = rows + np.repeat(skipped, lengths)
+    pictures, positions = (None, positions) if media is None else _media(media, batch, owners, skipped, cu, positions)
     return MicroBatch(
         samples=owners,
         tokens=tokens,
-        position_ids=rows + np.repeat(skipped, lengths),
+        position_ids=positions,
         cu_seqlens=cu.astype(np.int32),
         prefix=prefix,
         predict=predict,
@@ -143,8 +155,32 @@ def micro_batch(batch: Batch, members: Ints, real: bool, prompt_of: Ints, weight
         weight=weights[response],
         columns=columns,
         temperature=np.repeat(batch.temperature[members], counts) if batch.temperature is not None else None,
+        media=pictures,
         filler=not real,
     )
+
+
+def _media(
+    media: BatchMedia, batch: Batch, owners: Ints, skipped: Ints, cu: Ints, positions: Ints
+) -> tuple[PackMedia | None, Ints]:
+    """Items of a pack, and the positions of its tokens, [T] or for a model of three axes [3, T].
+
+    Args:
+        owners, skipped: of each segment its sample, and the tokens of that sample that come before it
+        positions: [T], in each sample
+    """
+    if media.layout.three_axes:
+        positions = np.repeat(positions[None], 3, axis=0)
+    items = []
+    for number, (owner, first) in enumerate(zip(owners.tolist(), skipped.tolist())):
+        places, axes = media.places(batch, owner)
+        start, stop = cu[number : number + 2].tolist()
+        if axes is not None:
+            positions[:, start:stop] = axes[:, first : first + stop - start]
+        arrays = batch.multimodal[owner] if batch.multimodal is not None else None
+        inside = [pair for pair in places if first <= pair[0] < first + stop - start]
+        items += [PlacedItem(item, start + place - first, arrays or {}) for place, item in inside]
+    return PackMedia(items, media.folder) if items else None, positions
 
 
 def _shared(prompts: Ints) -> tuple[Ints, Ints]:

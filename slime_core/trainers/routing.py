@@ -115,10 +115,10 @@ class RoutingReplay:
         """
         assert batch.routed_experts is not None
         out = np.full((len(micro.tokens), len(self._layers), self._top_k), NOT_CHOSEN, dtype=np.int16)
-        bounds = zip(
-            micro.samples.tolist(), micro.cu_seqlens[:-1].tolist(), micro.cu_seqlens[1:].tolist(), strict=True
-        )
-        for sample, start, stop in bounds:
+        lengths = np.diff(micro.cu_seqlens)
+        before = np.where(micro.prefix >= 0, lengths[micro.prefix], 0)
+        bounds = zip(micro.samples.tolist(), micro.cu_seqlens[:-1].tolist(), lengths.tolist(), before.tolist())
+        for sample, start, length, first in bounds:
             experts = batch.routed_experts[sample]
             if experts is None:
                 continue
@@ -129,9 +129,8 @@ class RoutingReplay:
             if len(odd):
                 problem = f"has routed expert {odd[0]}"
                 raise _unfit(batch.sample_ids[sample], problem, f"a layer of the model has {self._experts} experts")
-            positions = micro.position_ids[start:stop]
-            count = int((positions < len(values)).sum())
-            out[start : start + count] = values[positions[:count]]
+            rows = values[first : first + length]
+            out[start : start + len(rows)] = rows
         return out
 
 

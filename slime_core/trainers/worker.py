@@ -24,6 +24,7 @@ from slime_core.profile import StepProfile
 from slime_core.trainers.batch import check_columns, check_tokens, stamp_of
 from slime_core.trainers.data_parallel import CRITIC_COLUMNS, DataParallelRank, Partitioner, RankBatch, agreed, pack
 from slime_core.trainers.expert_load import ExpertLoad
+from slime_core.trainers.media import BatchMedia, check_media
 from slime_core.trainers.offload import HostStaging, Offload
 from slime_core.trainers.optimizer_step import (
     LossSums,
@@ -100,6 +101,7 @@ class Worker(ABC):
         self.stage: Config | None = None
         self.steps = 0  # calls of step in this stage
         self.segments = (errors or Path()).parent / "segments"
+        self.media = BatchMedia.of(folder.config, self.segments)  # of a model that sees pictures
         self.routing: RoutingReplay | None = None  # of a stage that replays experts
 
     def _dtype_of(self, train: Any) -> str:
@@ -181,6 +183,7 @@ class Worker(ABC):
 
         def check() -> None:
             check_tokens(rank_batch.batch, self.folder.vocab_size)
+            check_media(rank_batch.batch, self.media)
             if "teacher" in roles and self.frozen.teacher is not None:
                 self.frozen.check_teacher(rank_batch.batch)
             if self.routing is not None and (trains or rank_batch.batch.routed_experts is not None):
@@ -324,7 +327,7 @@ class Worker(ABC):
     def packs(self, rank_batch: RankBatch, model: Any = None) -> list[list[MicroBatch]]:
         """The rank batch's micro-batches by optimizer step, for the policy or another model."""
         most = self.dp_rank.most_tokens(self.train)
-        return pack(rank_batch, max_tokens=most, alone=not (model or self.policy).packs)
+        return pack(rank_batch, max_tokens=most, alone=not (model or self.policy).packs, media=self.media)
 
     @contextmanager
     def _explain_oom(self, rank_batch: RankBatch, what: str) -> Iterator[None]:

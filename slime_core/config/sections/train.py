@@ -41,6 +41,9 @@ class TrainSection(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = key(
         "auto", "Of compute; masters are float32. auto: bfloat16 where the processor has it.", KIND, once=True
     )
+    freeze_vision_tower: bool = key(
+        True, "A model of pictures: its tower and projector keep their weights; false trains them.", KIND, once=True
+    )
     true_on_policy_mode: bool = key(
         False,
         "Trainer and embedded engine compute with the same kernels: log-probs agree bit for bit.",

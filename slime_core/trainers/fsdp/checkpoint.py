@@ -120,7 +120,8 @@ def save(worker: Worker, path: Path) -> None:
 def reserve(worker: Worker) -> None:
     """Make the host memory of a save before it is due."""
     parts = _parts(worker)
-    moments = sum(part.nbytes for part in parts if part.kind in (PARAMETERS, CRITIC))
+    frozen = worker.policy.frozen()
+    moments = sum(p.nbytes for p in parts if p.kind in (PARAMETERS, CRITIC) and p.name not in frozen)
     fixed = sum(part.nbytes for part in parts if part.kind not in (MOMENTS, CRITIC_MOMENTS))
     worker.staging.reserve((fixed + 2 * moments) // worker.world)
 
@@ -151,8 +152,9 @@ def _of(learner: FsdpLearner, kind: str, moments: str) -> list[StatePart]:
     parameters, shards = learner.parameters(), learner.locals()
     parts = [StatePart(kind, name, f"{kind}.{name}", shards[name], parameters[name]) for name in parameters]
     if learner.optimizer.steps:  # what had no gradient yet, or is empty on this rank, has moments of 0
+        learning = [name for name in parameters if name not in learner.module.frozen()]
         for which, state in (("moment1", learner.optimizer.moment1), ("moment2", learner.optimizer.moment2)):
-            for name in parameters:
+            for name in learning:
                 moment = state[name] if name in state else torch.zeros_like(shards[name])
                 parts.append(StatePart(moments, f"{which}.{name}", f"{kind}.{name}", moment, parameters[name]))
     return parts
@@ -221,9 +223,10 @@ def _read(path: Path, learner: FsdpLearner, kind: str, moments: str, steps: int)
     stored = read_shards(path, kind, parameters)
     if not steps:
         return stored, {}, {}
-    both = {f"{which}.{name}": parameter for which in ("moment1", "moment2") for name, parameter in parameters.items()}
+    learning = [name for name in parameters if name not in learner.module.frozen()]
+    both = {f"{which}.{name}": parameters[name] for which in ("moment1", "moment2") for name in learning}
     read = read_shards(path, moments, both)
-    first, second = ({name: read[f"{which}.{name}"] for name in parameters} for which in ("moment1", "moment2"))
+    first, second = ({name: read[f"{which}.{name}"] for name in learning} for which in ("moment1", "moment2"))
     return stored, first, second
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from slime_core.errors import TrainerError
 from slime_core.trainers import roles
 from slime_core.trainers.fsdp.model import FsdpLearner, FsdpPolicy, on_device, shard
+from slime_core.trainers.fsdp.vision import PackPixels
 from slime_core.trainers.roles import KEY, open_critic
 from slime_core.weights import build
 
@@ -48,6 +49,7 @@ class FsdpCritic:
         self.path = str(train.critic_load)
         self.device = device
         self.model: ValueModel = build_values(self.path, folder, seed, device, train.logprob_chunk_tokens)
+        self.model.freeze(train)
         self.model.choose_compiling(train.compile)
         shard(self.model, mesh, dtype, exact=(self.model.score,), place=place)
         self.learner = FsdpLearner(self.model, policy.rank, policy.world)
@@ -71,7 +73,8 @@ class FsdpCritic:
     def values(self, micro: MicroBatch) -> torch.Tensor:
         """Of the position that predicts each response token, so before it is seen; [R]."""
         predict = torch.from_numpy(micro.predict).to(self.device, non_blocking=True)
-        values: torch.Tensor = self.model(*on_device(micro, self.device), predict)
+        pixels = PackPixels.of(micro.media, self.device)
+        values: torch.Tensor = self.model(*on_device(micro, self.device), predict, pixels=pixels)
         return values
 
 
@@ -94,13 +97,15 @@ class ValueModel(FsdpPolicy):
         self.hf.set_output_embeddings(nn.Identity())
 
     def forward(  # type: ignore[override]
-        self, tokens: torch.Tensor, position_ids: torch.Tensor, segments: PackSegments, predict: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        position_ids: torch.Tensor,
+        segments: PackSegments,
+        predict: torch.Tensor,
+        pixels: PackPixels | None = None,
     ) -> torch.Tensor:
         """The value at each row of ``predict``, [R] float32; arguments as in `types.MicroBatch`, as tensors."""
-        kwargs: dict[str, Any] = {"input_ids": tokens[None], "position_ids": position_ids[None], "use_cache": False}
-        if self.packs:
-            kwargs["segments"] = segments
-        hidden = self.hf.base_model(**kwargs).last_hidden_state[0].index_select(0, predict)
+        hidden = self.hidden(tokens, position_ids, segments, pixels).index_select(0, predict)
         values: torch.Tensor = self.score(hidden.float()).sum(1)  # of one column; FSDP wants no view
         return values
 

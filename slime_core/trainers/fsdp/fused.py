@@ -26,7 +26,10 @@ from slime_core.weights.build import attention_window
 if TYPE_CHECKING:
     from slime_core.trainers.fsdp.masters import Masters
 
-KNOWN = ("Qwen3DecoderLayer", "Qwen2DecoderLayer", "LlamaDecoderLayer")
+KNOWN = (
+    *("Qwen3DecoderLayer", "Qwen3VLTextDecoderLayer"),
+    *("Qwen2DecoderLayer", "Qwen2VLDecoderLayer", "Qwen2_5_VLDecoderLayer", "LlamaDecoderLayer"),
+)
 KNOWN_ON_GPU = (*KNOWN, "MistralDecoderLayer")
 Tensor = torch.Tensor
 Maybe = torch.Tensor | None

@@ -51,7 +51,8 @@ class Masters:
         storage = torch.empty(sum(sizes), dtype=dtype, device=next(iter(named.values())).device)
         for (name, parameter), part in zip(ordered, storage.split(sizes)):
             parameter.data = part[: parameter.numel()].view(parameter.shape).copy_(parameter.data)
-            parameter.register_post_accumulate_grad_hook(partial(self._add, name))
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(self._add, name))
         masters = {name: self.weights[name] for name in self.copies}
         self.weights |= (place or DevicePlace()).keep(masters)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +24,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from slime_core.algorithms.shared.logprobs import BlockLoss, linear_log_probs, linear_loss, logits_log_probs
+from slime_core.errors import TrainerError
 from slime_core.trainers.compiling import Choice, Compiled, pays
 from slime_core.trainers.expert_load import ExpertLoad, copies_of_rows
 from slime_core.trainers.fingerprint import all_sums, digest
 from slime_core.trainers.fsdp.adamw import AdamW, clip_scale, global_norm
-from slime_core.trainers.fsdp.attention import NAME, PackSegments, register, take
+from slime_core.trainers.fsdp.attention import PackSegments, take
+from slime_core.trainers.fsdp.blocks import layers, text_of, tower_layers
 from slime_core.trainers.fsdp.exact import ExactPass
 from slime_core.trainers.fsdp.experts import router_biases, use_kernels
 from slime_core.trainers.fsdp.fused import fuse
@@ -36,6 +38,8 @@ from slime_core.trainers.fsdp.fused_cuda import GpuLayer
 from slime_core.trainers.fsdp.host_inputs import HostInputs
 from slime_core.trainers.fsdp.masters import Masters
 from slime_core.trainers.fsdp.places import DevicePlace, HostPlace
+from slime_core.trainers.fsdp.trial import PolicyTrial, close, picture_logits
+from slime_core.trainers.fsdp.vision import PackPixels, sight_of
 from slime_core.trainers.optimizer_step import LossSums, MicroBatchLoss, Schedule, to_device
 from slime_core.weights.routers import Routers
 
@@ -45,8 +49,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TRIAL = (5, 3, 3)  # lengths of the sequences that a model is tried with
-TOLERANCE = 1e-3
 Tensors = dict[str, torch.Tensor]
 
 
@@ -80,11 +82,19 @@ class FsdpPolicy(nn.Module):
         self.exact: ExactPass | None = None
         self.expert_load = ExpertLoad()
         self.routers: Routers | None = None  # where a run replays their choices
+        self.sight = sight_of(hf)
         self._compiled: dict[Callable[..., Any], Compiled] = {}
         if next(hf.parameters()).is_cuda:
             use_kernels(hf)
         for number, layer in enumerate(layers(hf)):
             self._choose_forward(layer, number)
+        for layer in tower_layers(hf):
+            self._choose_forward(layer, 0, compiles=False)
+
+    def freeze(self, train: Any) -> None:
+        """Follow ``train.freeze_vision_tower``; before the model is sharded."""
+        if self.sight is not None and train.freeze_vision_tower:
+            self.sight.freeze()
 
     def choose_recomputing(self, train: Any) -> None:
         """Follow the [train] section's gradient checkpointing."""
@@ -98,16 +108,16 @@ class FsdpPolicy(nn.Module):
             return nullcontext()
         return self.host_inputs.of(*inputs)
 
-    def _choose_forward(self, layer: nn.Module, number: int) -> None:
+    def _choose_forward(self, layer: nn.Module, number: int, *, compiles: bool = True) -> None:
         """Let the layer's forward follow ``fused``, ``compiled`` and ``recompute``."""
-        plain, fused = layer.forward, fuse(layer, self.hf.config, GpuLayer.apply)
+        plain, fused = layer.forward, fuse(layer, self.hf.config.get_text_config(), GpuLayer.apply)
         function = getattr(plain, "__func__", None)  # of all layers of a class: it is compiled once for them
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if self.fused and fused is not None:
                 return fused(*args, recompute=number < self.recompute, masters=self.masters, **kwargs)
             run: Callable[..., Any] = plain
-            if self.compiled and function is not None:
+            if self.compiled and compiles and function is not None:
                 run = partial(self._compiled.setdefault(function, Compiled(function)), layer)
             if number < self.recompute and torch.is_grad_enabled():
                 return checkpoint(run, *args, use_reentrant=False, **kwargs)
@@ -120,9 +130,14 @@ class FsdpPolicy(nn.Module):
         layer.forward = forward  # type: ignore[method-assign]
 
     def learning(self) -> Tensors:
-        """Parameters that learn, by name, tied ones once: float32 masters where there are some, or shards."""
+        """Parameters by name, tied ones once, frozen ones too: float32 masters where there are some, or shards."""
         named: Mapping[str, torch.Tensor] = self.masters.weights if self.masters else dict(self.named_parameters())
         return {name.removeprefix("hf."): tensor for name, tensor in named.items()}
+
+    def frozen(self) -> frozenset[str]:
+        """Names of parameters that do not learn."""
+        named = self.named_parameters()
+        return frozenset(name.removeprefix("hf.") for name, parameter in named if not parameter.requires_grad)
 
     def all_names(self) -> Tensors:
         """The same by all names that a model folder may use, tied ones under each."""
@@ -138,20 +153,23 @@ class FsdpPolicy(nn.Module):
     def try_model(self) -> None:
         """Find out what the model can do, before it is sharded; leaves its attention as it will be used."""
         with torch.no_grad():
-            trial = _PolicyTrial(self.hf)
+            trial = PolicyTrial(self.hf)
             self.linear_head = trial.linear_head()
+            if self.sight is not None:
+                self._try_picture()
             reason = trial.packing()
         self.packs = not reason
         self.fused = self.packs and self._fusing_changes_nothing(trial)
         if reason:
             log.warning("%s: %s; training runs one sequence a row, slower", type(self.hf).__name__, reason)
 
-    def _fusing_changes_nothing(self, trial: _PolicyTrial) -> bool:
+    def _fusing_changes_nothing(self, trial: PolicyTrial) -> bool:
         """Whether fused layers give the model's own numbers and gradients; False where none is known."""
-        if not any(fuse(layer, self.hf.config, GpuLayer.apply) for layer in layers(self.hf)):
+        if not any(fuse(layer, self.hf.config.get_text_config(), GpuLayer.apply) for layer in layers(self.hf)):
             return False
         results, compute = [], trial.layer if trial.tokens.is_cuda else trial.packed
-        parameters = list((layers(self.hf)[0] if trial.tokens.is_cuda else self.hf).parameters())
+        modules = [layers(self.hf)[0]] if trial.tokens.is_cuda else [text_of(self.hf), self.hf.get_output_embeddings()]
+        parameters = list(dict.fromkeys(p for module in modules for p in module.parameters()))
         try:
             for self.fused in (False, True):
                 with torch.enable_grad():
@@ -165,7 +183,48 @@ class FsdpPolicy(nn.Module):
             return False
         finally:
             self.fused = False
-        return all(_close(one, other) for one, other in zip(*results))
+        return all(close(one, other) for one, other in zip(*results))
+
+    def _try_picture(self) -> None:
+        """Compare the log-probs of a picture and text with those of transformers' own forward.
+
+        Raises:
+            TrainerError: TRN115, they differ, or the model takes its pictures in another way.
+        """
+        try:
+            one, other = picture_logits(self)
+            if self.linear_head and close(one, other):
+                return
+            reason = "its logits are not those of transformers' forward"
+        except Exception as error:  # of a family whose modules or arguments have other names
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise TrainerError(
+            f"{type(self.hf).__name__} is not among the models of pictures that this trainer knows",
+            code="TRN115",
+            where="rollout.hf_checkpoint",
+            why=reason,
+            fix="name a model of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, SmolVLM or Idefics3",
+        )
+
+    def hidden(
+        self,
+        tokens: torch.Tensor,
+        position_ids: torch.Tensor,
+        segments: PackSegments | None,
+        pixels: PackPixels | None,
+    ) -> torch.Tensor:
+        """Last hidden states [T, hidden]; arguments as in `types.MicroBatch`, as tensors."""
+        arguments: dict[str, Any] = self._arguments(position_ids, segments)
+        if self.sight is None:
+            arguments["input_ids"] = tokens[None]
+        else:
+            arguments["inputs_embeds"], options = self.sight.embeddings(tokens, pixels)
+            arguments |= options
+        return text_of(self.hf)(**arguments).last_hidden_state[0]  # type: ignore[no-any-return]
+
+    def _arguments(self, position_ids: torch.Tensor, segments: PackSegments | None) -> dict[str, Any]:
+        positions = position_ids[None] if position_ids.ndim == 1 else position_ids[:, None]
+        return {"position_ids": positions, "use_cache": False} | ({"segments": segments} if self.packs else {})
 
     def forward(
         self,
@@ -174,16 +233,15 @@ class FsdpPolicy(nn.Module):
         segments: PackSegments,
         rows: ResponseTokens,
         loss: BlockLoss | None = None,
+        pixels: PackPixels | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Log-prob of each target and entropy, both [R]; arguments as in `types.MicroBatch`, as tensors.
 
         With ``loss``, for models with a linear head, its sum alone, with the gradient taken in this pass.
         """
-        kwargs: dict[str, Any] = {"input_ids": tokens[None], "position_ids": position_ids[None], "use_cache": False}
-        if self.packs:
-            kwargs["segments"] = segments
         if not self.linear_head:
-            logits = self.hf(**kwargs, logits_to_keep=rows.predict).logits[0]
+            arguments = self._arguments(position_ids, segments)
+            logits = self.hf(input_ids=tokens[None], **arguments, logits_to_keep=rows.predict).logits[0]
             return logits_log_probs(logits, rows.target, temperature=rows.temperature)
         head = self.hf.get_output_embeddings()
         more: dict[str, Any] = {"bias": head.bias, "temperature": rows.temperature, "chunk": self.chunk}
@@ -191,87 +249,10 @@ class FsdpPolicy(nn.Module):
             hidden = self.exact.hidden(tokens, position_ids, segments, rows.predict)
             more["kernels"] = self.exact.head(rows)
         else:
-            hidden = take(self.hf.base_model(**kwargs).last_hidden_state[0], rows.predict)
+            hidden = take(self.hidden(tokens, position_ids, segments, pixels), rows.predict)
         if loss is not None:
             return (linear_loss(hidden, head.weight, rows.target, loss, **more),)
         return linear_log_probs(hidden, head.weight, rows.target, **more)
-
-
-class _PolicyTrial:
-    """A few tokens through a model, one sequence at a time with its own attention, to compare with."""
-
-    def __init__(self, hf: Any) -> None:
-        self.hf = hf
-        device = next(hf.parameters()).device
-        vocab = int(hf.config.get_text_config().vocab_size)
-        self.tokens = torch.arange(1, 1 + sum(TRIAL), device=device) * 7 % vocab
-        self.positions = torch.cat([torch.arange(n, device=device) for n in TRIAL])
-        cu = np.concatenate([[0], np.cumsum(TRIAL)])
-        self.segments = PackSegments.of(cu, np.full(len(TRIAL), -1), device)
-        parts = [slice(a, b) for a, b in zip(cu[:-1].tolist(), cu[1:].tolist())]
-        self.logits = torch.cat([self._logits(part) for part in parts])
-
-    def _logits(self, part: slice, **kwargs: Any) -> torch.Tensor:
-        ids, positions = self.tokens[None, part], self.positions[None, part]
-        return self.hf(input_ids=ids, position_ids=positions, use_cache=False, **kwargs).logits[0].float()  # type: ignore[no-any-return]
-
-    def linear_head(self) -> bool:
-        """Whether logits are the output matrix times the base model's last hidden state."""
-        head, base, first = self.hf.get_output_embeddings(), self.hf.base_model, slice(0, TRIAL[0])
-        if type(head) is not nn.Linear or base is self.hf:
-            return False
-        if getattr(self.hf.config.get_text_config(), "final_logit_softcapping", None):
-            return False  # of small logits a cap shows in no trial
-        out = base(input_ids=self.tokens[None, first], position_ids=self.positions[None, first], use_cache=False)
-        hidden = getattr(out, "last_hidden_state", None)
-        return hidden is not None and _close(head(hidden[0]).float(), self.logits[first])
-
-    def packed(self) -> torch.Tensor:
-        """Logits of all sequences as one pack."""
-        return self._logits(slice(None), segments=self.segments)
-
-    def layer(self) -> torch.Tensor:
-        """What the first layer makes of numbers drawn for it: a gradient of the whole model may have no room."""
-        size = int(self.hf.config.get_text_config().hidden_size)
-        x = torch.sin(torch.arange(len(self.tokens) * size, device=self.tokens.device).float()).view(1, -1, size)
-        positions = self.positions[None]
-        tables = self.hf.base_model.rotary_emb(x, position_ids=positions)
-        out = layers(self.hf)[0](x, attention_mask=None, position_ids=positions, position_embeddings=tables,
-                                 segments=self.segments)  # fmt: skip
-        return out  # type: ignore[no-any-return]
-
-    def packing(self) -> str:
-        """Why sequences cannot be packed, or an empty string; the model then uses segment attention."""
-        types = set(getattr(self.hf.config.get_text_config(), "layer_types", None) or ())
-        if odd := types - {"full_attention", "sliding_attention"}:
-            return f"layers of type {', '.join(sorted(odd))} cannot be packed"
-        register()
-        before = self.hf.config._attn_implementation
-        try:
-            self.hf.set_attn_implementation(NAME)
-            if _close(self.packed(), self.logits):
-                return ""
-            reason = "packed sequences see each other"
-        except Exception as error:  # whatever a strange model or a kernel raises; single sequences run it as it is
-            reason = f"segment attention is rejected ({(str(error) or type(error).__name__).splitlines()[0]})"
-        self.hf.set_attn_implementation(before)
-        return reason
-
-
-def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool((one - other).abs().max() <= TOLERANCE * max(float(other.abs().max()), 1e-6))
-
-
-def layers(hf: nn.Module) -> list[nn.Module]:
-    """The model's repeated blocks: what is sharded, and recomputed with gradient checkpointing, one by one."""
-    names = set(getattr(hf, "_no_split_modules", None) or ())
-    layers: list[nn.Module] = []
-    inside: set[nn.Module] = set()
-    for module in hf.modules():
-        if type(module).__name__ in names and module not in inside:
-            layers.append(module)
-            inside.update(module.modules())  # a block inside a block belongs to it
-    return layers or [m for module in hf.modules() if isinstance(module, nn.ModuleList) for m in module]
 
 
 def forward(
@@ -281,6 +262,7 @@ def forward(
     result: tuple[torch.Tensor, torch.Tensor] = policy(
         *on_device(micro, device),
         ResponseTokens(to_device(micro.predict, device), to_device(micro.target, device), temperature),
+        pixels=PackPixels.of(micro.media, device),
     )
     return result
 
@@ -317,7 +299,8 @@ def _loss_of(
             to_device(micro.target[rows], device),
             temperature[place.to(temperature.device)] if temperature is not None else None,
         )
-        (total,) = policy(*on_device(micro, device), row_selection, loss_part)
+        pixels = PackPixels.of(micro.media, device)
+        (total,) = policy(*on_device(micro, device), row_selection, loss_part, pixels=pixels)
         return total, loss_part
     loss_part = MicroBatchLoss(loss, train, micro, np.arange(len(micro.weight)), device)
     return loss_part(slice(None), *forward(policy, micro, temperature, device)), loss_part
@@ -355,9 +338,14 @@ def shard(
     if isinstance(place, HostPlace):
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
-    modules: list[nn.Module] = [*exact, *layers(policy.hf), policy]
+    if policy.sight is not None:
+        policy.sight.sharded = True
+    blocks = tower_layers(policy.hf)  # whose tables of angles stay in float32
+    modules: list[nn.Module] = [*exact, *blocks, *layers(policy.hf), policy]
     for module in modules:
         dtypes = MixedPrecisionPolicy() if module in exact else precision
+        if module in blocks:
+            dtypes = replace(dtypes, cast_forward_inputs=False)
         sharded: Any = fully_shard(module, mesh=mesh, mp_policy=dtypes, offload_policy=offload)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)

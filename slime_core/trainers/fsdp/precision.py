@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slime_core.trainers.fsdp.model import FsdpPolicy, full, layers, reshard
+from slime_core.trainers.fsdp.blocks import layers
+from slime_core.trainers.fsdp.model import FsdpPolicy, full, reshard
 
 
 def in_dtype(policy: FsdpPolicy, dtype: torch.dtype) -> FsdpPolicy:

@@ -66,6 +66,7 @@ class FsdpWorker(Worker):
         )
         self.layout = FolderLayout(model)
         self.policy.try_model()
+        self.policy.freeze(self.train)
         if self.train.routing_replay != "off":
             self.policy.routers = Routers(self.policy.hf)
         if self.train.true_on_policy_mode:
