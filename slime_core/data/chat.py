@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from slime_core.errors import DataError
@@ -16,6 +17,7 @@ from slime_core.media.references import Access
 from slime_core.types import Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+MARK = "Qtextq"
 EXPECTED = 'a string, or a list of messages like [{"role": "user", "content": "..."}]'
 
 
@@ -88,6 +90,8 @@ def render(
         )
     require_template(tokenizer)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if reads_parts_alone(tokenizer, str(tokenizer.chat_template)):
+        messages = [_in_parts(message) for message in messages]
     try:
         text = tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, **{"add_generation_prompt": True, **(kwargs or {})}
@@ -101,6 +105,27 @@ def render(
             fix="fix the row's messages, data.apply_chat_template_kwargs, or the model's template",
         ) from error
     return str(text)
+
+
+@lru_cache(maxsize=16)
+def reads_parts_alone(tokenizer: Any, template: str) -> bool:
+    """Whether a chat template writes nothing of a content that is a text: it expects a list of parts (SmolVLM).
+
+    ``template`` is the tokenizer's, which may be replaced.
+    """
+
+    def writes(content: Any) -> bool:
+        try:
+            return MARK in str(tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False))
+        except Exception:  # the template is the model's code
+            return False
+
+    return not writes(MARK) and writes([{"type": "text", "text": MARK}])
+
+
+def _in_parts(message: Message) -> Message:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def check_prompt(value: Any, where: str, key: str, access: Access) -> str | list[Message]:

@@ -34,13 +34,17 @@ class HubRows(DataRows):
     def __init__(self, spec: str) -> None:
         self.spec = spec
         self._rows = _load(spec)
+        self._files = any(map(_is_media, self._rows.features.values()))
+        if self._files:
+            self._rows = self._rows.with_format("arrow")  # files as bytes, not decoded
         self.keys = tuple(self._rows.column_names)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        return {key: without_nulls(value) for key, value in self._rows[row].items()}
+        values = self._rows[row].to_pylist()[0] if self._files else self._rows[row]
+        return {key: without_nulls(value) for key, value in values.items()}
 
     def where(self, row: int) -> str:
         """``name[row]``, counted from 0."""
@@ -49,6 +53,14 @@ class HubRows(DataRows):
     def fingerprint(self) -> str:
         """The one that `datasets` keeps."""
         return f"datasets:{self._rows._fingerprint}:{len(self._rows)}"
+
+
+def _is_media(feature: Any) -> bool:
+    """Whether a feature of `datasets` is, or holds, pictures, videos or sounds."""
+    if hasattr(feature, "decode_example"):
+        return True
+    inner = feature.values() if isinstance(feature, dict) else feature if isinstance(feature, list) else ()
+    return any(map(_is_media, inner)) or _is_media(getattr(feature, "feature", None))
 
 
 def is_hub_name(spec: str) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,7 @@ KINDS = {"image": "images", "video": "videos", "audio": "audios"}
 FIELDS = ("bytes", "data", "url", "path")
 """Of a reference that is a table: where it lies, or the file itself."""
 
-FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 TYPES = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp"}
 SECONDS = 30.0  # to fetch an address
 FIX = "fix the file, or leave such rows out with data.max_bad_rows"
@@ -160,17 +159,15 @@ def picture(data: bytes, name: str, where: str = "", limits: MediaLimits = NO_AD
     from PIL import Image, ImageOps
 
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit below is what holds
-            image = Image.open(io.BytesIO(data), formats=FORMATS)
-            width, height = image.size
-            if width * height > limits.pixels:
-                raise over_limit(name, where, f"{width} x {height} pixels", "data.max_image_pixels", limits.pixels)
-            image.load()
-            return ImageOps.exif_transpose(image).convert("RGB")
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        width, height = image.size
+        if width * height > limits.pixels:
+            raise over_limit(name, where, f"{width} x {height} pixels", "data.max_image_pixels", limits.pixels)
+        image.load()
+        return ImageOps.exif_transpose(image).convert("RGB")
     except DataError:
         raise
-    except Image.DecompressionBombError as error:
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:  # Pillow's own limits
         raise over_limit(name, where, str(error), "data.max_image_pixels", limits.pixels) from error
     except Exception as error:  # decoders raise whatever they meet in a broken file
         raise unreadable(name, where, f"{type(error).__name__}: {error}") from error

@@ -107,6 +107,10 @@ class ModelFolder:
         """The folder's tokenizer (transformers.PreTrainedTokenizerBase), loaded once."""
         if self._tokenizer is None:
             self._tokenizer = _load_tokenizer(self.path, self.config, self.trust_remote_code)
+            if (
+                self._tokenizer.chat_template is None
+            ):  # older folders of vision models state it for the processor alone
+                self._tokenizer.chat_template = _read_json(self.path / "chat_template.json").get("chat_template")
         return self._tokenizer
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
