@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from slime_core.backends import ClusterBackend, EngineBackend, TrainerBackend
 from slime_core.hookspecs import hookimpl
 from slime_core.plugins.backends import cluster_of
+from slime_core.trainers import rank_grid
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -38,7 +39,7 @@ def slime_engine() -> list[EngineBackend]:
 @hookimpl(trylast=True)
 def slime_trainer() -> list[TrainerBackend]:
     """FSDP2."""
-    return [TrainerBackend(name="fsdp", trainer=_fsdp)]
+    return [TrainerBackend(name="fsdp", trainer=_fsdp, rules=rank_grid.conflicts)]
 
 
 @hookimpl(trylast=True)

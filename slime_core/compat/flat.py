@@ -179,7 +179,12 @@ def _trainer(config: Config) -> dict[str, Any]:
     """The layout of the trainer's ranks, and every key of its own table."""
     table = {name.replace("-", "_"): value for name, value in config.table(config.train.train_backend).items()}
     kinds = ("tensor_model", "pipeline_model", "context", "expert_model")
-    sizes = {f"{kind}_parallel_size": table.get(f"{kind}_parallel_size", 1) for kind in kinds}
+    train = config.train
+    sizes = {f"{kind}_parallel_size": 1 for kind in kinds} | {
+        "tensor_model_parallel_size": train.tensor_parallel_size,
+        "context_parallel_size": train.context_parallel_size,
+    }
+    sizes |= {name: table.get(name, size) for name, size in sizes.items()}
     world = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
     return {
         "world_size": world,

@@ -76,9 +76,13 @@ class LossSums:
         self._totals: dict[str, float] = {}
         self._bad: set[int] = set()
 
-    def add(self, values: dict[str, torch.Tensor], mark: Callable[[LossSums], None]) -> None:
-        """Add one micro-batch's sums; ``mark`` is called with these sums if its ``loss`` is not finite."""
+    def add(self, values: dict[str, torch.Tensor], mark: Callable[[LossSums], None], *, counted: bool = True) -> None:
+        """Add one micro-batch's sums; ``mark`` is called with these sums if its ``loss`` is not finite.
+
+        Where they are not ``counted``, another rank of the same micro-batch adds them.
+        """
         row = torch.stack([value.detach().double() for value in values.values()])
+        row = row if counted else torch.zeros_like(row)
         self._parts.append((tuple(values), row, mark))
 
     @property

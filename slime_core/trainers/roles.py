@@ -165,13 +165,16 @@ def critic_schedule(train: Any, optimizer_steps: int) -> Schedule:
     )
 
 
-def critic_loss(values: torch.Tensor, micro: MicroBatch, clip: float, sums: LossSums | None) -> torch.Tensor:
+def critic_loss(
+    values: torch.Tensor, micro: MicroBatch, clip: float, sums: LossSums | None, *, counted: bool = True
+) -> torch.Tensor:
     """A micro-batch's share of the value loss; ``sums`` get it, and per-token metrics by weight.
 
     Args:
         values: [R], what the critic says now
         clip: ``train.value_clip``
-        sums: None where another rank counts
+        sums: None where another rank has them
+        counted: whether this rank counts, of those that compute the same micro-batch
     """
     from slime_core.algorithms.shared.losses import value_loss
 
@@ -186,6 +189,7 @@ def critic_loss(values: torch.Tensor, micro: MicroBatch, clip: float, sums: Loss
         sums.add(
             {"loss": total, **weighted},
             lambda sums: sums.mark_nonfinite(token_losses, counts, micro.response, micro.samples),
+            counted=counted,
         )
     return total
 

@@ -153,6 +153,27 @@ class TrainSection(Section):
         MACHINE,
         once=True,
     )
+    context_parallel_size: int = key(
+        1,
+        "Ranks that share each sequence; with Megatron the number in [megatron] goes before it.",
+        MACHINE,
+        ge=1,
+        once=True,
+    )
+    tensor_parallel_size: int = key(
+        1,
+        "FSDP: ranks that share each layer's products, where transformers has a plan of them.",
+        MACHINE,
+        ge=1,
+        once=True,
+    )
+    fsdp_shard_size: int = key(
+        0,
+        "FSDP: ranks that hold the weights and their optimizer once, the others copies (HSDP); 0: all.",
+        MACHINE,
+        ge=0,
+        once=True,
+    )
     gradient_checkpointing: bool = key(False, "Recompute layers in the backward pass.", MACHINE)
     gradient_checkpointing_layers: int = key(
         0, "With it: so many layers alone, of each pipeline stage the first; 0 is all of them.", MACHINE, ge=0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 import torch
@@ -69,13 +70,16 @@ class AdamW:
 
 
 @torch.no_grad()
-def global_norm(grads: Named, world: int, place: DevicePlace) -> float:
-    """Euclidean norm of all gradients over all ranks' shards."""
+def global_norm(grads: Named, world: int, place: DevicePlace, copies: Container[str] = ()) -> float:
+    """Euclidean norm of all gradients over all ranks' shards; ``copies`` are counted on another rank."""
     if not grads:
         return 0.0
-    windows = place.windows(list(grads), (), (grads,))
-    norms = torch.stack([norm for _, (part,) in windows for norm in torch._foreach_norm(part)])
-    total = norms.double().square().sum()
+    norms = dict[str, torch.Tensor]()
+    for names, (part,) in place.windows(list(grads), (), (grads,)):
+        norms.update(zip(names, torch._foreach_norm(part)))
+    counted = torch.tensor([name not in copies for name in norms], dtype=torch.float64)
+    squares = torch.stack(list(norms.values())).double().square()
+    total = (squares * counted.to(squares.device, non_blocking=True)).sum()
     if world > 1:
         dist.all_reduce(total)
     return float(total.sqrt())

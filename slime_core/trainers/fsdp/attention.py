@@ -25,6 +25,7 @@ from torch import nn
 
 from slime_core.kernels.attention import varlen_attention
 from slime_core.trainers.flash import filled, has_cudnn, varlen
+from slime_core.trainers.fsdp.exchange import HeadExchange
 from slime_core.trainers.optimizer_step import to_device
 
 NAME = "slime_segments"
@@ -152,9 +153,12 @@ class PackSegments:
     long: bool  # enough, on average, for a call of their own on a GPU
     shared: SharedRows | None  # where prompts are shared
     sequences: tuple[NDArray[np.int64], ...]  # rows of each
+    exchange: HeadExchange | None = None  # where a rank computes some rows of the pack alone
 
     @classmethod
-    def of(cls, cu_seqlens: Any, prefix: Any, device: torch.device | str) -> PackSegments:
+    def of(
+        cls, cu_seqlens: Any, prefix: Any, device: torch.device | str, exchange: HeadExchange | None = None
+    ) -> PackSegments:
         """From the boundaries and prefixes of a `MicroBatch`."""
         bounds, before = np.asarray(cu_seqlens, dtype=np.int64), np.asarray(prefix, dtype=np.int64)
         sequences = np.setdiff1d(
@@ -171,7 +175,7 @@ class PackSegments:
         shared = SharedRows.of(flat, int(bounds[-1]), device) if len(sequences) < len(before) else None
         long = bool(cu[-1] >= LONG * len(lengths) > 0)
         on_device = to_device(cu.astype(np.int32), torch.device(device))
-        return cls(on_device, int(lengths.max(initial=0)), long, shared, tuple(np.split(flat, cu[1:-1])))
+        return cls(on_device, int(lengths.max(initial=0)), long, shared, tuple(np.split(flat, cu[1:-1])), exchange)
 
     def tables(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Those of the pack's rows [T, r] for rows end to end; made once for all layers."""
@@ -262,7 +266,8 @@ def segment_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each segment; query and key [1, heads, T, d], value [1, kv heads, T, dv].
 
-    Returns [1, T, heads, dv]. Dropout is ignored: log-probs of the policy have none. ``s_aux`` [heads] are sinks.
+    Returns [1, T, heads, dv]. With an ``exchange`` T are the rows of this rank.
+    Dropout is ignored: log-probs of the policy have none. ``s_aux`` [heads] are sinks.
 
     Raises:
         TypeError: the model asks for something that is not plain causal attention.
@@ -271,9 +276,15 @@ def segment_attention(
     if segments is None or attention_mask is not None or odd or not getattr(module, "is_causal", True):
         raise TypeError(f"{type(module).__name__} needs more than causal attention in segments: {odd or 'a mask'}")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    exchange = segments.exchange
+    if exchange is not None:
+        q, k, v = exchange.heads_of_all_rows(q, k, v)
+        s_aux = exchange.own_heads(s_aux) if s_aux is not None else None
     if softcap is not None or s_aux is not None:
-        return _by_kernel(q, k, v, segments, scaling, sliding_window, softcap, s_aux)[None], None
-    return attend(q, k, v, segments, scaling, sliding_window)[None], None
+        out = _by_kernel(q, k, v, segments, scaling, sliding_window, softcap, s_aux)
+    else:
+        out = attend(q, k, v, segments, scaling, sliding_window)
+    return (out if exchange is None else exchange.rows_of_all_heads(out, query.shape[1]))[None], None
 
 
 def attend(

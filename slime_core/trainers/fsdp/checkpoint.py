@@ -23,7 +23,8 @@ from slime_core import durable
 from slime_core.durable import storage_error
 from slime_core.errors import DataError, StorageError, TrainerError
 from slime_core.seeds import generators, set_generators
-from slime_core.trainers.fsdp.model import Tensors, first_row, full, like, local
+from slime_core.trainers.fsdp.model import Tensors
+from slime_core.trainers.fsdp.shards import first, full, like, local
 from slime_core.trainers.offload import FileLayout
 from slime_core.weights.shards import Shards, TensorInfo, read_header
 
@@ -315,19 +316,23 @@ def read_shards(path: Path, kind: str, parameters: Mapping[str, torch.Tensor]) -
     for name, parameter in parameters.items():
         local_shard = local(parameter.detach())
         try:
-            shards[name] = Shards({name: _rows(infos[name], first_row(parameter), local_shard.shape)})[name].to(
-                local_shard.device
-            )
+            shards[name] = _shard(infos[name], first(parameter), local_shard.shape).to(local_shard.device)
         except DataError as error:
             raise StorageError(error.what, code="STO112", where=error.where, why=error.why) from error
     return shards
 
 
-def _rows(info: TensorInfo, first: int, shape: torch.Size) -> TensorInfo:
-    """The bytes of some rows of a stored tensor; ``shape`` is theirs."""
-    row = 4 * (shape.numel() // shape[0]) if shape and shape[0] else 0
-    begin = info.begin + first * row
-    return replace(info, shape=tuple(shape), begin=begin, end=begin + 4 * shape.numel())
+def _shard(info: TensorInfo, starts: Sequence[int], shape: torch.Size) -> torch.Tensor:
+    """The part of a stored tensor that begins at ``starts`` by axis; of other rows nothing is read."""
+    if not shape:
+        return Shards({info.name: info})[info.name]
+    row = 4 * (torch.Size(info.shape).numel() // info.shape[0]) if info.shape[0] else 0
+    begin = info.begin + starts[0] * row
+    rows = replace(info, shape=(shape[0], *info.shape[1:]), begin=begin, end=begin + shape[0] * row)
+    part = Shards({"rows": rows})["rows"]
+    for axis, (start, size) in enumerate(zip(starts[1:], shape[1:]), 1):
+        part = part.narrow(axis, start, size)
+    return part.contiguous()
 
 
 def write_folder(path: Path, hf: Any, tensors: Tensors, tokenizer: Any) -> None:

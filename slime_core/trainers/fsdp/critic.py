@@ -15,16 +15,16 @@ from torch import nn
 
 from slime_core.errors import TrainerError
 from slime_core.trainers import roles
-from slime_core.trainers.fsdp.model import FsdpLearner, FsdpPolicy, on_device, shard
-from slime_core.trainers.fsdp.vision import PackPixels
+from slime_core.trainers.fsdp.model import FsdpLearner, FsdpPolicy, shard
+from slime_core.trainers.fsdp.packs import RankPack
 from slime_core.trainers.roles import KEY, open_critic
 from slime_core.weights import build
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from slime_core.trainers.fsdp.attention import PackSegments
     from slime_core.trainers.fsdp.places import DevicePlace
+    from slime_core.trainers.fsdp.ranks import FsdpRanks
+    from slime_core.trainers.fsdp.vision import PackPixels
     from slime_core.trainers.optimizer_step import LossSums
     from slime_core.types import MicroBatch
     from slime_core.weights.folder import ModelFolder
@@ -39,7 +39,7 @@ class FsdpCritic:
         train: Any,
         policy: FsdpLearner,
         folder: ModelFolder,
-        mesh: DeviceMesh,
+        ranks: FsdpRanks,
         *,
         seed: int,
         dtype: torch.dtype,
@@ -50,8 +50,9 @@ class FsdpCritic:
         self.device = device
         self.model: ValueModel = build_values(self.path, folder, seed, device, train.logprob_chunk_tokens)
         self.model.freeze(train)
+        self.model.share_packs(ranks)
         self.model.choose_compiling(train.compile)
-        shard(self.model, mesh, dtype, exact=(self.model.score,), place=place)
+        shard(self.model, ranks, dtype, exact=(self.model.score,), place=place)
         self.learner = FsdpLearner(self.model, policy.rank, policy.world)
         if not self.path:
             parameters, policy_shards = self.learner.locals(), policy.locals()
@@ -68,14 +69,14 @@ class FsdpCritic:
     def backward(self, micros: list[MicroBatch], sums: LossSums) -> None:
         """Add one optimizer step's gradients, and its sums: ``loss``, and per-token metrics by weight."""
         for micro in micros:
-            roles.critic_loss(self.values(micro), micro, self.value_clip, sums).backward()
+            counted = self.model.ranks is None or self.model.ranks.number == 0
+            roles.critic_loss(self.values(micro), micro, self.value_clip, sums, counted=counted).backward()
+        self.model.sum_lanes()
 
     def values(self, micro: MicroBatch) -> torch.Tensor:
         """Of the position that predicts each response token, so before it is seen; [R]."""
-        predict = torch.from_numpy(micro.predict).to(self.device, non_blocking=True)
-        pixels = PackPixels.of(micro.media, self.device)
-        values: torch.Tensor = self.model(*on_device(micro, self.device), predict, pixels=pixels)
-        return values
+        pack = RankPack(micro, self.device, self.model.ranks)
+        return pack.spread(self.model(*pack.inputs, pack.predicting(pack.own_tokens), pixels=pack.pixels))
 
 
 class ValueModel(FsdpPolicy):

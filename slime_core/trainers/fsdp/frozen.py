@@ -13,13 +13,13 @@ import torch
 
 from slime_core.trainers import roles
 from slime_core.trainers.fsdp.experts import router_biases
-from slime_core.trainers.fsdp.model import FsdpPolicy, local, own_part, shard
+from slime_core.trainers.fsdp.model import FsdpPolicy, shard
+from slime_core.trainers.fsdp.shards import local, own_part
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from slime_core.protocols import Role
     from slime_core.trainers.fsdp.model import FsdpLearner
+    from slime_core.trainers.fsdp.ranks import FsdpRanks
     from slime_core.types import Batch
     from slime_core.weights.folder import ModelFolder
 
@@ -29,8 +29,8 @@ Tensors = dict[str, torch.Tensor]
 class FsdpFrozen:
     """The reference and the teacher of a stage, each where it is needed."""
 
-    def __init__(self, folder: ModelFolder, mesh: DeviceMesh, dtype: torch.dtype, device: torch.device) -> None:
-        self._folder, self._mesh, self._dtype, self._device = folder, mesh, dtype, device
+    def __init__(self, folder: ModelFolder, ranks: FsdpRanks, dtype: torch.dtype, device: torch.device) -> None:
+        self._folder, self._ranks, self._dtype, self._device = folder, ranks, dtype, device
         self.reference: Tensors | None = None
         self.teacher: FsdpPolicy | None = None
         self._teacher_path = ""
@@ -69,11 +69,12 @@ class FsdpFrozen:
                 folder.build_model("float32").to(self._device).eval(), chunk=train.logprob_chunk_tokens
             )
             teacher.try_model()
+            teacher.share_packs(self._ranks)
             teacher.choose_compiling(train.compile)
             for parameter in teacher.parameters():  # tried in float32, kept in the dtype it computes in
                 parameter.data = parameter.data.to(self._dtype)
                 parameter.requires_grad_(False)
-            shard(teacher, self._mesh, torch.float32)
+            shard(teacher, self._ranks, torch.float32)
             self.teacher, self._teacher_path, self._teacher_vocab = teacher, train.teacher_load, folder.vocab_size
         self.teacher.chunk = train.logprob_chunk_tokens
 

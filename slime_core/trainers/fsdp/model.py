@@ -8,9 +8,9 @@ the model's own logits. Then it is sharded over data-parallel ranks; one rank ho
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +18,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from slime_core.algorithms.shared.logprobs import BlockLoss, linear_log_probs, linear_loss, logits_log_probs
 from slime_core.errors import TrainerError
 from slime_core.trainers.compiling import Choice, Compiled, pays
-from slime_core.trainers.expert_load import ExpertLoad, copies_of_rows
+from slime_core.trainers.expert_load import ExpertLoad
 from slime_core.trainers.fingerprint import all_sums, digest
 from slime_core.trainers.fsdp.adamw import AdamW, clip_scale, global_norm
 from slime_core.trainers.fsdp.attention import PackSegments, take
@@ -37,10 +35,14 @@ from slime_core.trainers.fsdp.fused import fuse
 from slime_core.trainers.fsdp.fused_cuda import GpuLayer
 from slime_core.trainers.fsdp.host_inputs import HostInputs
 from slime_core.trainers.fsdp.masters import Masters
+from slime_core.trainers.fsdp.packs import RankPack, ResponseTokens
 from slime_core.trainers.fsdp.places import DevicePlace, HostPlace
+from slime_core.trainers.fsdp.ranks import FsdpRanks, check_packs
+from slime_core.trainers.fsdp.shards import by_rows, counts_once, first, local, shard_modules
+from slime_core.trainers.fsdp.tensor_parallel import split_products
 from slime_core.trainers.fsdp.trial import PolicyTrial, close, picture_logits
 from slime_core.trainers.fsdp.vision import PackPixels, sight_of
-from slime_core.trainers.optimizer_step import LossSums, MicroBatchLoss, Schedule, to_device
+from slime_core.trainers.optimizer_step import LossSums, MicroBatchLoss, Schedule
 from slime_core.weights.routers import Routers
 
 if TYPE_CHECKING:
@@ -50,17 +52,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Tensors = dict[str, torch.Tensor]
-
-
-class ResponseTokens:
-    """The response tokens of a pack. No dataclass, in which FSDP would turn temperatures to the dtype of compute."""
-
-    __slots__ = ("predict", "target", "temperature")
-
-    def __init__(self, predict: torch.Tensor, target: torch.Tensor, temperature: torch.Tensor | None) -> None:
-        self.predict = predict  # [R] int64, rows of the pack
-        self.target = target  # [R] int64, token ids
-        self.temperature = temperature  # [R] float32; None is 1
 
 
 class FsdpPolicy(nn.Module):
@@ -80,6 +71,8 @@ class FsdpPolicy(nn.Module):
         self.fused = False
         self.compiled = False
         self.exact: ExactPass | None = None
+        self.ranks: FsdpRanks | None = None  # that share its packs
+        self.lane_copies: frozenset[str] = frozenset()  # parameters that all ranks of a layer's products have
         self.expert_load = ExpertLoad()
         self.routers: Routers | None = None  # where a run replays their choices
         self.sight = sight_of(hf)
@@ -162,6 +155,33 @@ class FsdpPolicy(nn.Module):
         self.fused = self.packs and self._fusing_changes_nothing(trial)
         if reason:
             log.warning("%s: %s; training runs one sequence a row, slower", type(self.hf).__name__, reason)
+
+    def share_packs(self, ranks: FsdpRanks) -> None:
+        """Compute each pack together with other ranks, after :meth:`try_model`.
+
+        Raises:
+            ConfigError: CFG04 a model that cannot.
+        """
+        check_packs(self.hf, self.packs and self.sight is None, ranks)
+        if ranks.size > 1:
+            self.ranks, self.fused = ranks, False  # fused layers attend by themselves
+        split_products(self.hf, ranks)
+
+    def sum_lanes(self) -> None:
+        """Complete gradients of which each rank that shares a layer's products has a part; a collective."""
+        parameters = [p for name, p in self.learning().items() if name in self.lane_copies]
+        grads = [local(p.grad) for p in parameters if p.grad is not None]
+        if self.ranks is not None and grads:
+            total = torch.cat([grad.flatten() for grad in grads])
+            dist.all_reduce(total, group=self.ranks.tensor.get_group())
+            for grad, part in zip(grads, total.split([grad.numel() for grad in grads])):
+                grad.copy_(part.view(grad.shape))
+
+    def copies(self) -> set[str]:
+        """Parameters whose shard on this rank is a copy of another's: that one counts in sums over ranks."""
+        lane = self.ranks.lane if self.ranks is not None else 0
+        named = self.learning().items()
+        return {name for name, p in named if not counts_once(p) or (lane and name in self.lane_copies)}
 
     def _fusing_changes_nothing(self, trial: PolicyTrial) -> bool:
         """Whether fused layers give the model's own numbers and gradients; False where none is known."""
@@ -257,14 +277,11 @@ class FsdpPolicy(nn.Module):
 
 def forward(
     policy: FsdpPolicy, micro: MicroBatch, temperature: torch.Tensor | None, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob and entropy of every response token of the pack, [R]."""
-    result: tuple[torch.Tensor, torch.Tensor] = policy(
-        *on_device(micro, device),
-        ResponseTokens(to_device(micro.predict, device), to_device(micro.target, device), temperature),
-        pixels=PackPixels.of(micro.media, device),
-    )
-    return result
+) -> tuple[torch.Tensor, ...]:
+    """Log-prob and entropy of every response token of the pack, [R], on every rank that shares it."""
+    pack = RankPack(micro, device, policy.ranks)
+    columns = policy(*pack.inputs, pack.response_tokens(pack.own_tokens, temperature), pixels=pack.pixels)
+    return tuple(pack.spread(column) for column in columns)
 
 
 def backward(
@@ -275,35 +292,18 @@ def backward(
     Raises:
         TrainerError: a loss of another shape, or without a gradient.
     """
-    with policy.expert_load.counting(copies_of_rows(micro)):
-        total, loss_part = _loss_of(policy, loss, train, micro, temperature, sums.device)
+    pack = RankPack(micro, sums.device, policy.ranks)
+    within = within_forward(policy, loss, train)
+    tokens = pack.own_tokens[micro.weight[pack.own_tokens] > 0] if within else np.arange(len(micro.weight))
+    loss_part = MicroBatchLoss(loss, train, micro, tokens, sums.device)
+    with policy.expert_load.counting(pack.copies()):
+        if within:
+            (total,) = policy(*pack.inputs, pack.response_tokens(tokens, temperature), loss_part, pixels=pack.pixels)
+        else:
+            total = loss_part(slice(None), *forward(policy, micro, temperature, sums.device))
     total.backward()
-    sums.add({"loss": total, **loss_part.metric_sums}, loss_part.mark_nonfinite)
-
-
-def _loss_of(
-    policy: FsdpPolicy,
-    loss: Loss,
-    train: Any,
-    micro: MicroBatch,
-    temperature: torch.Tensor | None,
-    device: torch.device,
-) -> tuple[torch.Tensor, MicroBatchLoss]:
-    """The pack's share of the loss."""
-    if within_forward(policy, loss, train):
-        rows = np.flatnonzero(micro.weight > 0)
-        loss_part = MicroBatchLoss(loss, train, micro, rows, device)
-        place = torch.from_numpy(rows)
-        row_selection = ResponseTokens(
-            to_device(micro.predict[rows], device),
-            to_device(micro.target[rows], device),
-            temperature[place.to(temperature.device)] if temperature is not None else None,
-        )
-        pixels = PackPixels.of(micro.media, device)
-        (total,) = policy(*on_device(micro, device), row_selection, loss_part, pixels=pixels)
-        return total, loss_part
-    loss_part = MicroBatchLoss(loss, train, micro, np.arange(len(micro.weight)), device)
-    return loss_part(slice(None), *forward(policy, micro, temperature, device)), loss_part
+    counted = within or pack.speaks  # within, each rank that shares the pack has its own tokens' sums
+    sums.add({"loss": total, **loss_part.metric_sums}, loss_part.mark_nonfinite, counted=counted)
 
 
 def within_forward(policy: FsdpPolicy, loss: Loss, train: Any) -> bool:
@@ -311,15 +311,9 @@ def within_forward(policy: FsdpPolicy, loss: Loss, train: Any) -> bool:
     return policy.linear_head and loss.local is not None and loss.local(train)
 
 
-def on_device(micro: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, PackSegments]:
-    """Tokens, their positions and the segments of a pack, as a model takes them."""
-    segments = PackSegments.of(micro.cu_seqlens, micro.prefix, device)
-    return to_device(micro.tokens, device), to_device(micro.position_ids, device), segments
-
-
 def shard(
     policy: FsdpPolicy,
-    mesh: DeviceMesh,
+    ranks: FsdpRanks,
     dtype: torch.dtype,
     exact: Sequence[nn.Module] = (),
     place: DevicePlace | None = None,
@@ -329,75 +323,20 @@ def shard(
     Gradients are summed in float32. One rank holds all of it, and masters where ``dtype`` is not float32. Masters and
     moments lie in ``place``; with a `HostPlace` the shards and gradients of several ranks lie in host memory too.
     """
-    half = dtype != torch.float32
     policy.place = place or policy.place
-    if mesh.size() == 1:
-        policy.masters = Masters(policy, dtype, exact, policy.place) if half else None
+    if ranks.world == 1:
+        policy.masters = Masters(policy, dtype, exact, policy.place) if dtype != torch.float32 else None
         return
-    offload = OffloadPolicy()
-    if isinstance(place, HostPlace):
-        offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
     if policy.sight is not None:
         policy.sight.sharded = True
-    blocks = tower_layers(policy.hf)  # whose tables of angles stay in float32
-    modules: list[nn.Module] = [*exact, *blocks, *layers(policy.hf), policy]
-    for module in modules:
-        dtypes = MixedPrecisionPolicy() if module in exact else precision
-        if module in blocks:
-            dtypes = replace(dtypes, cast_forward_inputs=False)
-        sharded: Any = fully_shard(module, mesh=mesh, mp_policy=dtypes, offload_policy=offload)
-        sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a parameter or gradient."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def like(shard_: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A local shard as a DTensor with ``parameter``'s placement."""
-    if not isinstance(parameter, DTensor):
-        return shard_
-    return DTensor.from_local(
-        shard_, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
-    )
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    """All ranks' shards as one plain tensor, on the device that ranks talk by; a collective."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    mesh_device = tensor.device_mesh.device_type
-    sharded: Any = tensor if tensor.device.type == mesh_device else like(tensor.to_local().to(mesh_device), tensor)
-    whole: torch.Tensor = sharded.full_tensor()
-    return whole
-
-
-def first_row(parameter: torch.Tensor) -> int:
-    """The row of the whole tensor with which this rank's shard begins."""
-    if not isinstance(parameter, DTensor):
-        return 0
-    mesh, rows = parameter.device_mesh, parameter.shape[0]
-    return min(rows, mesh.get_local_rank() * -(-rows // mesh.size()))
-
-
-def own_part(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a whole tensor that every rank has."""
-    if not isinstance(parameter, DTensor):
-        return whole
-    mesh = parameter.device_mesh
-    chunks = list(torch.chunk(whole, mesh.size(), dim=0))
-    part = chunks[mesh.get_local_rank()] if mesh.get_local_rank() < len(chunks) else whole[:0]
-    return part.to(parameter.device)
-
-
-def reshard(policy: FsdpPolicy) -> None:
-    """Drop gathered parameters after passes with no backward, so that the next pass sees what the shards hold."""
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    blocks, on_host = layers(policy.hf), isinstance(place, HostPlace)
+    if ranks.lanes > 1:
+        inside = {id(p) for block in blocks for p in block.parameters() if not isinstance(p, DTensor)}
+        policy.lane_copies = frozenset(name for name, p in policy.learning().items() if id(p) in inside)
+    towers = tower_layers(policy.hf)  # whose tables of angles stay in float32
+    shard_modules(towers, ranks.weights, dtype, on_host=on_host, cast_inputs=False)
+    shard_modules(blocks, ranks.layers if ranks.lanes > 1 else ranks.weights, dtype, on_host=on_host)
+    shard_modules([*exact, policy], ranks.weights, dtype, exact, on_host=on_host)
 
 
 @dataclass(slots=True)
@@ -439,7 +378,7 @@ class FsdpLearner:
     def norm(self) -> float:
         """The Euclidean norm of all ranks' gradients; a collective."""
         self._grads = {name: local(grad) for name, grad in self.gradients().items()}
-        return global_norm(self._grads, self.world, self.module.place)
+        return global_norm(self._grads, self.world, self.module.place, self.module.copies())
 
     def update(self, norm: float) -> float:
         """Clip and step, after :meth:`norm`; the answer is the learning rate."""
@@ -513,19 +452,24 @@ class FsdpLearner:
 
 
 @torch.no_grad()
-def fingerprint(tensors: Mapping[str, torch.Tensor], world: int) -> str:
-    """The checksum of tensors by name, which may be sharded by rows; a collective.
+def fingerprint(tensors: Mapping[str, torch.Tensor], world: int, copies: Container[str] = ()) -> str:
+    """The checksum of tensors by name, which may be sharded; a collective.
 
-    Every rank gets the same answer: 32 hex digits. Of a tensor that every rank has whole, the first one counts.
+    Every rank gets the same answer: 32 hex digits. Of a tensor that every rank has whole, the first one counts;
+    ``copies`` are shards that count on another rank.
     """
     names, runs = sorted(tensors), []
     for name in names:
         tensor = tensors[name].detach()
-        width = tensor[:1].numel() if tensor.ndim > 1 else 1
-        shard_ = local(tensor)
-        if world > 1 and not isinstance(tensor, DTensor) and dist.get_rank():
-            shard_ = shard_[:0]
-        runs.append((shard_, first_row(tensor) * width))
+        counts = name not in copies
+        if isinstance(tensor, DTensor):
+            tensor = by_rows(tensor)
+            counts = counts and counts_once(tensor)
+        elif world > 1:
+            counts = dist.get_rank() == 0
+        width = tensor.shape[1:].numel()
+        part = local(tensor)
+        runs.append((part if counts else part[:0], sum(first(tensor)[:1]) * width))
     total = all_sums(runs)
     if world > 1:
         dist.all_reduce(total)

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from slime_core.trainers.fsdp.blocks import layers
-from slime_core.trainers.fsdp.model import FsdpPolicy, full, reshard
+from slime_core.trainers.fsdp.model import FsdpPolicy
+from slime_core.trainers.fsdp.shards import full, reshard
 
 
 def in_dtype(policy: FsdpPolicy, dtype: torch.dtype) -> FsdpPolicy:
@@ -25,6 +26,7 @@ def in_dtype(policy: FsdpPolicy, dtype: torch.dtype) -> FsdpPolicy:
         module._buffers[leaf] = buffer
     other = FsdpPolicy(hf.eval().requires_grad_(False), chunk=policy.chunk)
     other.packs, other.linear_head, other.fused = policy.packs, policy.linear_head, policy.fused
+    other.ranks = policy.ranks.as_context() if policy.ranks is not None else None
     names = {module: name for name, module in hf.named_modules()}
     inside: set[str] = set()
     for layer in layers(hf):

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from slime_core.config.sections.train import FEW_TOKENS
 from slime_core.trainers.data_parallel import DataParallelRank, RankBatch
@@ -18,28 +17,22 @@ from slime_core.trainers.fsdp.critic import FsdpCritic
 from slime_core.trainers.fsdp.exact import ExactPass, fixed_sums
 from slime_core.trainers.fsdp.experts import router_biases, watch
 from slime_core.trainers.fsdp.frozen import FsdpFrozen
-from slime_core.trainers.fsdp.model import (
-    FsdpLearner,
-    FsdpPolicy,
-    backward,
-    fingerprint,
-    forward,
-    full,
-    local,
-    reshard,
-    shard,
-)
+from slime_core.trainers.fsdp.model import FsdpLearner, FsdpPolicy, backward, fingerprint, forward, shard
+from slime_core.trainers.fsdp.packs import RankPack
 from slime_core.trainers.fsdp.places import DevicePlace, HostPlace
 from slime_core.trainers.fsdp.precision import in_dtype
+from slime_core.trainers.fsdp.ranks import FsdpRanks
+from slime_core.trainers.fsdp.shards import full, local, reshard
 from slime_core.trainers.optimizer_step import LossSums, to_device
 from slime_core.trainers.process_group import least
+from slime_core.trainers.rank_grid import RankGrid
 from slime_core.trainers.routing import RoutingReplay
 from slime_core.trainers.verify import slow_model
 from slime_core.trainers.worker import Tensors, Worker
 from slime_core.types import WeightUpdate
 from slime_core.weights.flops import Flops
 from slime_core.weights.folder_layout import FolderLayout
-from slime_core.weights.routers import Routers
+from slime_core.weights.routers import NOT_CHOSEN, Routers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -59,7 +52,8 @@ class FsdpWorker(Worker):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.mesh = init_device_mesh(self.device.type, (self.world,))
+        grid = RankGrid.of(self.config, self.world)
+        self.ranks = FsdpRanks(grid, self.rank, self.device.type)
         model: Any = self.folder.build_model("float32", self.config.seed)
         self.policy: FsdpPolicy = FsdpPolicy(
             model.to(self.device).eval().requires_grad_(True), chunk=self.train.logprob_chunk_tokens
@@ -67,6 +61,7 @@ class FsdpWorker(Worker):
         self.layout = FolderLayout(model)
         self.policy.try_model()
         self.policy.freeze(self.train)
+        self.policy.share_packs(self.ranks)
         if self.train.routing_replay != "off":
             self.policy.routers = Routers(self.policy.hf)
         if self.train.true_on_policy_mode:
@@ -74,11 +69,15 @@ class FsdpWorker(Worker):
         self.policy.choose_compiling(self.train.compile)
         self.expert_load = self.policy.expert_load = watch(self.policy.hf)
         self.place = HostPlace(self.device) if self.train.fsdp_cpu_offload else DevicePlace()
-        shard(self.policy, self.mesh, self.dtype, place=self.place)
+        shard(self.policy, self.ranks, self.dtype, place=self.place)
         self.actor: FsdpLearner = FsdpLearner(self.policy, self.rank, self.world)
-        self.frozen: FsdpFrozen = FsdpFrozen(self.folder, self.mesh, self.dtype, self.device)
+        self.frozen: FsdpFrozen = FsdpFrozen(self.folder, self.ranks, self.dtype, self.device)
         self.dp_rank = DataParallelRank(
-            number=self.rank, size=self.world, flops=Flops.of(self.folder.config), tokens=least(self._tokens())
+            number=self.ranks.data,
+            size=grid.data,
+            flops=Flops.of(self.folder.config),
+            context_parallel=grid.context,
+            tokens=least(self._tokens()),
         )
 
     def _tokens(self) -> int:
@@ -92,12 +91,15 @@ class FsdpWorker(Worker):
         self.policy.chunk = self.train.logprob_chunk_tokens
         self.policy.choose_recomputing(self.train)
 
+    def speaks(self) -> bool:
+        return self.ranks.number == 0
+
     def make_critic(self) -> FsdpCritic:
         return FsdpCritic(
             self.train,
             self.actor,
             self.folder,
-            self.mesh,
+            self.ranks,
             seed=self.config.seed,
             dtype=self.dtype,
             device=self.device,
@@ -135,6 +137,7 @@ class FsdpWorker(Worker):
             for micro in micros:
                 with self._routed(sums.rank_batch, micro, "train"):
                     backward(self.policy, self.loss, self.train, micro, self._temperature(micro), sums)
+        self.policy.sum_lanes()
 
     @contextmanager
     def _routed(self, rank_batch: RankBatch, micro: MicroBatch, role: str) -> Iterator[None]:
@@ -143,14 +146,21 @@ class FsdpWorker(Worker):
         source = routing.source(rank_batch.batch, role) if routing is not None else "none"
         if routing is None or routers is None or source == "none":
             yield
-        elif source == "record":
+            return
+        pack = RankPack(micro, self.device, self.policy.ranks)
+        if source == "record":
             with routers.recording():
                 yield
-            routing.record(micro, routers.rows())
+            chosen = routers.rows()
+            chosen[torch.from_numpy(pack.behind).to(chosen.device)] = NOT_CHOSEN
+            routing.record(micro, chosen)
+            return
+        if source == "recorded":
+            rows = routing.recorded(micro)
         else:
-            rows = routing.recorded(micro) if source == "recorded" else routing.rows(rank_batch.batch, micro)
-            with routers.replaying(to_device(rows, self.device)):
-                yield
+            rows = pack.of_rows(routing.rows(rank_batch.batch, micro), NOT_CHOSEN)
+        with routers.replaying(to_device(rows, self.device)):
+            yield
 
     def make_routing(self) -> RoutingReplay:
         assert self.policy.routers is not None
@@ -243,11 +253,12 @@ class FsdpWorker(Worker):
         checkpoint.restore(self, path)
 
     def checksum(self) -> str:
-        tensors = self.actor.parameters() | self.actor.biases()
+        tensors, copies = self.actor.parameters() | self.actor.biases(), self.policy.copies()
         if self.critic is not None:
             values = self.critic.learner
             tensors |= {f"critic.{name}": tensor for name, tensor in (values.parameters() | values.biases()).items()}
-        return fingerprint(tensors, self.world)
+            copies |= {f"critic.{name}" for name in self.critic.model.copies()}
+        return fingerprint(tensors, self.world, copies)
 
     def write_folder(self, path: Path) -> None:
         whole = self.whole()

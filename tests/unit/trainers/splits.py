@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from slime_core.trainers.batch import prepared
-from slime_core.trainers.fsdp.model import full
+from slime_core.trainers.fsdp.shards import full
 from slime_core.trainers.optimizer_step import LossSums
 
 SETTINGS = {

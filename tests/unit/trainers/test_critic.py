@@ -67,7 +67,7 @@ def reference_values(one, batch, params):
 
 def critic_gradient(one, batch):
     def compute():
-        from slime_core.trainers.fsdp.model import local
+        from slime_core.trainers.fsdp.shards import local
         from slime_core.trainers.optimizer_step import LossSums
 
         worker = one.worker

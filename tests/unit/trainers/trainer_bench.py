@@ -95,7 +95,8 @@ class Bench:
         return self.thread.call(self._gradient, batch, step)
 
     def _gradient(self, batch, step):
-        from slime_core.trainers.fsdp.model import backward, local
+        from slime_core.trainers.fsdp.model import backward
+        from slime_core.trainers.fsdp.shards import local
         from slime_core.trainers.optimizer_step import LossSums
 
         (rank_batch,) = self.worker.partitioner().partition(batch)

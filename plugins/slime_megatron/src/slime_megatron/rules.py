@@ -37,6 +37,14 @@ def conflicts(config: Config) -> Iterator[Problem]:
                 why=f"only FSDP reads {name}",
                 fix=f"--{flag} in place of --{name.replace('_', '-')}",
             )
+    of_fsdp = {"tensor_parallel_size": "--tensor-model-parallel-size N", "fsdp_shard_size": "leave it out"}
+    for name in config.train.changed(of_fsdp):
+        yield conflict(
+            f"{name} with train_backend = megatron",
+            [f"train.{name}", "train.train_backend"],
+            why="it is a size of FSDP's",
+            fix=of_fsdp[name],
+        )
     names = {name.replace("-", "_") for name in config.table("megatron")}
     both = [name for name in RECOMPUTE if name in names]
     if config.train.gradient_checkpointing and both:

@@ -115,6 +115,8 @@ def settings(
         DataError: TOK00 the config lacks an attribute.
     """
     megatron = {name.replace("-", "_"): value for name, value in megatron.items()}
+    if train.context_parallel_size > 1:
+        megatron.setdefault("context_parallel_size", train.context_parallel_size)
     _raise(problems(megatron, train=train), origins)
     model_fields = bridge.megatron(hf_config)
     layout = Layout.of(megatron, world, bridge.sizes(hf_config).layers)

@@ -1,0 +1,173 @@
+"""Ranks that share sequences, matrix products or copies of the weights compute what one rank does, for any algorithm."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import splits
+import torch
+import trainer_bench as made
+from safetensors.torch import load_file, save_file
+
+from slime_core.algorithms import OFFLINE, algorithms
+from slime_core.algorithms.shared.terms import role_columns
+from slime_core.plugins import load_plugins
+from slime_core.testing import tiny_model
+from slime_core.threads import TorchThread
+from slime_core.trainers.fsdp import FsdpTrainer
+from slime_core.trainers.fsdp.attention import PackSegments, attend
+from slime_core.weights.folder import ModelFolder
+
+pytestmark = pytest.mark.integration
+
+LAYOUTS = {
+    1: {"one": {}},
+    2: {"context": {"context_parallel_size": 2}, "tensor": {"tensor_parallel_size": 2}},
+    4: {
+        "context_of_4": {"context_parallel_size": 4},
+        "context_and_copies": {"context_parallel_size": 2, "fsdp_shard_size": 2},
+        "copies": {"fsdp_shard_size": 2},
+        "tensor_and_context": {"tensor_parallel_size": 2, "context_parallel_size": 2, "gradient_checkpointing": True},
+        "tensor_and_copies": {"tensor_parallel_size": 2, "fsdp_shard_size": 2},
+    },
+}
+EVERY = ("one", "context", "context_of_4")  # layouts that train by every algorithm; others by SOME
+SOME = ("clip", "gspo", "ppo")
+TERMS = {"kl_loss_coef": 0.05, "entropy_coef": 0.01, "max_tokens_per_gpu": 30, "num_steps_per_rollout": 2}
+CASES = {
+    **{name: {"advantage_estimator": name} for name in algorithms() if name not in OFFLINE.values()},
+    **{loss: {"loss_type": loss} for loss in OFFLINE},
+    **splits.SETTINGS,
+}
+HEADS = ((4, 2), (9, 3), (3, 1), (2, 2))
+SHARED = [0, 3, 7, 9, 14], [-1, 0, 0, -1]  # bounds of a pack's segments, and the segment that each continues
+
+
+def rank_layouts(folder, teacher, out, rank, world):
+    """Write what each layout computes by each algorithm, ``LAYOUT-CASE.safetensors``, and what it saves."""
+    thread = TorchThread(1)
+    for layout, sizes in LAYOUTS[world].items():
+        train = {**TERMS, **sizes, "lr": 0.0, "critic_lr": 0.0, "teacher_load": str(teacher)}
+        config = made.config_of(folder, **train)
+        trainer = FsdpTrainer(
+            config, load_plugins(config), ModelFolder.open(folder), thread=thread, rank=rank, world=world,
+            rendezvous=Path(out) / "meet" if world > 1 else None,
+        )  # fmt: skip
+        worker = trainer._worker
+        thread.call(check_exchange, worker)
+        for case in CASES if layout in EVERY else SOME:
+            stage = made.config_of(folder, **{**train, **CASES[case]})
+            rows = thread.call(numbers_of, worker, stage)
+            if rank == 0:
+                save_file(rows, str(Path(out) / f"{layout}-{case}.safetensors"))
+        thread.call(save_and_resume, worker, made.config_of(folder, **TERMS, **sizes), Path(out), layout)
+    thread.close()
+
+
+def numbers_of(worker, stage):
+    """Columns of every role, and of two optimizer steps that change nothing their metrics; gradients of the first."""
+    worker.begin(stage)
+    batch = splits.with_roles(made.batch_of(groups=2, rollouts=3))
+    roles = {"policy", *worker.plugins.needs(worker.train)} & {"policy", "reference", "teacher", "values"}
+    scored = role_columns(worker.score(batch, frozenset(roles)))
+    rows = {f"score.{name}": torch.from_numpy(values.copy()) for name, values in scored.items()}
+    batch.columns["values"] = batch.columns["rollout_log_probs"]
+    batch.columns["returns"] = batch.columns["rollout_log_probs"] * 0.5
+    totals, grads = splits.step_of(worker, batch)
+    metrics = {f"total.{name}": value for name, value in totals.items()}
+    metrics |= {f"metric.{name}": value for name, value in worker.step(batch).items()}
+    return rows | grads | {name: torch.tensor(value).double() for name, value in metrics.items()}
+
+
+def save_and_resume(worker, stage, out, layout):
+    """Train from what one rank saved, save, and go on once more from there: the same bits."""
+    batch = splits.with_roles(made.batch_of(groups=2, rollouts=3))
+    worker.begin(stage)
+    if layout != "one":
+        worker.restore(out / "one-saved")
+    worker.step(batch)
+    worker.save(out / f"{layout}-saved")
+    worker.staging.wait()
+    worker.barrier()
+    saved = worker.fingerprint()
+    worker.step(batch)
+    after = worker.fingerprint()
+    worker.restore(out / f"{layout}-saved")
+    assert worker.fingerprint() == saved
+    worker.step(batch)
+    assert worker.fingerprint() == after
+    (out / f"{layout}-fingerprint").write_text(saved)
+
+
+def check_exchange(worker):
+    """Attention of rows that ranks share, and its gradients, are those of all rows, whatever heads there are."""
+    ranks, count = worker.ranks.as_context(), SHARED[0][-1]
+    if ranks.size == 1:
+        return
+    rows = torch.from_numpy(ranks.places(count)).clamp(max=count - 1)
+    real = torch.from_numpy(ranks.places(count) < count)
+    for heads, kv_heads in HEADS:
+        torch.manual_seed(heads)
+        inputs = [torch.randn(count, n, 8, dtype=torch.float64) for n in (heads, kv_heads, kv_heads)]
+        slope = torch.randn(count, heads, 8, dtype=torch.float64)
+        results = []
+        for exchange in (None, ranks.exchange(count)):
+            segments = PackSegments.of(*SHARED, "cpu", exchange)
+            q, k, v = ((x if exchange is None else x[rows]).clone().requires_grad_() for x in inputs)
+            if exchange is None:
+                result = attend(q, k, v, segments, 0.3, 3)
+                grads = torch.autograd.grad((result * slope).sum(), (q, k, v))
+                results.append([x[rows][real] for x in (result, *grads)])
+            else:
+                result = exchange.rows_of_all_heads(
+                    attend(*exchange.heads_of_all_rows(q, k, v), segments, 0.3, 3), heads
+                )
+                grads = torch.autograd.grad((result * slope[rows])[real].sum(), (q, k, v))
+                results.append([x[real] for x in (result, *grads)])
+        torch.testing.assert_close(*results)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    place = tmp_path_factory.mktemp("models")
+    return tiny_model(place / "policy", tied=True), tiny_model(place / "teacher", seed=4)
+
+
+@pytest.fixture(scope="module")
+def out(models, tmp_path_factory):
+    place = tmp_path_factory.mktemp("out")
+    rank_layouts(*models, place, 0, 1)
+    return place
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids="{}_ranks".format)
+def together(request, models, out, zygote, tmp_path_factory):
+    world = request.param
+    ranks = [[__file__, *models, out, rank, world] for rank in range(world)]
+    (out / "meet").unlink(missing_ok=True)
+    zygote.together(tmp_path_factory.mktemp("said"), ranks)
+    return world
+
+
+def test_layouts_score_and_train_as_one_rank_by_every_algorithm(out, together):
+    for layout in LAYOUTS[together]:
+        for case in CASES if layout in EVERY else SOME:
+            one, many = (load_file(str(out / f"{name}-{case}.safetensors")) for name in ("one", layout))
+            assert one.keys() == many.keys(), case
+            for name, want in one.items():
+                atol = max(1e-6, 3e-5 * float(want.abs().max()))
+                where = f"{layout} {case} {name}"
+                torch.testing.assert_close(
+                    many[name], want, rtol=2e-4, atol=atol, msg=lambda t, where=where: f"{where}: {t}"
+                )
+
+
+def test_one_rank_has_the_bits_that_a_layout_saved(out, together, bench, models):
+    for layout in LAYOUTS[together]:
+        one = bench(folder=models[0], **TERMS)
+        one.call("restore", out / f"{layout}-saved")
+        assert one.call("fingerprint") == (out / f"{layout}-fingerprint").read_text()
+
+
+if __name__ == "__main__":
+    rank_layouts(*map(Path, sys.argv[1:4]), *map(int, sys.argv[4:6]))
