@@ -1,6 +1,7 @@
 """Micro-batches with pictures of odd sizes and a video, for models that see; and what transformers makes of them."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ SEES = ("qwen2_5_vl", "qwen3_vl")
 def seeing_packs(config):
     """Two micro-batches: one, two and no pictures, and a video; and a prompt with a picture that two continue."""
     from slime_core.media.positions import MediaLayout, following
+    from slime_core.trainers.media import PackMedia, PlacedItem
 
     layout, draw = MediaLayout.of(config), np.random.default_rng(5)
     first = micro_batch([17, 31, 5, 16], [3, 6, 2, 4], seed=1, vocab=90)
@@ -25,13 +27,17 @@ def seeing_packs(config):
     }
     packs = []
     for number, micro in enumerate((first, second)):
-        tokens, media, positions = micro.tokens.copy(), [], []
+        tokens, media, positions, placed = micro.tokens.copy(), [], [], []
         parts = np.split(tokens, micro.cu_seqlens[1:-1])
         for segment, part in enumerate(parts):
             media.append(_media(config, grids.get((number, segment)), part, layout, draw))
             items = layout.items(media[-1] or {})
-            positions.append(layout.positions(part, items))
-        micro = replace(micro, tokens=tokens, media=media, position_ids=np.concatenate(positions, axis=1))
+            starts = layout.starts(part, items)
+            positions.append(layout.positions(part, items, starts))
+            begin = int(micro.cu_seqlens[segment])
+            placed += [PlacedItem(item, begin + at, media[-1]) for at, item in zip(starts, items, strict=True)]
+        pictures = PackMedia(sorted(placed, key=lambda one: one.row), Path())
+        micro = replace(micro, tokens=tokens, media=pictures, position_ids=np.concatenate(positions, axis=1))
         packs.append(replace(micro, target=tokens[micro.predict + 1]))
     predict = packs[1].predict.copy()
     predict[11] = 33  # the first token after the prompt, as of the sequence before
@@ -57,6 +63,12 @@ def _media(config, grids, part, layout, draw):
         part[at : at + item.tokens] = layout.placeholders[item.kind]
         at += item.tokens + 1
     return arrays
+
+
+def arrays_of(micro, segment):
+    """The arrays of a segment's sample; none where it has no pictures."""
+    begin, end = micro.cu_seqlens[segment : segment + 2]
+    return next((one.arrays for one in micro.media.items if begin <= one.row < end), None) if micro.media else None
 
 
 def inputs(tokens, media):

@@ -25,7 +25,7 @@ import torch.multiprocessing
 from cuda_on_cpu import cpu_redirect
 from megatron_ranks import TENSOR, micro_batch
 from safetensors.torch import load_file, save_file
-from seeing import SEES, TOKENS, inputs, seeing_packs
+from seeing import SEES, TOKENS, arrays_of, inputs, seeing_packs
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("megatron-families")]
 
@@ -292,7 +292,7 @@ def draw(name: str, root: Path, **changes: object) -> None:
         parts, rows = np.split(micro.tokens, micro.cu_seqlens[1:-1]), []
         for number, (part, head) in enumerate(zip(parts, micro.prefix, strict=True)):
             tokens = np.concatenate([parts[head], part]) if head >= 0 else part
-            media = micro.media[head if head >= 0 else number] if micro.media else None
+            media = arrays_of(micro, head if head >= 0 else number)
             rows.append(model(**inputs(tokens, media)).logits[0, -len(part) :])
         logs = torch.cat(rows)[micro.predict].log_softmax(-1)
         log_probs = logs.gather(1, torch.from_numpy(micro.target)[:, None])[:, 0]
@@ -360,7 +360,8 @@ def check(name: str, root: Path, world: int, flags: dict) -> dict:
 
     folder = Folder(root / name / "model")
     bridge = BRIDGES[folder.config.model_type]
-    train = load_config(None, ["--dtype", DTYPE, "train.compile=" + os.environ.get("COMPILE", "auto")]).train
+    options = ["--dtype", DTYPE, "train.compile=" + os.environ.get("COMPILE", "auto"), "--no-freeze-vision-tower"]
+    train = load_config(None, options).train
     table = {name: value for name, value in flags.items() if name not in WITHIN}
     made = settings(bridge, folder.config, table, train, world, DEVICE)
     made = replace(

@@ -6,7 +6,7 @@ that a loss sees whole sequences; tensor-parallel ranks have them all. Sums coun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -58,7 +58,6 @@ class Passes:
         self.expert_load = ExpertLoad()
         self.routers: StageRouters | None = None  # where a run replays their choices
         self.routed: RoutedPass | None = None  # what the passes replay now
-        self.read: Callable[[Any], NDArray[Any]] = np.asarray  # an array of a sample, or of a reference to it
         self.ahead = 0.0  # weight of the loss of tokens that are predicted one further ahead; 0 predicts none
 
     def scores(self, micros: Sequence[MicroBatch]) -> list[tuple[torch.Tensor, ...]]:
@@ -155,9 +154,8 @@ class Passes:
         places = shared.reshape(tp, -1)[parallel_state.get_tensor_model_parallel_rank() if tp > 1 else 0]
         first = self.stage.chunks[0]
         if first.vision is not None:
-            pack.pictures = make_pictures(
-                micro, first.vision, places, shared, self.read, self.device, has_tower=first.pre_process
-            )
+            has_tower = first.pre_process
+            pack.pictures = make_pictures(micro, first.vision, places, shared, self.device, has_tower=has_tower)
         copies = np.pad(copies_of_rows(micro), (0, pack.rows - len(micro.tokens)))
         temperature = micro.temperature
         return MicroBatchInputs(

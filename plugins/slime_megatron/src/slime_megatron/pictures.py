@@ -9,24 +9,22 @@ own rows alone; of one that learns, tensor-parallel ranks have the same gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from slime_core.media.positions import GRIDS, PIXELS, MediaItem, MediaLayout
+from slime_core.media.positions import GRIDS, PIXELS, MediaLayout
 from slime_core.trainers.optimizer_step import to_device
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from slime_core.trainers.media import PackMedia, PlacedItem
     from slime_core.types import MicroBatch
-
-Read = Callable[[Any], "NDArray[Any]"]
-"""An array, of itself or of a reference to it."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,7 +64,6 @@ def make_pictures(
     vision: Vision,
     places: NDArray[np.int64],
     shared: NDArray[np.int64],
-    read: Read,
     device: torch.device,
     *,
     has_tower: bool,
@@ -76,62 +73,32 @@ def make_pictures(
     Args:
         places: rows of the pack that the rank has, in their order there; those behind the tokens are filling
         shared: rows whose pictures it passes where the tower learns
-
-    Raises:
-        DataError: DAT38 placeholders that are not those of the pictures.
     """
-    placed = _placed(micro, vision.layout, read)
+    items: list[PlacedItem] = micro.media.items if micro.media is not None else []
     of_row = np.full(max(places.max(initial=-1), shared.max(initial=-1), len(micro.tokens)) + 1, -1)
-    for number, one in enumerate(placed):
-        of_row[one.row : one.row + one.item.tokens] = number
+    for number, placed in enumerate(items):
+        of_row[placed.row : placed.row + placed.item.tokens] = number
     needed = of_row[places if vision.frozen else shared]
-    chosen = np.unique(needed[needed >= 0])
-    counts = np.array([one.item.tokens for one in placed], dtype=np.int64)
-    before, first = np.zeros_like(counts), np.array([one.row for one in placed], dtype=np.int64)
-    before[chosen] = np.cumsum(counts[chosen]) - counts[chosen]
+    chosen = sorted(np.unique(needed[needed >= 0]).tolist(), key=lambda number: items[number].item.kind)
+    before, count = np.zeros(len(items), np.int64), 0
+    for number in chosen:
+        before[number] = count - items[number].row
+        count += items[number].item.tokens
     rows = np.flatnonzero(of_row[places] >= 0)
-    items = of_row[places[rows]]
-    features = before[items] + places[rows] - first[items]
+    features = before[of_row[places[rows]]] + places[rows]
     pictures = Pictures(to_device(rows, device), to_device(features, device))
-    if has_tower and len(chosen):
-        pictures.load = partial(_inputs, [placed[number] for number in chosen], read, device)
+    if has_tower and chosen:
+        pictures.load = partial(_inputs, replace(micro.media, items=[items[number] for number in chosen]), device)
     elif has_tower and not vision.frozen and torch.is_grad_enabled():  # ranks wait for each other's gradients of it
         pictures.load = partial(_blank, vision, device)
     return pictures
 
 
-@dataclass(slots=True, frozen=True)
-class _Placed:
-    """An item with the arrays of its segment and the row of the pack with its first placeholder."""
-
-    arrays: Mapping[str, Any]
-    item: MediaItem
-    row: int
-
-
-def _placed(micro: MicroBatch, layout: MediaLayout, read: Read) -> list[_Placed]:
-    placed = []
-    for number, arrays in enumerate(micro.media or ()):
-        if arrays is None:
-            continue
-        begin, end = micro.cu_seqlens[number : number + 2].tolist()
-        items = layout.items({name: read(arrays[name]) for name in GRIDS.values() if name in arrays})
-        starts = layout.starts(micro.tokens[begin:end], items)
-        placed += [_Placed(arrays, item, begin + start) for item, start in zip(items, starts, strict=True)]
-    return placed
-
-
-def _inputs(placed: Sequence[_Placed], read: Read, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pixels and grids of items; an array that several have is read once."""
-    parts, whole = [], dict[tuple[int, str], Any]()
-    for one in placed:
-        name = PIXELS[one.item.kind]
-        key = id(one.arrays), name
-        if key not in whole:
-            whole = {key: read(one.arrays[name])}
-        parts.append(whole[key][one.item.begin : one.item.end])
-    grids = np.array([one.item.grid for one in placed], dtype=np.int64)
-    return to_device(np.concatenate(parts), device), to_device(grids, device)
+def _inputs(media: PackMedia, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pixels and grids of all items, pictures before videos."""
+    arrays = [(media.arrays(kind), kind) for kind in media.kinds()]
+    pixels, grids = ([one[names[kind]] for one, kind in arrays] for names in (PIXELS, GRIDS))
+    return to_device(np.concatenate(pixels), device), to_device(np.concatenate(grids), device)
 
 
 def _blank(vision: Vision, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -154,7 +154,7 @@ def settings(
         ddp=_ordered(_ddp_defaults() | options.ddp),
         optimizer=_ordered(_optimizer_defaults(options) | options.optimizer | _of_train(train)),
         vocabulary_multiple=multiple,
-        frozen_tower=getattr(train, "freeze_vision_tower", True),
+        frozen_tower=train.freeze_vision_tower,
         ahead=_ahead(options.ahead, bridge, hf_config, len(layout.chunks(sizes.layers)[-1]), origins),
         compile=train.compile,
         notices=(*options.notices, *notices, *unused(options)),
