@@ -96,7 +96,8 @@ class BlockFormat:
         padding = (0, columns * self.block[1] - weight.shape[1], 0, rows * self.block[0] - weight.shape[0])
         blocks = torch.nn.functional.pad(weight.detach().float(), padding)
         blocks = blocks.view(rows, self.block[0], columns, self.block[1])
-        return blocks.abs().amax(dim=(1, 3)).clamp(min=SMALLEST) / LARGEST
+        largest = blocks.abs().amax(dim=(1, 3)).clamp(min=SMALLEST)
+        return largest / torch.full_like(largest, LARGEST)  # over a plain number a GPU takes its reciprocal
 
     def quantise(self, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """A float weight over the scales of its blocks, rounded to nearest even; float8_e4m3fn [rows, columns]."""

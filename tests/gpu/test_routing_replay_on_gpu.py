@@ -16,6 +16,7 @@ TABLES = {
 WARMUP = {"num_rollout": 6, "rollout_batch_size": 64, "lr": 3e-4}
 GRPO = {"num_rollout": 6, "rollout_batch_size": 32, "lr": 3e-5}
 SERVER = {"mem_fraction_static": 0.3, "skip_server_warmup": True, "disable_piecewise_cuda_graph": True}
+SERVER |= {"attention_backend": "triton", "sampling_backend": "pytorch", "grammar_backend": "none"}
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["plain", "graphs"])

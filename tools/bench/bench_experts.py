@@ -70,7 +70,7 @@ def in_order(experts: Any, *, together: bool) -> None:
 
 def accumulate(experts: Any) -> None:
     """Give the experts float32 gradients that a pass adds to, in one buffer in the order of weights."""
-    experts.config.gradient_accumulation_fusion = True
+    experts.config.gradient_accumulation_fusion = experts.direct = True
     parameters = list(experts.parameters())[::-1]
     buffer = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device)
     for parameter, part in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):

@@ -164,15 +164,16 @@ def test_weights_that_lie_at_equal_distances_are_not_copied():
     assert stacked(weights[2:3]).data_ptr() == weights[2].data_ptr()
 
 
+@pytest.mark.parametrize("direct", [False, True], ids=["a leaf a weight", "direct"])
 @pytest.mark.parametrize("together", [True, False], ids=["one buffer", "apart"])
-def test_gradients_are_added_to_those_that_megatron_keeps(together):
+def test_gradients_are_added_to_those_that_megatron_keeps(together, direct):
     rows, ends = torch.randn(6, 8), torch.tensor([1, 1, 6], dtype=torch.int32)
     weights = [torch.nn.Parameter(torch.randn(4, 8)) for _ in range(3)]
     buffer = torch.ones(3, 4, 8)
     for weight, total in zip(weights, buffer if together else [part.clone() for part in buffer], strict=True):
         weight.main_grad, weight.grad_added_to_main_grad = total, False
     for count in (1, 2):
-        product(rows, ends, weights, within=True).sum().backward()
+        product(rows, ends, weights, within=True, direct=direct).sum().backward()
         sums = torch.stack([rows[:1].sum(0), torch.zeros(8), rows[1:].sum(0)])
         for weight, one in zip(weights, sums, strict=True):
             torch.testing.assert_close(weight.main_grad, 1 + count * one.expand(4, 8))

@@ -67,6 +67,17 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         experts: Any = self._modules.pop("local_experts")
         self.local_experts: Any = LastFirst([*experts])
         self.recomputes = config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
+        self.direct = False  # set where no hook of a single weight has anything to do: then none is called
+        self._linears: dict[str, list[Held]] = {}
+
+    def _weights(self, name: str) -> list[Held]:
+        """Weight and bias of every expert's ``linear_fc1`` or ``linear_fc2``."""
+        if not self.direct:
+            return [getattr(expert, name)() for expert in self.local_experts]
+        if name not in self._linears:
+            linears = [getattr(expert, name) for expert in self.local_experts]
+            self._linears[name] = [(linear.weight, linear.bias) for linear in linears]
+        return self._linears[name]
 
     def forward(self, rows: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
         """What the experts make of their rows, and no bias: that is in it.
@@ -78,17 +89,18 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         """
         if self.config.moe_apply_probs_on_input:
             rows, probs = (rows * probs[:, None]).to(rows.dtype), torch.ones_like(probs)
-        ends, within = counts.to(rows.device).cumsum(0, dtype=torch.int32), self.config.gradient_accumulation_fusion
-        columns = [expert.linear_fc1() for expert in self.local_experts]
-        hidden = product(rows, ends, [weight for weight, _ in columns], within=within)
+        ends = counts.to(rows.device).cumsum(0, dtype=torch.int32)
+        modes = {"within": self.config.gradient_accumulation_fusion, "direct": self.direct}
+        columns = self._weights("linear_fc1")
+        hidden = product(rows, ends, [weight for weight, _ in columns], **modes)
         bias = _of_rows([bias for _, bias in columns], counts, rows)
         if self.recomputes:
             checkpoint = CheckpointWithoutOutput(fp8=None)  # its False means that there is some
             hidden = checkpoint.checkpoint(self._activated, hidden, bias, probs)
         else:
             hidden = self._activated(hidden, bias, probs)
-        heights = [expert.linear_fc2() for expert in self.local_experts]
-        out = product(hidden, ends, [weight for weight, _ in heights], within=within)
+        heights = self._weights("linear_fc2")
+        out = product(hidden, ends, [weight for weight, _ in heights], **modes)
         if self.recomputes:
             checkpoint.discard_output_and_register_recompute(out)
         if (bias := _of_rows([bias for _, bias in heights], counts, rows)) is not None:
@@ -138,7 +150,12 @@ def alone(fields: Mapping[str, Any], *, grouped: bool) -> Any:
 
 
 def product(
-    rows: torch.Tensor, ends: torch.Tensor, weights: Sequence[torch.Tensor], *, within: bool = False
+    rows: torch.Tensor,
+    ends: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    *,
+    within: bool = False,
+    direct: bool = False,
 ) -> torch.Tensor:
     """Each run of rows times its own matrix.
 
@@ -147,11 +164,16 @@ def product(
         ends: where the run of each matrix ends, [E] int32.
         weights: E matrices [out, in].
         within: add gradients of weights that have a ``main_grad`` to it, all at once, in the backward pass itself.
+        direct: then autograd sees the first weight alone: a leaf for each of hundreds takes longer than the product.
 
     Returns:
         [T, out].
     """
-    out: torch.Tensor = _Product.apply(rows, ends, within, *weights)
+    out: torch.Tensor
+    if direct and within and hasattr(weights[0], "main_grad"):
+        out = _DirectProduct.apply(rows, ends, weights, weights[0])
+    else:
+        out = _Product.apply(rows, ends, within, *weights)
     return out
 
 
@@ -176,16 +198,35 @@ class _Product(torch.autograd.Function):
             of_rows = multiply(grad, stacked(weights), ends, transposed=True)
         if any(ctx.needs_input_grad[3:]):
             if ctx.within and hasattr(weights[0], "main_grad"):
-                of_weights = _accumulated(weights, grad, rows, ends)
+                _accumulate(weights, grad, rows, ends)
+                of_weights = weights[0].new_empty(len(weights), *weights[0].shape).unbind()
             else:
                 of_weights = gradient(grad, rows, ends).unbind()
         return of_rows, None, None, *of_weights
 
 
-def _accumulated(
-    weights: Sequence[Any], grad: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor
-) -> Sequence[torch.Tensor]:
-    """Add gradients to those of the weights; megatron-core reads nothing of what is returned for them."""
+class _DirectProduct(torch.autograd.Function):
+    """A product whose weights are no arguments but the first, which stands for all."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, ends: torch.Tensor, weights: Sequence[torch.Tensor], first: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows, ends)
+        ctx.weights = weights
+        return multiply(rows, stacked(weights), ends)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, ends = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        of_rows = multiply(grad, stacked(ctx.weights), ends, transposed=True) if ctx.needs_input_grad[0] else None
+        _accumulate(ctx.weights, grad, rows, ends)
+        return of_rows, None, None, torch.empty_like(ctx.weights[0])
+
+
+def _accumulate(weights: Sequence[Any], grad: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> None:
+    """Add gradients to those of the weights; megatron-core then reads nothing of what is returned for them."""
     totals = [weight.main_grad for weight in weights]
     view = at_equal_distances(totals)
     if view is not None:
@@ -194,8 +235,6 @@ def _accumulated(
         torch._foreach_add_(totals, list(gradient(grad, rows, ends).unbind()))
     for weight in weights:
         weight.grad_added_to_main_grad = True
-    unread: torch.Tensor = weights[0].new_empty(len(weights), *weights[0].shape)
-    return unread.unbind()
 
 
 def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:

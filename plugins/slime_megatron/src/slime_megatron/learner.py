@@ -17,6 +17,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from slime_core.trainers.optimizer_step import Schedule
 from slime_megatron import offloading
+from slime_megatron.experts import GroupedExperts
 
 if TYPE_CHECKING:
     from slime_megatron.model import ModelStage
@@ -39,6 +40,10 @@ class MegatronLearner:
         """Make the gradient buffers; once."""
         config = self.stage.config
         self.wrapped = [DistributedDataParallel(config, built.ddp, chunk) for chunk in self.stage.chunks]
+        if not (built.ddp.overlap_grad_reduce or built.ddp.overlap_param_gather):
+            for experts in (one for chunk in self.stage.chunks for one in chunk.modules()):
+                if isinstance(experts, GroupedExperts):
+                    experts.direct = True
         no_sync = [ddp.no_sync for ddp in self.wrapped]
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         config.finalize_model_grads_func = _finalize
