@@ -84,7 +84,7 @@ class GenerateServer:
         params_given = payload.get("sampling_params") or {}
         params = params_given if isinstance(params_given, list) else [params_given] * len(prompts)
         answers = await asyncio.gather(
-            *(self._one(*each, payload) for each in zip(prompts, images, params, strict=True))
+            *(self._one(*arguments, payload) for arguments in zip(prompts, images, params, strict=True))
         )
         answer = answers if many else answers[0]
         return Events([answer]) if payload.get("stream") else answer

@@ -103,14 +103,16 @@ def get_model_url(args: Any, name: str = "", endpoint: str = "/generate") -> str
     return f"http://{args.sglang_router_ip}:{args.sglang_router_port}{endpoint}"
 
 
-def require_text(sample: Sample, *taken: str) -> None:
-    """Refuse media of other kinds than ``taken``.
+def require_text(sample: Sample, *kinds_accepted: str) -> None:
+    """Refuse media of other kinds than ``kinds_accepted``.
 
     Raises:
         ValueError: the sample has some.
     """
-    if kinds := [kind for kind, media in (sample.multimodal_inputs or {}).items() if media and kind not in taken]:
-        accepted = " and ".join(("text", *taken))
+    if kinds := [
+        kind for kind, media in (sample.multimodal_inputs or {}).items() if media and kind not in kinds_accepted
+    ]:
+        accepted = " and ".join(("text", *kinds_accepted))
         raise ValueError(
             f"sample {sample.id} has {', '.join(kinds)}, and the model takes {accepted}: take multimodal_keys away"
         )
