@@ -111,6 +111,12 @@ class BatchMedia:
         positions = self.layout.positions(tokens, items, starts) if self.layout.three_axes else None
         return sorted(zip(starts, items, strict=True), key=lambda pair: pair[0]), positions
 
+    def of_sample(self, batch: Batch, sample: int) -> tuple[PackMedia, NDArray[np.int64] | None]:
+        """The pictures of a sample alone, and its positions as in :meth:`places`."""
+        places, positions = self.places(batch, sample)
+        arrays = batch.multimodal[sample] if batch.multimodal is not None else None
+        return PackMedia([PlacedItem(item, row, arrays or {}) for row, item in places], self.folder), positions
+
 
 def check_media(batch: Batch, media: BatchMedia | None) -> None:
     """Refuse pictures that a model does not see, or that do not match the placeholders of their sample.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slime_core.errors import SlimeError, TrainerError
+from slime_core.media.positions import MediaLayout
 from slime_core.trainers.batch import check_tokens
 from slime_core.trainers.data_parallel import CRITIC_COLUMNS
 from slime_core.trainers.optimizer_step import LossSums, Schedule, to_device
@@ -98,6 +99,23 @@ def same_tensors(
             code="TRN104",
             where=f"{key} = {other.path}, rollout.hf_checkpoint = {policy.path}",
             fix="name a model of the same architecture and vocabulary",
+        )
+
+
+def same_layout(teacher: ModelFolder, policy: ModelFolder) -> None:
+    """Refuse a teacher that sees no pictures, or with other placeholders, where the policy sees some.
+
+    Raises:
+        TrainerError: TRN104.
+    """
+    layout, other = MediaLayout.of(policy.config), MediaLayout.of(teacher.config)
+    if layout is not None and layout != other:
+        raise TrainerError(
+            "the teacher does not see pictures as the policy does",
+            code="TRN104",
+            where=f"train.teacher_load = {teacher.path}, rollout.hf_checkpoint = {policy.path}",
+            why="it is a model of text alone" if other is None else f"its layout is {other}, the policy's {layout}",
+            fix="name a teacher of the policy's family",
         )
 
 

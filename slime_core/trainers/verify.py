@@ -24,13 +24,17 @@ import torch
 import torch.distributed as dist
 
 from slime_core.algorithms.shared.aggregate import token_weights
+from slime_core.media.features import text_model
+from slime_core.trainers.optimizer_step import to_device
 from slime_core.trainers.packing import split_rollouts
+from slime_core.trainers.vision import PackPixels, tower_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from slime_core.config.schema import Config
     from slime_core.protocols import Loss
+    from slime_core.trainers.media import BatchMedia
     from slime_core.types import Batch, MicroBatch
 
 FLOAT64_UP_TO = 10**8  # parameters on a CPU; above, and elsewhere, the slow way computes in float32
@@ -134,6 +138,7 @@ class Slow:
     rank: int
     world: int
     rename: Rename = dict  # gradients by the names of the model's modules to the names that the fast way gives
+    media: BatchMedia | None = None  # of a model that sees pictures
 
     @property
     def dtype(self) -> torch.dtype:
@@ -199,11 +204,25 @@ class Slow:
         """Log-prob and entropy of each response token of sample i, [2, its response tokens]."""
         ids = torch.from_numpy(batch.tokens[batch.offsets[i] : batch.offsets[i + 1]].astype(np.int64)).to(self.device)
         count = int(batch.response_lengths[i])
-        logits = self.model(input_ids=ids[None], use_cache=False).logits[0, -count - 1 : -1].to(self.exact)
+        logits = self._logits(batch, i, ids)[-count - 1 : -1].to(self.exact)
         if batch.temperature is not None:
             logits = logits / float(batch.temperature[i])
         table = torch.log_softmax(logits, dim=-1)
         return torch.stack((table[torch.arange(count), ids[-count:]], -(table.exp() * table).sum(-1)))
+
+    def _logits(self, batch: Batch, i: int, ids: torch.Tensor) -> torch.Tensor:
+        """[T, vocabulary] of sample i, whose features stand in the places of its pictures."""
+        media, positions = self.media.of_sample(batch, i) if self.media is not None else (None, None)
+        if media is None or not media.items:
+            return self.model(input_ids=ids[None], use_cache=False).logits[0]  # type: ignore[no-any-return]
+        arguments: dict[str, Any] = {"use_cache": False}
+        if positions is not None:
+            arguments["position_ids"] = to_device(positions, self.device)[:, None]
+        tower = tower_of(self.model)
+        assert tower is not None
+        embeddings, more = tower.embeddings(ids, PackPixels.of(media, self.device))
+        hidden = text_model(self.model)(inputs_embeds=embeddings, **arguments, **more).last_hidden_state
+        return self.model.get_output_embeddings()(hidden)[0]  # type: ignore[no-any-return]
 
     def _loss(
         self, batch: Batch, rollouts: NDArray[np.int64], tokens: NDArray[np.bool_], both: torch.Tensor

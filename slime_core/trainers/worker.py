@@ -44,6 +44,7 @@ from slime_core.weights.logprob_check import PRECISIONS
 from slime_core.weights.prediction_layers import carry
 from slime_core.weights.transports.buckets import TensorPart, TensorSource, one_part, stream
 from slime_core.weights.transports.senders import Senders
+from slime_core.weights.vision import carry_processor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -407,7 +408,8 @@ class Worker(ABC):
 
     def slow_way(self) -> Slow:
         """transformers' model with the weights that the ranks hold now; a collective."""
-        return Slow(self.slow_model(), self.begun_stage(), self.loss, self.dtype, self.rank, self.world)
+        stage, media = self.begun_stage(), self.media
+        return Slow(self.slow_model(), stage, self.loss, self.dtype, self.rank, self.world, media=media)
 
     @torch.no_grad()
     def publish(self, version: int, route: WeightRoute | None = None) -> WeightUpdate:
@@ -446,8 +448,10 @@ class Worker(ABC):
     def export(self, path: Path) -> None:
         with self.offload.loaded({"parameters"}):
             self.write_folder(path)
-        if self.rank == 0 and self.folder.init_weights == "load":
-            carry(self.folder.path, path, self.folder.config)
+        if self.rank == 0:
+            carry_processor(self.folder.path, path)
+            if self.folder.init_weights == "load":
+                carry(self.folder.path, path, self.folder.config)
         self.barrier()
 
     def begun_stage(self) -> Config:

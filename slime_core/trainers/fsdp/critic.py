@@ -18,13 +18,13 @@ from slime_core.trainers import roles
 from slime_core.trainers.fsdp.model import FsdpLearner, FsdpPolicy, shard
 from slime_core.trainers.fsdp.packs import RankPack
 from slime_core.trainers.roles import KEY, open_critic
+from slime_core.trainers.vision import PackPixels
 from slime_core.weights import build
 
 if TYPE_CHECKING:
     from slime_core.trainers.fsdp.attention import PackSegments
     from slime_core.trainers.fsdp.places import DevicePlace
     from slime_core.trainers.fsdp.ranks import FsdpRanks
-    from slime_core.trainers.fsdp.vision import PackPixels
     from slime_core.trainers.optimizer_step import LossSums
     from slime_core.types import MicroBatch
     from slime_core.weights.folder import ModelFolder

@@ -64,6 +64,7 @@ class FsdpFrozen:
     def _begin_teacher(self, train: Any) -> None:
         if self.teacher is None or self._teacher_path != train.teacher_load:
             folder = roles.open_model("train.teacher_load", train.teacher_load, self._folder)
+            roles.same_layout(folder, self._folder)
             self.teacher = None
             teacher = FsdpPolicy(
                 folder.build_model("float32").to(self._device).eval(), chunk=train.logprob_chunk_tokens

@@ -41,8 +41,8 @@ from slime_core.trainers.fsdp.ranks import FsdpRanks, check_packs
 from slime_core.trainers.fsdp.shards import by_rows, counts_once, first, local, shard_modules
 from slime_core.trainers.fsdp.tensor_parallel import split_products
 from slime_core.trainers.fsdp.trial import PolicyTrial, close, picture_logits
-from slime_core.trainers.fsdp.vision import PackPixels, sight_of
 from slime_core.trainers.optimizer_step import LossSums, MicroBatchLoss, Schedule
+from slime_core.trainers.vision import PackPixels, tower_of
 from slime_core.weights.routers import Routers
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class FsdpPolicy(nn.Module):
         self.lane_copies: frozenset[str] = frozenset()  # parameters that all ranks of a layer's products have
         self.expert_load = ExpertLoad()
         self.routers: Routers | None = None  # where a run replays their choices
-        self.sight = sight_of(hf)
+        self.tower = tower_of(hf)
         self._compiled: dict[Callable[..., Any], Compiled] = {}
         if next(hf.parameters()).is_cuda:
             use_kernels(hf)
@@ -86,8 +86,8 @@ class FsdpPolicy(nn.Module):
 
     def freeze(self, train: Any) -> None:
         """Follow ``train.freeze_vision_tower``; before the model is sharded."""
-        if self.sight is not None and train.freeze_vision_tower:
-            self.sight.freeze()
+        if self.tower is not None and train.freeze_vision_tower:
+            self.tower.freeze()
 
     def choose_recomputing(self, train: Any) -> None:
         """Follow the [train] section's gradient checkpointing."""
@@ -148,7 +148,7 @@ class FsdpPolicy(nn.Module):
         with torch.no_grad():
             trial = PolicyTrial(self.hf)
             self.linear_head = trial.linear_head()
-            if self.sight is not None:
+            if self.tower is not None:
                 self._try_picture()
             reason = trial.packing()
         self.packs = not reason
@@ -162,7 +162,7 @@ class FsdpPolicy(nn.Module):
         Raises:
             ConfigError: CFG04 a model that cannot.
         """
-        check_packs(self.hf, self.packs and self.sight is None, ranks)
+        check_packs(self.hf, self.packs and self.tower is None, ranks)
         if ranks.size > 1:
             self.ranks, self.fused = ranks, False  # fused layers attend by themselves
         split_products(self.hf, ranks)
@@ -235,10 +235,10 @@ class FsdpPolicy(nn.Module):
     ) -> torch.Tensor:
         """Last hidden states [T, hidden]; arguments as in `types.MicroBatch`, as tensors."""
         arguments: dict[str, Any] = self._arguments(position_ids, segments)
-        if self.sight is None:
+        if self.tower is None:
             arguments["input_ids"] = tokens[None]
         else:
-            arguments["inputs_embeds"], options = self.sight.embeddings(tokens, pixels)
+            arguments["inputs_embeds"], options = self.tower.embeddings(tokens, pixels)
             arguments |= options
         return text_of(self.hf)(**arguments).last_hidden_state[0]  # type: ignore[no-any-return]
 
@@ -327,8 +327,8 @@ def shard(
     if ranks.world == 1:
         policy.masters = Masters(policy, dtype, exact, policy.place) if dtype != torch.float32 else None
         return
-    if policy.sight is not None:
-        policy.sight.sharded = True
+    if policy.tower is not None:
+        policy.tower.sharded = True
     blocks, on_host = layers(policy.hf), isinstance(place, HostPlace)
     if ranks.lanes > 1:
         inside = {id(p) for block in blocks for p in block.parameters() if not isinstance(p, DTensor)}

@@ -12,8 +12,8 @@ import torch
 
 from slime_core.trainers.expert_load import copies_of_rows
 from slime_core.trainers.fsdp.attention import PackSegments
-from slime_core.trainers.fsdp.vision import PackPixels
 from slime_core.trainers.optimizer_step import to_device
+from slime_core.trainers.vision import PackPixels
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from slime_core.media.features import own_logits, picture_probe
 from slime_core.media.positions import MediaLayout
 from slime_core.trainers.fsdp.attention import NAME, PackSegments, register
 from slime_core.trainers.fsdp.blocks import layers, text_of
-from slime_core.trainers.fsdp.vision import PackPixels, smallest
+from slime_core.trainers.media import PackMedia, PlacedItem
+from slime_core.trainers.vision import PackPixels
 
 TRIAL = (5, 3, 3)  # lengths of the sequences that a model is tried with
 TOLERANCE = 1e-3
@@ -91,25 +94,13 @@ def close(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def picture_logits(policy: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits [T, vocabulary] of a small picture between words, by an `FsdpPolicy` and by transformers' own forward."""
-    hf, sight = policy.hf, policy.sight
-    assert sight is not None
+    hf, layout = policy.hf, policy.tower.layout
     device = next(hf.parameters()).device
-    arrays = smallest(hf.config, sight.layout, device, tokens=2)
-    arrays["pixel_values"] = torch.sin(torch.arange(arrays["pixel_values"].numel(), device=device).float()).view_as(
-        arrays["pixel_values"]
-    )
-    (item,) = sight.layout.items({name: array.cpu().numpy() for name, array in arrays.items()})
-    words, placeholder = [7, 14, 21], sight.layout.placeholders["images"]
-    tokens = torch.tensor([*words, *[placeholder] * item.tokens, *reversed(words)], device=device)
-    at = torch.arange(len(words), len(words) + item.tokens, device=device)
-    positions = torch.arange(len(tokens), device=device)
-    arguments = dict(arrays)
-    if sight.layout.three_axes:
-        positions = torch.from_numpy(sight.layout.positions(tokens.cpu().numpy(), [item])).to(device)
-        arguments["mm_token_type_ids"] = (tokens == placeholder).int()[None]
-    else:
-        arguments = {name: array[None] for name, array in arrays.items()}
-    hidden = policy.hidden(tokens, positions, None, PackPixels({"images": (arrays, at)}))
-    return policy.hf.get_output_embeddings()(hidden), hf(input_ids=tokens[None], use_cache=False, **arguments).logits[
-        0
-    ]
+    tokens, arrays = picture_probe(hf.config, layout)
+    items = layout.items(arrays)
+    starts = layout.starts(tokens, items)
+    axes = layout.positions(tokens, items, starts) if layout.three_axes else np.arange(len(tokens))
+    media = PackMedia([PlacedItem(*pair, arrays) for pair in zip(items, starts, strict=True)], Path())
+    ids, positions = (torch.from_numpy(array).to(device) for array in (tokens, axes))
+    hidden = policy.hidden(ids, positions, None, PackPixels.of(media, device))
+    return hf.get_output_embeddings()(hidden), own_logits(hf, layout, tokens, arrays)

@@ -204,6 +204,8 @@ class FsdpWorker(Worker):
                 parameter.copy_(weights[name])
             for name, bias in router_biases(model).items():
                 bias.copy_(self.actor.biases()[name])
+        for name in self.policy.frozen():
+            model.get_parameter(name).requires_grad_(False)
         return model
 
     def smaller(self) -> Sequence[str]:

@@ -70,20 +70,20 @@ class VisionTower:
             return features(self._hf, kind, arrays)
 
 
-def sight_of(hf: Any) -> VisionTower | None:
+def tower_of(hf: Any) -> VisionTower | None:
     """Of a vision model; None for one of text alone."""
     layout = MediaLayout.of(hf.config)
     return None if layout is None else VisionTower(hf, layout)
 
 
-def smallest(config: Any, layout: MediaLayout, device: torch.device, tokens: int = 1) -> dict[str, torch.Tensor]:
-    """Arrays of a picture of zeros: with grids of ``tokens`` tokens side by side, else one crop."""
+def smallest(config: Any, layout: MediaLayout, device: torch.device) -> dict[str, torch.Tensor]:
+    """Arrays of a picture of zeros: one of a single token, or a crop."""
     vision = config.vision_config
     if not layout.merge:
         size = int(vision.image_size)
         pixels = torch.zeros(1, 3, size, size, device=device)
         mask = torch.ones(1, size, size, dtype=torch.long, device=device)
         return {PIXELS["images"]: pixels, "pixel_attention_mask": mask}
-    grid = torch.tensor([[1, layout.merge, layout.merge * tokens]], device=device)
+    grid = torch.tensor([[1, layout.merge, layout.merge]], device=device)
     width = int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
     return {PIXELS["images"]: torch.zeros(int(grid.prod()), width, device=device), GRIDS["images"]: grid}
