@@ -2,14 +2,17 @@
 
     python tools/bench/bench_report.py                      # runs of 10,000 and 100,000 samples
     python tools/bench/bench_report.py --samples 10000
+    python tools/bench/bench_report.py --samples 64 --tokens 131072     # responses of 64k to 192k tokens
     python tools/bench/bench_report.py --json > report.json
 
 The runs are made here, in a folder that is removed: samples of about 120 response tokens whose ids are as frequent as
 words are (Zipf's law, exponent 1.2), random log-probs, a text of as many words, terms of the reward, and a recorded
 log-prob and advantage a token, in groups of 8 and steps of 512. ``write`` is `slime report` in a new process, imports
-included; ``first paint`` is Chromium's own figure, from the disk. ``filter``, ``sort``, ``scroll`` and ``sample`` (a
-sample is opened) are milliseconds from the event to the end of the frame after it, the largest of 20; the first filter
-and sort are among them.
+included; ``first paint`` is Chromium's own figure, from the disk. ``filter``, ``sort``, ``scroll``, ``sample`` (a
+sample is opened) and ``colour`` (its tokens get another) are milliseconds from the event to the end of the frame after
+it, the largest of 20; the first filter and sort are among them. ``text`` is the time until a sample's tokens are there,
+the mean of 8 samples of different groups. ``write_row`` and ``read_row`` are the processor's milliseconds for one
+sample of the ledger: encoded into a segment, without the sync of the disk, and decoded from its bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from slime_core.durable import replace_file
-from slime_core.ledger.codec import encode
+from slime_core.ledger.codec import decode, encode
 from slime_core.ledger.schema import TRAINED, connect
 from slime_core.ledger.segments import Segments
 from slime_core.types import Batch, Sample, Status
@@ -55,10 +58,19 @@ ACTIONS = {
     "'order'][i % 4]; s.dispatchEvent(new Event('change')); }",
     "scroll": "i => { const s = slime.samples.state.list; s.scrollTop = s.scrollHeight * ((i * 7) % 20) / 20; }",
     "sample": "i => slime.samples.open((i * 4801) % slime.samples.state.table.count)",
+    "colour": "i => slime.viewer.nextColour()",
 }
+TEXT = """async (i) => {
+    const table = slime.samples.state.table, places = table.id.map((_, at) => at);
+    const inside = places.filter((at) => table.pages[table.group[at]] >= 0), at = inside[(i * 9) % inside.length];
+    const start = performance.now(), shown = () => document.querySelector(".viewer h2")?.textContent === table.id[at];
+    slime.samples.open(at);
+    while (!shown() || !document.querySelector(".tokens")) await new Promise((done) => setTimeout(done, 2));
+    return performance.now() - start;
+}"""
 
 
-def make_run(path: Path, samples: int, seed: int = 0) -> None:
+def make_run(path: Path, samples: int, tokens: int, seed: int = 0) -> None:
     """Write a run directory of ``samples`` samples."""
     path.mkdir()
     (path / "config.toml").write_text('name = "bench"\n[train]\nlr = 1e-6\n')
@@ -69,18 +81,18 @@ def make_run(path: Path, samples: int, seed: int = 0) -> None:
     with (path / "metrics.jsonl").open("w") as file:
         for version in range(1, steps + 1):
             metrics = dict(zip(names, rng.random(50).tolist())) | {"reward/mean": version / steps, "reward/std": 0.3}
-            metrics |= {"reward/min": 0.0, "reward/max": 1.0, "tokens/response": STEP * TOKENS}
+            metrics |= {"reward/min": 0.0, "reward/max": 1.0, "tokens/response": STEP * tokens}
             row = {"kind": "step", "version": version, "stage": "main", "step": version - 1, "of": steps}
             seconds = {"rollout": 3.0, "train": 2.0, "sync": 0.1}
             file.write(json.dumps({**row, "metrics": metrics, "seconds": seconds}) + "\n")
     segments, database = Segments(path / "segments"), connect(path / "ledger.sqlite")
     database.execute("BEGIN")
     for first in range(0, samples, STEP):
-        own = [make_sample(number, rng) for number in range(first, min(samples, first + STEP))]
+        own = [make_sample(number, tokens, rng) for number in range(first, min(samples, first + STEP))]
         version = first // STEP + 1
         for number, sample in enumerate(own, first):
             place = segments.append(encode(sample))
-            figures = (number // GROUP, number % GROUP, number, version - 1, version - 1, TOKENS, version)
+            figures = (number // GROUP, number % GROUP, number, version - 1, version - 1, tokens, version)
             sizes = (sample.reward, len(sample.tokens), sample.response_length)
             database.execute(INSERT, (sample.id, *figures, *sizes, *place))
         replace_file(
@@ -91,9 +103,9 @@ def make_run(path: Path, samples: int, seed: int = 0) -> None:
     segments.close()
 
 
-def make_sample(number: int, rng: np.random.Generator) -> Sample:
+def make_sample(number: int, tokens: int, rng: np.random.Generator) -> Sample:
     """One sample of random tokens; its reward is random too."""
-    length = int(rng.integers(TOKENS // 2, TOKENS * 3 // 2))
+    length = int(rng.integers(tokens // 2, tokens * 3 // 2))
     sample = Sample(
         id=f"main/{number // GROUP}-{number % GROUP}",
         prompt=" ".join(rng.choice(WORDS, PROMPT).tolist()),
@@ -106,6 +118,21 @@ def make_sample(number: int, rng: np.random.Generator) -> Sample:
     text = " ".join(rng.choice(WORDS, length).tolist())
     sample.append_response(make_ids(length, rng), log_probs, text=text, version=number // STEP)
     return sample
+
+
+def row_times(path: Path, tokens: int) -> dict[str, float]:
+    """Processor milliseconds of a sample's record, written and read, the least of five."""
+    sample, segments = make_sample(0, tokens, np.random.default_rng(1)), Segments(path)
+    times: dict[str, list[float]] = {"write_row_ms": [], "read_row_ms": []}
+    for _ in range(5):
+        start = time.process_time()
+        place = segments.append(encode(sample))
+        middle = time.process_time()
+        decode(segments.read(place))
+        times["write_row_ms"].append(1e3 * (middle - start))
+        times["read_row_ms"].append(1e3 * (time.process_time() - middle))
+    segments.close()
+    return {name: min(values) for name, values in times.items()}
 
 
 def make_ids(count: int, rng: np.random.Generator) -> list[int]:
@@ -134,11 +161,12 @@ def make_batch(version: int, samples: list[Sample], rng: np.random.Generator) ->
     )
 
 
-def measure(samples: int, browser: Any) -> dict[str, float]:
+def measure(samples: int, tokens: int, browser: Any) -> dict[str, float]:
     """Figures of a run of ``samples`` samples."""
     with tempfile.TemporaryDirectory(prefix="bench-report-", dir=Path.cwd()) as folder:
         run, page_file = Path(folder) / "bench-0", Path(folder) / "report.html"
-        make_run(run, samples)
+        make_run(run, samples, tokens)
+        rows = row_times(Path(folder) / "rows", tokens)
         command = [sys.executable, "-m", "slime_cli.main", "report", str(run), "--output", str(page_file)]
         start, before = time.perf_counter(), os.times()
         subprocess.run(command, check=True, capture_output=True)
@@ -157,17 +185,19 @@ def measure(samples: int, browser: Any) -> dict[str, float]:
         page.evaluate("slime.app.show('samples')")
         page.wait_for_selector(".sample-row")
         figures["open_samples_ms"] = 1e3 * (time.perf_counter() - start)
+        figures["text_ms"] = float(np.mean([page.evaluate(TEXT, number) for number in range(8)]))
         for name, action in ACTIONS.items():
             times = [page.evaluate(f"({FRAME})(() => ({action})({number}))") for number in range(20)]
             figures[f"{name}_ms"] = max(times)
         page.close()
-    return figures
+    return figures | rows
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, action="append", help="Of a run; default: 10,000 and 100,000.")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="Of a response, about.")
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args()
     executable = shutil.which("chromium") or sys.exit("no Chromium: apt-get install chromium")
@@ -175,7 +205,7 @@ def main() -> None:
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
-        results = {count: measure(count, browser) for count in chosen.samples or [10_000, 100_000]}
+        results = {count: measure(count, chosen.tokens, browser) for count in chosen.samples or [10_000, 100_000]}
         browser.close()
     if chosen.json:
         print(json.dumps(results, indent=1))

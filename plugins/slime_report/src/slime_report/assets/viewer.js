@@ -12,13 +12,27 @@ slime.viewer = (() => {
     return values;
   };
   // Texts of tokens: bytes are decoded together, so that a character of several tokens appears at its last one.
+  const ASCII = /^[\x00-\x7f]*$/;
   const textsOf = (sample, tokens) => {
-    const decoder = new TextDecoder("utf-8");
-    return Array.from(tokens, (token) => {
-      const piece = sample.words.get(token) || "", bytes = new Uint8Array(piece.length);
-      for (let i = 0; i < piece.length; i++) bytes[i] = piece.charCodeAt(i);
-      return decoder.decode(bytes, { stream: true });
-    });
+    const decoder = new TextDecoder("utf-8"), texts = new Array(tokens.length), plain = new Map();
+    let open = false;  // whether the decoder may hold bytes of a character
+    for (let at = 0; at < tokens.length; at++) {
+      const token = tokens[at], piece = sample.words.get(token) || "";
+      if (!plain.has(token)) plain.set(token, ASCII.test(piece));
+      const ascii = plain.get(token);
+      if (ascii && !open) { texts[at] = piece; continue; }
+      texts[at] = decoder.decode(Uint8Array.from(piece, (character) => character.charCodeAt(0)), { stream: true });
+      open = !ascii;
+    }
+    return texts;
+  };
+  // What is derived from a sample once, however often it is drawn: of 100,000 tokens that takes a second.
+  const memos = new WeakMap();
+  const once = (sample, name, make) => {
+    if (!memos.has(sample)) memos.set(sample, new Map());
+    const memo = memos.get(sample);
+    if (!memo.has(name)) memo.set(name, make(sample));
+    return memo.get(name);
   };
   const map2 = (a, b, f) => a && b ? Float32Array.from(a, (value, i) => f(value, b[i])) : null;
   const RED = "214, 64, 69", BLUE = "54, 107, 214", ORANGE = "232, 135, 30", GREEN = "60, 169, 81";
@@ -144,7 +158,7 @@ slime.viewer = (() => {
     return turns;
   };
   const turnView = (sample, texts) => {
-    const turns = turnsOf(sample, texts), pairs = [];
+    const turns = once(sample, "turns", () => turnsOf(sample, texts)), pairs = [];
     for (const turn of turns) if (turn.own || !pairs.length || pairs[pairs.length - 1][1]) pairs.push(turn.own ? [turn, null] : [null, turn]); else pairs[pairs.length - 1][1] = turn;
     const cell = (turn, name) => h("div", { className: turn ? "turn " + name : "turn none" }, turn && h("small", null, `${name}, ${slime.count(turn.tokens)} tokens`), turn && marked(turn.text));
     return h("div", { className: "turns" }, pairs.map(([own, other], i) => h("div", { className: "pair" }, h("small", { className: "count" }, String(i + 1)), cell(own, "model"), cell(other, "environment"))));
@@ -161,10 +175,20 @@ slime.viewer = (() => {
   };
   const pairs = (entries) => h("table", { className: "rows" }, h("tbody", null, entries.filter(([, value]) => value !== undefined && value !== null && value !== "").map(([name, value]) => h("tr", null, h("td", { className: "key" }, slime.visible(name)), h("td", null, value instanceof Node ? value : slime.visible(slime.text(value)))))));
 
+  // How many different 4-grams there are: pairs get numbers, and pairs of those are counted.
+  const different4 = (tokens) => {
+    const numbers = new Map(), grams = new Set(), pairs = new Float64Array(Math.max(0, tokens.length - 1));
+    for (let i = 0; i < pairs.length; i++) {
+      const pair = tokens[i] * 2 ** 24 + tokens[i + 1];
+      if (!numbers.has(pair)) numbers.set(pair, numbers.size);
+      pairs[i] = numbers.get(pair);
+    }
+    for (let i = 0; i + 2 < pairs.length; i++) grams.add(pairs[i] * 2 ** 26 + pairs[i + 2]);
+    return grams.size;
+  };
   const diagnostics = (sample, table, at, colours, texts) => {
     const by = (id) => colours.find((each) => each.id === id)?.figures, engine = by("log_probs"), count = sample.response_length || 0;
-    const response = sample.tokens.subarray(sample.tokens.length - count), grams = new Set();
-    for (let i = 0; i + 4 <= response.length; i++) grams.add(response.subarray(i, i + 4).join(" "));
+    const grams = different4(sample.tokens.subarray(sample.tokens.length - count));
     const lowest = engine && engine.length ? engine.reduce((best, v, i) => v < engine[best] ? i : best, 0) : null;
     const versions = [...new Set(expand(sample.weight_versions, count, -1))].filter((v) => v >= 0);
     const masked = count - expand(sample.loss_mask, count, 1).reduce((a, b) => a + b, 0);
@@ -176,7 +200,7 @@ slime.viewer = (() => {
       ["largest gap", by("gap") && number(extent(by("gap"))[1])],
       ["ratio", by("ratio") && extent(by("ratio")).map((v) => number(v)).join(" … ")],
       ["advantage", by("advantages") && [...new Set(extent(by("advantages")))].map((v) => number(v)).join(" … ")],
-      ["repetition", count >= 8 ? slime.percent(1 - grams.size / (count - 3)) + " of 4-grams were there before" : null],
+      ["repetition", count >= 8 ? slime.percent(1 - grams / (count - 3)) + " of 4-grams were there before" : null],
       ["attempt", table.attempt[at] || null], ["temperature", sample.temperature], ["role", sample.role], ["task", sample.task], ["model", sample.model], ["session", sample.session_id], ["removed", sample.remove_sample],
     ]);
   };
@@ -206,8 +230,8 @@ slime.viewer = (() => {
 
   const compose = ({ table, at, sample, group, target }) => {
     const count = sample.response_length || 0, fate = table.names.fate[table.fate[at]];
-    const colours = colourings(sample), texts = textsOf(sample, sample.tokens.subarray(sample.tokens.length - count));
-    const many = turnsOf(sample, texts).length > 1;
+    const colours = once(sample, "colours", colourings), texts = once(sample, "texts", () => textsOf(sample, sample.tokens.subarray(sample.tokens.length - count)));
+    const many = once(sample, "turns", () => turnsOf(sample, texts)).length > 1;
     const views = [["tokens", "Tokens"], ["text", "Text"], ["turns", "Turns"], ["table", "Table"]].filter(([id]) => count || id === "text");
     const view = views.some(([id]) => id === settings.view) ? settings.view : "text";
     const body = { tokens: () => heat(sample, colours, texts), text: () => long(sample.response || ""), turns: () => turnView(sample, texts), table: () => rows(sample, colours, texts) }[view]();
@@ -220,7 +244,7 @@ slime.viewer = (() => {
       sample.damage && h("p", { className: "notice" }, "Its text cannot be read: " + sample.damage),
       h("h3", null, "Prompt"), promptOf(sample.prompt ?? ""),
       h("h3", { className: "line" }, "Response", h("small", null, many ? "several turns" : ""), slime.pick(views, view, (value) => { settings.view = value; again(); })), body,
-      h("div", { className: "facts" }, h("div", null, h("h3", null, "Reward"), reward(sample)), h("div", null, h("h3", null, "Diagnostics"), diagnostics(sample, table, at, colours, texts))),
+      h("div", { className: "facts" }, h("div", null, h("h3", null, "Reward"), reward(sample)), h("div", null, h("h3", null, "Diagnostics"), once(sample, "diagnostics", () => diagnostics(sample, table, at, colours, texts)))),
       ...(branches(sample, group, table, at) || []),
       ...(sample.metadata && Object.keys(sample.metadata).length ? [h("h3", null, "Metadata"), h("div", { className: "json" }, json(sample.metadata))] : []),
       ...(sample.train_metadata && Object.keys(sample.train_metadata).length ? [h("h3", null, "Train metadata"), h("div", { className: "json" }, json(sample.train_metadata))] : []));
@@ -228,7 +252,7 @@ slime.viewer = (() => {
   const again = () => { if (shown) { const top = shown.target.scrollTop; compose(shown); shown.target.scrollTop = top; } };
   const nextColour = () => {
     if (!shown) return;
-    const ids = colourings(shown.sample).map(({ id }) => id);
+    const ids = once(shown.sample, "colours", colourings).map(({ id }) => id);
     settings.colour = ids[(ids.indexOf(settings.colour) + 1) % ids.length];
     settings.view = "tokens";
     again();
