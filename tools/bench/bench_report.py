@@ -9,10 +9,10 @@ The runs are made here, in a folder that is removed: samples of about 120 respon
 words are (Zipf's law, exponent 1.2), random log-probs, a text of as many words, terms of the reward, and a recorded
 log-prob and advantage a token, in groups of 8 and steps of 512. ``write`` is `slime report` in a new process, imports
 included; ``first paint`` is Chromium's own figure, from the disk. ``filter``, ``sort``, ``scroll``, ``sample`` (a
-sample is opened) and ``colour`` (its tokens get another) are milliseconds from the event to the end of the frame after
-it, the largest of 20; the first filter and sort are among them. ``text`` is the time until a sample's tokens are there,
-the mean of 8 samples of different groups. ``write_row`` and ``read_row`` are the processor's milliseconds for one
-sample of the ledger: encoded into a segment, without the sync of the disk, and decoded from its bytes.
+sample is opened) and ``colour`` (its tokens get another) are milliseconds from the event to the end of the frame
+after it, the largest of 20; the first filter and sort are among them. ``text`` is the time until a sample's tokens are
+there, the mean of 8 samples of different groups. ``write_row`` and ``read_row`` are the processor's milliseconds for
+one sample of the ledger: encoded into a segment, without the sync of the disk, and decoded from its bytes.
 """
 
 from __future__ import annotations
