@@ -84,7 +84,7 @@ def test_ppo_trains_policy_and_critic(run, tmp_path):
     assert (second.columns["policy"] == second.columns["reference"]).all()  # the policy stood still
     start, end = (load_file(tmp_path / path / "model.safetensors") for path in ("model", "ppo/final"))
     assert any((start[name] != tensor).any() for name, tensor in end.items())
-    assert "score.weight" in load_file(tmp_path / "ppo" / "state" / "critic.safetensors")
+    assert "critic.score.weight" in load_file(tmp_path / "ppo" / "state" / "critic.safetensors")
 
 
 def test_a_teacher_gives_the_same_advantages_in_the_trainer_and_as_an_engine(run, tmp_path):

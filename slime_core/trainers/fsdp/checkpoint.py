@@ -4,6 +4,8 @@ parameters moments (moment1.NAME, moment2.NAME) router_biases reference referenc
 each one file KIND.safetensors or, written by W ranks, files KIND-R-of-W.safetensors of whole tensors
 trainer.json   generators.json or -R-of-W.json
 
+No name stands in two files, so `torch.distributed.checkpoint` reads the folder with its HuggingFaceStorageReader.
+
 save: gather each tensor on the rank that owns it -> host memory -> return; files are written behind (`offload`)
 restore: this rank's rows of every tensor, whatever the number of ranks that wrote them
 """
@@ -41,6 +43,8 @@ PARAMETERS, MOMENTS, REFERENCE, CRITIC, CRITIC_MOMENTS = (
     "critic_moments",
 )
 BIASES, REFERENCE_BIASES = "router_biases", "reference_router_biases"
+PREFIXES = {REFERENCE: "reference.", REFERENCE_BIASES: "reference.", CRITIC: "critic.", CRITIC_MOMENTS: "critic."}
+"""Of names in the files of a kind; files of older versions have none."""
 STATE, GENERATORS = "trainer.json", "generators"
 SHOWN = 4  # differences of each sort in a message
 
@@ -53,7 +57,7 @@ class StatePart:
     """
 
     kind: str  # of the file
-    name: str  # in the file
+    name: str  # in the file, behind the prefix of the kind
     owner: str
     shard: torch.Tensor
     parameter: torch.Tensor
@@ -110,7 +114,9 @@ def save(worker: Worker, path: Path) -> None:
         if worker.world > 1:
             tensor = full(like(tensor.to(worker.device), part.parameter))
         if local_parts:
-            staging.copy(starts[part.kind][part.name], tensor, temporary=worker.world > 1)
+            staging.copy(
+                starts[part.kind][PREFIXES.get(part.kind, "") + part.name], tensor, temporary=worker.world > 1
+            )
     name = file_name(GENERATORS, worker.rank, worker.world, ".json")
     texts = {name: json.dumps(generators()).encode()}
     if worker.rank == 0:
@@ -166,7 +172,7 @@ def _layouts(worker: Worker, parts: list[StatePart]) -> dict[str, FileLayout]:
     for part in parts:
         if part.kind not in layouts:
             layouts[part.kind] = FileLayout(file_name(part.kind, worker.rank, worker.world), {})
-        layouts[part.kind].tensors[part.name] = (part.parameter.shape, part.shard.dtype)
+        layouts[part.kind].tensors[PREFIXES.get(part.kind, "") + part.name] = (part.parameter.shape, part.shard.dtype)
     return layouts
 
 
@@ -254,7 +260,7 @@ def _generators(worker: Worker, path: Path) -> dict[str, Any]:
 
 
 def tensors_of(path: Path, kind: str) -> dict[str, TensorInfo]:
-    """Headers of all files of a kind, whoever wrote them.
+    """Headers of all files of a kind, whoever wrote them, by name without the kind's prefix.
 
     Raises:
         StorageError: STO111 there is none, STO112 one is damaged.
@@ -266,7 +272,7 @@ def tensors_of(path: Path, kind: str) -> dict[str, TensorInfo]:
             raise StorageError(f"there is no {kind}.safetensors", code="STO111", where=str(path))
         infos: dict[str, TensorInfo] = {}
         for file in files:
-            infos |= read_header(file)
+            infos |= {name.removeprefix(PREFIXES.get(kind, "")): info for name, info in read_header(file).items()}
     except DataError as error:
         raise StorageError(error.what, code="STO112", where=error.where, why=error.why) from error
     except OSError as error:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import trainer_bench as made
 from safetensors.torch import load_file, save_file
 
@@ -15,6 +16,7 @@ from slime_core.plugins import load_plugins
 from slime_core.testing import tiny_model
 from slime_core.threads import TorchThread
 from slime_core.trainers.fsdp import FsdpTrainer, worker as fsdp_worker
+from slime_core.trainers.fsdp.shards import like, local
 from slime_core.weights.folder import ModelFolder
 
 pytestmark = pytest.mark.integration
@@ -65,6 +67,8 @@ def train_rank(case: str, folder: Path, out: Path, thread: TorchThread, rank: in
     thread.call(worker.save, out / f"{case}-saved")
     worker.staging.wait()
     thread.call(worker.barrier)  # all ranks' files are there
+    if case == "critic":
+        thread.call(read_by_torch, worker, out / f"{case}-saved")
     thread.call(worker.export, out / f"{case}-final")
     thread.call(worker.restore, out / f"{case}-saved")
     update = thread.call(worker.publish, 2)
@@ -74,6 +78,23 @@ def train_rank(case: str, folder: Path, out: Path, thread: TorchThread, rank: in
         for i, row in enumerate(metrics):
             found |= {f"metric.{i}.{name}": torch.tensor(value).double() for name, value in row.items()}
         save_file(found, str(out / f"{case}.safetensors"))
+
+
+def read_by_torch(worker, path):
+    """Each rank's rows of all that was saved, read by torch.distributed.checkpoint, are what the rank has."""
+    state = dict(worker.actor.parameters())
+    state |= {f"critic.{name}": parameter for name, parameter in worker.critic.learner.parameters().items()}
+    state |= {
+        f"reference.{name}": like(worker.frozen.reference[name], p) for name, p in worker.actor.parameters().items()
+    }
+    for prefix, learner in (("", worker.actor), ("critic.", worker.critic.learner)):
+        for which in ("moment1", "moment2"):
+            for name, moment in getattr(learner.optimizer, which).items():
+                state[f"{prefix}{which}.{name}"] = like(moment, learner.parameters()[name])
+    read = {name: torch.full_like(tensor.detach(), 7.0) for name, tensor in state.items()}
+    dcp.load(read, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
+    for name, tensor in state.items():
+        assert torch.equal(local(read[name]), local(tensor.detach())), name
 
 
 WORLDS = [2, pytest.param(3, marks=pytest.mark.nightly)]

@@ -325,3 +325,10 @@ def test_a_saver_of_its_own_thread_does_not_wait_for_torch(bench, tmp_path, held
     assert not computing.done()
     go.set()
     computing.result()
+
+
+def test_names_of_a_critic_have_no_prefix_for_readers_as_in_older_checkpoints(tmp_path):
+    for folder, name in (("older", "score.weight"), ("newer", "critic.score.weight")):
+        (tmp_path / folder).mkdir()
+        save_file({name: torch.ones(1, 4)}, str(tmp_path / folder / "critic.safetensors"))
+        assert list(files.tensors_of(tmp_path / folder, files.CRITIC)) == ["score.weight"]
