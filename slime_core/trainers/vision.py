@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from slime_core.media.features import Features, embed, features, tower
@@ -17,22 +18,29 @@ from slime_core.media.positions import GRIDS, PIXELS, Kind, MediaLayout
 from slime_core.trainers.media import PackMedia
 from slime_core.trainers.optimizer_step import to_device
 
+Arrays = dict[str, torch.Tensor]
+
 
 class PackPixels:
-    """Arrays of a pack's pictures and its rows of their placeholders. No dataclass, which FSDP would cast."""
+    """Arrays of a pack's pictures, and which of their features are which rows. No dataclass, which FSDP would cast."""
 
-    __slots__ = ("kinds",)
+    __slots__ = ("arrays", "features", "rows")
 
-    def __init__(self, kinds: dict[Kind, tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
-        self.kinds = kinds
+    def __init__(self, arrays: dict[Kind, Arrays], features: torch.Tensor, rows: torch.Tensor) -> None:
+        self.arrays = arrays
+        self.features = features  # [n], of those of all kinds end to end
+        self.rows = rows  # [n], ascending
 
     @classmethod
-    def of(cls, media: PackMedia | None, device: torch.device) -> PackPixels | None:
-        """Read what a pack's pictures are, to the device."""
+    def of(cls, media: PackMedia | None, device: torch.device, size: int = 1, number: int = 0) -> PackPixels | None:
+        """Read a pack's pictures to the device, for a rank that has every ``size``-th row from ``number`` on."""
         if media is None:
             return None
         arrays = {kind: {n: to_device(a, device) for n, a in media.arrays(kind).items()} for kind in media.kinds()}
-        return cls({kind: (arrays[kind], to_device(media.rows(kind), device)) for kind in arrays})
+        rows = np.concatenate([media.rows(kind) for kind in arrays])
+        features = np.flatnonzero(rows % size == number)
+        features = features[np.argsort(rows[features])]
+        return cls(arrays, to_device(features, device), to_device(rows[features] // size, device))
 
 
 class VisionTower:
@@ -51,21 +59,20 @@ class VisionTower:
 
     def embeddings(self, tokens: torch.Tensor, pixels: PackPixels | None) -> tuple[torch.Tensor, dict[str, Any]]:
         """Embeddings of tokens [T] as [1, T, hidden], and what else the text model takes."""
+        no_rows = tokens[:0]
+        if pixels is None and self.frozen and not self.sharded:
+            return embed(self._hf, tokens, no_rows, None)
         if pixels is None:
-            if self.frozen and not self.sharded:
-                return embed(self._hf, tokens, tokens[:0], None)
-            values = self._features("images", smallest(self._hf.config, self.layout, tokens.device))
-            embeddings, options = embed(self._hf, tokens, tokens[:0], None)
+            pixels = PackPixels({"images": smallest(self._hf.config, self.layout, tokens.device)}, no_rows, no_rows)
+        values = Features.joined([self._features(kind, arrays) for kind, arrays in pixels.arrays.items()])
+        parts = (one.index_select(0, pixels.features) for one in (values.rows, *values.deep))
+        embeddings, options = embed(self._hf, tokens, pixels.rows, Features(next(parts), list(parts)))
+        if not len(pixels.rows):
             unused = sum((one.sum() for one in (values.rows, *values.deep)), start=embeddings.new_zeros(()))
-            return embeddings + 0 * unused, options
-        parts = [self._features(kind, arrays) for kind, (arrays, _) in pixels.kinds.items()]
-        rows = torch.cat([rows for _, rows in pixels.kinds.values()])
-        values, order = Features.joined(parts), rows.argsort()
-        if len(parts) > 1:
-            values = Features(values.rows[order], [one[order] for one in values.deep])
-        return embed(self._hf, tokens, rows[order], values)
+            embeddings = embeddings + 0 * unused
+        return embeddings, options
 
-    def _features(self, kind: Kind, arrays: dict[str, torch.Tensor]) -> Features:
+    def _features(self, kind: Kind, arrays: Arrays) -> Features:
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             return features(self._hf, kind, arrays)
 
@@ -76,7 +83,7 @@ def tower_of(hf: Any) -> VisionTower | None:
     return None if layout is None else VisionTower(hf, layout)
 
 
-def smallest(config: Any, layout: MediaLayout, device: torch.device) -> dict[str, torch.Tensor]:
+def smallest(config: Any, layout: MediaLayout, device: torch.device) -> Arrays:
     """Arrays of a picture of zeros: one of a single token, or a crop."""
     vision = config.vision_config
     if not layout.merge:

@@ -162,7 +162,7 @@ class FsdpPolicy(nn.Module):
         Raises:
             ConfigError: CFG04 a model that cannot.
         """
-        check_packs(self.hf, self.packs and self.tower is None, ranks)
+        check_packs(self.hf, self.packs, ranks)
         if ranks.size > 1:
             self.ranks, self.fused = ranks, False  # fused layers attend by themselves
         split_products(self.hf, ranks)

@@ -61,8 +61,9 @@ class RankPack:
 
     @property
     def pixels(self) -> PackPixels | None:
-        """Arrays of the pack's pictures, read to the device."""
-        return PackPixels.of(self.micro.media, self.device)
+        """Arrays of the pack's pictures, read to the device, and which features are rows of this rank."""
+        size, number = (1, 0) if self._ranks is None else (self._ranks.size, self._ranks.number)
+        return PackPixels.of(self.micro.media, self.device, size, number)
 
     def predicting(self, tokens: NDArray[np.int64]) -> torch.Tensor:
         """Rows of this rank that predict some of its own response tokens."""

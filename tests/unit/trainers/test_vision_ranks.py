@@ -20,11 +20,15 @@ pytestmark = pytest.mark.integration
 
 
 def train_rank(folders, out, rank, world):
-    """Write the gradients of a step, its log-probs, and parameters after it, of towers that learn and do not."""
+    """Write log-probs, a step's norm and the parameters after it, of towers that learn and one that does not.
+
+    Ranks share the sequences of one family; of the others each has samples of its own.
+    """
     for number, (family, frozen) in enumerate((("qwen3_vl", False), ("smolvlm", True), ("qwen2_5_vl", False))):
         thread = TorchThread(1)
         folder = Path(folders) / family
         train = {"max_tokens_per_gpu": 48, "adam_eps": 1e-3, "freeze_vision_tower": frozen}
+        train["context_parallel_size"] = 2 if family == "qwen3_vl" and world > 1 else 1
         config = made.config_of(folder, **train)
         trainer = FsdpTrainer(
             config, load_plugins(config), ModelFolder.open(folder), thread=thread, rank=rank, world=world,
