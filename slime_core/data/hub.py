@@ -59,9 +59,8 @@ def _is_media(feature: Any) -> bool:
     """Whether a feature of `datasets` is, or holds, pictures, videos or sounds."""
     if hasattr(feature, "decode_example"):
         return True
-    if isinstance(feature, (dict, list)):
-        return any(map(_is_media, feature.values() if isinstance(feature, dict) else feature))
-    return hasattr(feature, "feature") and _is_media(feature.feature)
+    inner = feature.values() if isinstance(feature, dict) else feature if isinstance(feature, list) else ()
+    return any(map(_is_media, inner)) or _is_media(getattr(feature, "feature", None))
 
 
 def is_hub_name(spec: str) -> bool:

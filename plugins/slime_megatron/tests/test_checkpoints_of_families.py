@@ -19,8 +19,8 @@ pytest.importorskip("megatron.core", reason="an optional extra: pip install slim
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("megatron-families")]
 
 
-FREQUENT = ("qwen2-tied", "qwen3_next", "deepseek_v3")
-"""What every suite has: a tied embedding, linear attention with experts, latent attention with experts."""
+FREQUENT = ("qwen2-tied", "qwen3_next", "deepseek_v3", "qwen3_vl")
+"""What every suite has: a tied embedding, linear and latent attention with experts, a vision tower that learns."""
 PARAMS = [name if name in FREQUENT else pytest.param(name, marks=pytest.mark.nightly) for name in FAMILIES]
 
 
@@ -70,7 +70,8 @@ def tensors_of(folder):
 
 def through_layouts(rank, root):
     """A step at the first layout, its state through the others, and the first one's again."""
-    ranks = Ranks(root, "model", TENSOR, rank, 2, dtype="bfloat16")
+    train = {"dtype": "bfloat16", "freeze_vision_tower": False}
+    ranks = Ranks(root, "model", TENSOR, rank, 2, **train)
     sizes = ranks.worker.settings.sizes
     chunks = PIPELINE | {"pipeline_model_parallel_layout": f"E{'t' * (sizes.layers - 2)}|t|t|L"}
     shared = {"expert_model_parallel_size": 2} if sizes.experts else {}
@@ -80,7 +81,7 @@ def through_layouts(rank, root):
     ranks.worker.export(root / "hf")
     for number, layout in enumerate((chunks, shared, TENSOR)):
         ranks.save(root / str(number))
-        ranks = Ranks(root, "model", layout, rank, 2, dtype="bfloat16")
+        ranks = Ranks(root, "model", layout, rank, 2, **train)
         fingerprints.append(ranks.restore(root / str(number)))
     return {
         "changed": not equal(before, held),

@@ -62,6 +62,25 @@ def test_all_roles_score_and_learn_as_those_of_the_other_backend(folders, zygote
     assert {file.name for file in (folders / family).iterdir()} <= {file.name for file in (tmp_path / "hf").iterdir()}
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_folder_becomes_a_checkpoint_of_megatron_and_comes_back_bit_for_bit(folders, tmp_path, family):
+    from slime_convert.folder_writing import How
+    from slime_megatron.convert.conversion import dist_to_hf, hf_to_dist
+    from slime_models.families import BRIDGES
+
+    source = folders / family
+
+    def bridge(config):
+        return BRIDGES[config.model_type]
+
+    hf_to_dist(source, tmp_path / "dist", bridge, How())
+    dist_to_hf(tmp_path / "dist", tmp_path / "hf", source, bridge, How(), trusted=True)
+    stored, written = load_file(source / "model.safetensors"), load_file(tmp_path / "hf" / "model.safetensors")
+    assert stored.keys() == written.keys()
+    assert [name for name in stored if not torch.equal(stored[name], written[name])] == []
+    assert {file.name for file in source.iterdir()} == {file.name for file in (tmp_path / "hf").iterdir()}
+
+
 def train_of(folders, family, frozen):
     """The [train] section; a new critic copies the policy."""
     return TRAIN | {"teacher_load": str(folders / f"{family}-teacher"), "freeze_vision_tower": frozen}

@@ -6,11 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
-from slime_core.testing import tiny_model
+from slime_core.testing import tiny_model, tiny_vision_model
 from slime_core.testing.models import fp8_model
 
 pytestmark = [pytest.mark.system, pytest.mark.xdist_group("megatron-runs")]
@@ -60,6 +62,39 @@ name = "grpo"
 num_rollout = 2
 kl_loss_coef = 0.01
 num_steps_per_rollout = 2
+"""
+PICTURES = """
+name = "pictures"
+plugins = ["models"]
+seed = 5
+
+[rollout]
+hf_checkpoint = "sees"
+rollout_batch_size = 3
+n_samples_per_prompt = 3
+rollout_max_response_len = 4
+rollout_slots = 9
+
+[data]
+prompt_data = "pictures.jsonl"
+input_key = "q"
+multimodal_keys = { image = "images" }
+
+[reward]
+custom_rm_path = "length.py:reward"
+
+[cluster]
+cpu_threads = 1
+
+[train]
+lr = 2e-3
+dtype = "float32"
+adam_eps = 1e-3
+freeze_vision_tower = false
+
+[[stage]]
+name = "grpo"
+num_rollout = 2
 """
 REWARD = """
 async def reward(args, sample, **kwargs):
@@ -179,16 +214,20 @@ def trained(work):
     return train
 
 
-@pytest.mark.parametrize("layout", TRIED)
-def test_losses_are_those_of_fsdp(work, with_fsdp, trained, layout):
-    mine = steps(trained(layout))
-    assert len(mine) == len(with_fsdp) == 3
-    for ours, theirs in zip(mine, with_fsdp, strict=True):
+def agree(steps_here, steps_of_fsdp):
+    """Fail unless the metrics of every step are those of the other backend."""
+    for ours, theirs in zip(steps_here, steps_of_fsdp, strict=True):
         names = [name for name in FIGURES if name in theirs["metrics"]]
         assert len(names) >= 3, sorted(theirs["metrics"])
         for name in names:
             want = theirs["metrics"][name]
             assert ours["metrics"][name] == pytest.approx(want, rel=5e-3, abs=1e-4), (name, ours["version"])
+
+
+@pytest.mark.parametrize("layout", TRIED)
+def test_losses_are_those_of_fsdp(work, with_fsdp, trained, layout):
+    assert len(with_fsdp) == 3
+    agree(steps(trained(layout)), with_fsdp)
     assert (work / layout / "final" / "model.safetensors").is_file()
 
 
@@ -204,6 +243,27 @@ def test_functions_by_path_are_called_in_each_rank_with_its_own_args(work, train
         assert [row[:4] for row in rows["stepped"]] == [[*one, True, None] for one in steps_of_rollouts]
         assert [row[:2] for row in rows["scored"]] == [["", 1], ["ref_", 1]] * 2
         assert rows["stepped"][-1][-2:] == [[2, 1, 2], 10], "what one function sets in args the others see"
+
+
+def test_a_run_on_pictures_has_the_losses_of_fsdp(work, zygote, tmp_path_factory):
+    """Pictures of odd sizes, one, two and none a prompt; the tower learns, on both tensor-parallel ranks alike."""
+    tiny_vision_model(work / "sees", "qwen2_5_vl")
+    draw, rows = np.random.default_rng(3), []
+    for number, sizes in enumerate([[(28, 56)], [(45, 70), (28, 28)], [], [(84, 30)], [(56, 56)], [(29, 57)]]):
+        names = [f"{number}-{place}.png" for place in range(len(sizes))]
+        for name, (height, width) in zip(names, sizes, strict=True):
+            Image.fromarray(draw.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(work / name)
+        rows.append({"q": "<image>" * len(names) + f"{number}=", "images": names})
+    (work / "pictures.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (work / "pictures.toml").write_text(PICTURES)
+    words, said = ("run", "pictures.toml", "--run-dir"), tmp_path_factory.mktemp("said")
+    done = zygote.slime(said, *words, "pictures-fsdp", cwd=work, path=(), hung=280)
+    assert done.returncode == 0, done.stderr
+    run(work, *words, "pictures", "--train-backend", "megatron", *LAYOUTS["tensor"])
+    agree(steps(work / "pictures"), steps(work / "pictures-fsdp"))
+    first, last = (load_file(work / name / "model.safetensors") for name in ("sees", "pictures/final"))
+    assert first.keys() == last.keys()
+    assert not torch.equal(first["visual.patch_embed.proj.weight"], last["visual.patch_embed.proj.weight"])
 
 
 def convert(*args):

@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +18,7 @@ from megatron.core import parallel_state
 
 from slime_convert.bridge import Bridge, Entry, Sizes, join, part, shard, unshard
 from slime_core.errors import TrainerError
-from slime_core.weights.shards import Shards
+from slime_core.weights.folder_layout import FolderLayout
 from slime_core.weights.transports.buckets import TensorPart, TensorSource
 from slime_megatron.convert.dist_keys import AHEAD, AHEAD_LAYER, apart
 
@@ -232,10 +230,10 @@ def stored(folder: ModelFolder, seed: int = 0) -> Mapping[str, torch.Tensor]:
     """A folder's tensors by name; of one without weights, those that are drawn from the seed."""
     if folder.init_weights == "load":
         return folder.tensors()
-    with TemporaryDirectory() as directory:
-        model: Any = folder.build_model("float32", seed)
-        model.save_pretrained(directory)
-        return dict(Shards.open(Path(directory)))
+    model: Any = folder.build_model("float32", seed)
+    layout = FolderLayout(model)
+    named = model.state_dict().items()
+    return {part.name: part.cut(tensor) for name, tensor in named for part in layout.parts(name, tensor.shape)}
 
 
 def _stored(chunk: PackedGPT) -> Iterable[tuple[str, torch.Tensor]]:
