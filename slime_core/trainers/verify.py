@@ -185,6 +185,8 @@ class Slow:
             self._add(sums)
         grads = {}
         for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad:  # frozen
+                continue
             grad = sums[name] if name in sums else torch.zeros_like(parameter, dtype=self.exact)
             if self.world > 1:
                 dist.all_reduce(grad)

@@ -1,5 +1,6 @@
 """Batches with pictures through workers of Megatron, all roles of a step, against the other backend's numbers."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,9 @@ def test_all_roles_score_and_learn_as_those_of_the_other_backend(folders, zygote
     assert rank["fingerprint"] == fingerprint
     for ours, theirs in zip(rank["metrics"], metrics, strict=True):
         assert ours == pytest.approx(theirs, rel=2e-4, abs=2e-6)
+    assert 0 < rank["verify"]["gradient_error"] < rank["verify"]["limit"]
+    assert rank["verify"]["loss_error"] < 1e-5
+    assert any("visual." in name for name in rank["verify"]) is not frozen
     stored, written = load_file(folders / family / "model.safetensors"), load_file(tmp_path / "hf/model.safetensors")
     assert stored.keys() == written.keys()
     same = {name for name in stored if torch.equal(stored[name], written[name])}
@@ -115,7 +119,10 @@ def learn(rank, root, folders, family, megatron, frozen):
     if rank == 0:
         np.savez(root / "columns.npz", **columns)
     worker.export(root / "hf")
-    return {"metrics": metrics, "fingerprint": fingerprint}
+    batch = picture_batch(family, worker.folder.config)
+    extra = {name: np.zeros_like(batch.columns["advantages"]) for name in (*columns, "returns")}
+    verify = call("verify", replace(batch, columns=batch.columns | extra))
+    return {"metrics": metrics, "fingerprint": fingerprint, "verify": verify}
 
 
 if __name__ == "__main__":

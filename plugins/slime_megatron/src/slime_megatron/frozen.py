@@ -44,7 +44,8 @@ class MegatronFrozen:
         """Make what the stage needs, and drop the rest; the reference is the policy as it is now, or ``ref_load``'s.
 
         Raises:
-            TrainerError: TRN104 another architecture (reference) or vocabulary; a teacher that is not named.
+            TrainerError: TRN104 another architecture (reference) or vocabulary; a teacher that is not named, or that
+                does not see pictures as the policy does.
             DataError: a reference in a torch_dist folder that is damaged or does not fit (TOK46, TOK201 to TOK203).
         """
         self.reference = self._reference(train.ref_load, policy, run) if "reference" in needs else None
@@ -55,6 +56,7 @@ class MegatronFrozen:
         if self.teacher is None or self._teacher_path != path:
             self.teacher = None
             folder = roles.open_model("train.teacher_load", path, self._folder)
+            roles.same_layout(folder, self._folder)
             bridge = run.bridge(folder.config)
             self.teacher = build_model(settings_of(folder, bridge, run), bridge, folder, run.device)
             self.teacher.stage.requires_grad_(False)

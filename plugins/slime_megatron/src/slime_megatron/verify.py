@@ -18,6 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from slime_core.trainers.optimizer_step import LossSums
 from slime_core.trainers.verify import Slow, Tensors, slow_model
+from slime_core.trainers.vision import tower_of
 from slime_core.weights import build
 from slime_core.weights.transports.buckets import stream
 
@@ -82,7 +83,10 @@ def slow_copy(worker: MegatronWorker) -> Any:
             shutil.copy(file, directory)
         save_file(weights, str(Path(directory) / "model.safetensors"), metadata={"format": "pt"})
         model: Any = build.load_converted(Path(directory), folder.config, "float32", "eager", folder.trust_remote_code)
-    return slow_model(model, worker.device)
+    slow, tower = slow_model(model, worker.device), tower_of(model)
+    if tower is not None and worker.train.freeze_vision_tower:
+        tower.freeze()
+    return slow
 
 
 def named(slow: Slow) -> Slow:
