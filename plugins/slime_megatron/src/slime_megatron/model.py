@@ -116,8 +116,11 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         hidden: torch.Tensor = self.decoder(
             hidden_states=decoder_input, attention_mask=None, packed_seq_params=pack, padding_mask=filling
         )
-        if pack.pictures is not None and (carried := self._levels_behind):
-            hidden = joined(hidden, pack.pictures, carried)
+        if pack.pictures is not None:
+            if carried := self._levels_behind:
+                hidden = joined(hidden, pack.pictures, carried)
+            if not torch.is_grad_enabled():  # else with the gradients
+                pack.pictures.levels.clear()
         return hidden
 
     @property

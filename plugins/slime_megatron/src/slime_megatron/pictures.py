@@ -109,30 +109,38 @@ def _blank(vision: Vision, device: torch.device) -> tuple[torch.Tensor, torch.Te
 
 
 class _Levels(torch.autograd.Function):
-    """Hidden states as they are; features get the gradients of the leaves that layers read.
+    """Hidden states as they are; features get the gradients of the leaves that layers read, which are dropped then.
 
     Layers read leaves, not features: a layer whose pass is made again has a backward pass of its own, which must end
     there. All of them are over when the gradient comes to the hidden states before the first.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, leaves: Sequence[torch.Tensor], *features: torch.Tensor) -> Any:
-        ctx.leaves = leaves
+    def forward(ctx: Any, hidden: torch.Tensor, pictures: Pictures, first: int, *features: torch.Tensor) -> Any:
+        learned = [feature.requires_grad for feature in features]
+        ctx.leaves = [one.detach().requires_grad_(learns) for one, learns in zip(features, learned, strict=True)]
+        ctx.levels, ctx.first = pictures.levels, first
+        ctx.levels.update(enumerate(ctx.leaves, first))
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (grads[0], None, *(leaf.grad for leaf in ctx.leaves))
+        leaves, ctx.leaves = ctx.leaves, ()
+        for level in range(ctx.first, ctx.first + len(leaves)):
+            ctx.levels.pop(level, None)
+        return (grads[0], None, None, *(leaf.grad for leaf in leaves))
 
 
 def keep_levels(
     hidden: torch.Tensor, pictures: Pictures, features: Sequence[torch.Tensor], first: int
 ) -> torch.Tensor:
     """Give layers from ``first`` on their features [n, h], whose gradients come with those of the hidden states."""
-    learned = torch.is_grad_enabled() and any(feature.requires_grad for feature in features)
-    leaves = [feature.detach().requires_grad_(learned) for feature in features]
-    pictures.levels.update(enumerate(leaves, first))
-    return _Levels.apply(hidden, leaves, *features) if learned else hidden  # type: ignore[no-any-return]
+    if not features:
+        return hidden
+    if torch.is_grad_enabled():
+        return _Levels.apply(hidden, pictures, first, *features)  # type: ignore[no-any-return]
+    pictures.levels.update(enumerate(features, first))
+    return hidden
 
 
 def add_level(level: int, layer: Any, args: Any, kwargs: Any, output: tuple[torch.Tensor, Any]) -> Any:
