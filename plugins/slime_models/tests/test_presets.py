@@ -11,7 +11,7 @@ from slime_megatron.agreement import disagreements
 from slime_megatron.flags import flags, problems
 from slime_models.arguments import model_args, pattern
 from slime_models.families import BRIDGES
-from slime_models.presets import count, presets, short
+from slime_models.presets import PARTS, count, presets, short
 
 pytestmark = pytest.mark.unit
 
@@ -35,6 +35,14 @@ PUBLISHED = {  # billions on the model cards: all, all but embeddings, one token
     "qwen2.5-14b": (14.7, 13.1, None),
     "qwen2.5-32b": (32.5, 31.0, None),
     "qwen2.5-72b": (72.7, 70.0, None),
+    "qwen2.5-vl-3b": (3.75, None, None),
+    "qwen2.5-vl-7b": (8.29, None, None),
+    "qwen2.5-vl-32b": (33.5, None, None),
+    "qwen2.5-vl-72b": (73.4, None, None),
+    "qwen3-vl-2b": (2.13, None, None),
+    "qwen3-vl-4b": (4.44, None, None),
+    "qwen3-vl-8b": (8.77, None, None),
+    "qwen3-vl-32b": (33.4, None, None),
     "llama3.1-8b": (8.03, None, None),
     "llama3.1-70b": (70.6, None, None),
     "llama3.2-1b": (1.23, None, None),
@@ -62,6 +70,9 @@ STORED = {  # parameters in the published safetensors files
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-7b": 7_615_616_512,
     "qwen2.5-72b": 72_706_203_648,
+    "qwen2.5-vl-3b": 3_754_622_976,
+    "qwen2.5-vl-7b": 8_292_166_656,
+    "qwen3-vl-4b": 4_437_815_808,
     "llama3.1-8b": 8_030_261_248,
     "llama3.1-70b": 70_553_706_496,
     "llama3.2-1b": 1_235_814_400,
@@ -75,6 +86,12 @@ MOVED |= {"full_attention_interval"}
 
 def bridge_of(preset):
     return BRIDGES[preset.config.model_type]
+
+
+def values_of(preset):
+    """What its config.json holds."""
+    parts = {key: vars(value) for key, value in vars(preset.config).items() if key in PARTS}
+    return {**vars(preset.config), **parts}
 
 
 @pytest.mark.parametrize("name", presets())
@@ -100,7 +117,8 @@ def test_every_size_that_was_promised_is_there():
     sizes = {
         "qwen3-": "0.6b 1.7b 4b 8b 14b 32b 30b-a3b 235b-a22b next-80b-a3b",
         "qwen3.5-": "9b 27b 35b-a3b",
-        "qwen2.5-": "0.5b 1.5b 3b 7b 14b 32b 72b",
+        "qwen2.5-": "0.5b 1.5b 3b 7b 14b 32b 72b vl-3b vl-7b vl-32b vl-72b",
+        "qwen3-vl-": "2b 4b 8b 32b",
         "llama3.": "1-8b 1-70b 2-1b 2-3b",
         "glm-4": "-9b-0414 .5-air .5",
         "deepseek-": "v3",
@@ -116,7 +134,7 @@ def test_a_preset_reads_as_the_config_that_transformers_makes_of_it(name):
     from transformers import AutoConfig
 
     preset = presets()[name]
-    values, bridge = vars(preset.config), bridge_of(preset)
+    values, bridge = values_of(preset), bridge_of(preset)
     config = native_config(values) or AutoConfig.for_model(**values)
     assert bridge.megatron(config) == bridge.megatron(preset.config)
     assert bridge.sizes(config) == bridge.sizes(preset.config)
@@ -124,14 +142,16 @@ def test_a_preset_reads_as_the_config_that_transformers_makes_of_it(name):
     assert unknown == []
 
 
-@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen2.5-7b", "llama3.2-3b", "glm-4-9b-0414"])
+@pytest.mark.parametrize(
+    "name", ["qwen3-0.6b", "qwen2.5-7b", "qwen2.5-vl-3b", "qwen3-vl-8b", "llama3.2-3b", "glm-4-9b-0414"]
+)
 def test_a_preset_counts_what_transformers_builds(name):
     from transformers import AutoConfig
 
     from slime_core.weights.build import skeleton
 
     preset = presets()[name]
-    model = skeleton(AutoConfig.for_model(**vars(preset.config)))
+    model = skeleton(AutoConfig.for_model(**values_of(preset)))
     assert count(bridge_of(preset), preset.config).total == model.num_parameters()
 
 

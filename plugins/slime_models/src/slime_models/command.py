@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,8 @@ def _count_rows(counts: ParameterCounts) -> dict[str, str]:
 
 def _rows(bridge: Bridge, config: Any) -> list[dict[str, Any]]:
     """The rows that this config has, with the Hugging Face shapes of the first tensors of each."""
-    shapes = {_numberless(entry.megatron): entry.shapes for entry in bridge.entries(config)}
+    entries = replace(bridge, tower="").entries(config)
+    shapes = {_numberless(entry.megatron): entry.shapes for entry in entries}
     return [
         {**_row(row), "shapes": [list(shape) for shape in shapes[_numberless(row.megatron)]]}
         for row in bridge.rows

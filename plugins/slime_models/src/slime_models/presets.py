@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +13,7 @@ from typing import Any
 from slime_convert.bridge import Bridge
 
 FILE = Path(__file__).with_name("presets.toml")
+PARTS = ("text_config", "vision_config")
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -33,8 +34,14 @@ def presets() -> dict[str, Preset]:
         common = group.pop("common")
         for name, table in group.items():
             source = table.pop("source")
-            presets_by_name[name] = Preset(name=name, source=source, config=SimpleNamespace(**common, **table))
+            presets_by_name[name] = Preset(name=name, source=source, config=_joined(common, table))
     return presets_by_name
+
+
+def _joined(common: dict[str, Any], table: dict[str, Any]) -> SimpleNamespace:
+    """Attributes of both; those of text and of a tower have attributes themselves."""
+    inner = {key: _joined(common[key], table[key]) for key in PARTS if key in common}
+    return SimpleNamespace(**{**common, **table, **inner})
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -47,19 +54,42 @@ class ParameterCounts:
 
 
 def count(bridge: Bridge, config: Any) -> ParameterCounts:
-    """Parameters of a model, from the shapes of its entries alone; the bias that only chooses experts is none."""
+    """Parameters of a model, from the shapes of its entries, and of its tower if it sees pictures.
+
+    The bias that only chooses experts is none.
+    """
     fields = bridge.megatron(config)
     chosen, experts = int(fields.get("moe_router_topk") or 0), int(fields.get("num_moe_experts") or 0)
     total = routed = ends = 0
-    for entry in bridge.entries(config):
+    for entry in replace(bridge, tower="").entries(config):  # a tower's need transformers
         if entry.megatron.endswith(".expert_bias"):
             continue
         number = sum(math.prod(shape) for shape in entry.shapes)
         total += number
         routed += number if entry.expert >= 0 else 0
         ends += number if entry.kind == "vocabulary" else 0
+    total += _tower(config.vision_config) if bridge.tower else 0
     idle = routed - routed * chosen // experts if experts else 0
     return ParameterCounts(total=total, active=total - idle, beside_embeddings=total - ends)
+
+
+def _tower(vision: Any) -> int:
+    """Parameters of the tower and projector of Qwen2.5-VL, or of Qwen3-VL, whose layers have no gates."""
+    hidden, inner, joined = (
+        vision.hidden_size,
+        vision.intermediate_size,
+        vision.hidden_size * vision.spatial_merge_size**2,
+    )
+    patches = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2 * hidden
+    merger = joined**2 + joined + joined * vision.out_hidden_size + vision.out_hidden_size
+    attention = 4 * hidden**2 + 4 * hidden
+    deep = getattr(vision, "deepstack_visual_indexes", None)
+    if deep is None:
+        layer = attention + 2 * hidden + 3 * hidden * inner + 2 * inner + hidden
+        return int(patches + vision.depth * layer + hidden + merger)
+    layer = attention + 4 * hidden + 2 * hidden * inner + inner + hidden
+    mergers = 2 * hidden + merger + len(deep) * (2 * joined + merger)
+    return int(patches + hidden + vision.num_position_embeddings * hidden + vision.depth * layer + mergers)
 
 
 def short(number: int) -> str:
