@@ -146,6 +146,13 @@ _OPTIMIZER = {
     **_refused("leave it out: all parameters train", "freeze-indexer", values=0),
 }
 
+_FSDP = {  # of releases with an FSDP trainer
+    **_needless("tensors are gathered one at a time", "fsdp-state-dict-cpu-offload", "fsdp-full-params"),
+    **_needless("ranks have groups for host memory too", "fsdp-cpu-backend", values=1),
+    **_needless("attention within packs is that of the device", "attn-implementation", values=1),
+    **_refused("--lr-warmup-iters N", "warmup-ratio"),
+}
+
 _EVALUATION = {
     **_refused(
         "eval.eval_tasks='[{name = ..., prompt_data = ..., input_key = ...}]'", "eval-input-key", "eval-label-key"
@@ -179,6 +186,7 @@ OTHERS: Mapping[str, SlimeFlag] = {
     **_BATCHES,
     **_LOSS,
     **_OPTIMIZER,
+    **_FSDP,
     **_EVALUATION,
     **_REPORT,
 }
