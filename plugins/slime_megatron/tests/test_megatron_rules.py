@@ -36,6 +36,13 @@ pytestmark = pytest.mark.unit
             "command line: --train-backend, command line: --fsdp-cpu-offload",
             id="another-backends-offload",
         ),
+        pytest.param(
+            ["--tensor-parallel-size", "2"],
+            "tensor_parallel_size with train_backend = megatron",
+            "--tensor-model-parallel-size N",
+            "command line: --tensor-parallel-size, command line: --train-backend",
+            id="another-backends-tensor-parallelism",
+        ),
     ],
 )
 def test_keys_that_cannot_hold_where_megatron_trains(recipe, refused, words, what, fix, where):

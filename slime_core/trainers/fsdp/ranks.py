@@ -30,13 +30,14 @@ class FsdpRanks:
         self.grid, self.world, self.size = grid, grid.world, grid.sequence
         self.data, self.number = divmod(rank, grid.sequence)
         copies = grid.world // grid.shards
-        self.weights = _mesh(device, replicate=copies, shard=grid.shards)
+        several = {"copy": copies} if copies > 1 else {}
+        self.weights = _mesh(device, **several, shard=grid.shards)
         self.sequence = self.context = _group(device, "sequence", data=grid.data, sequence=self.size)
         self.lanes = grid.tensor  # ranks that share each product; each has its own lane of rows beside them
         if self.lanes > 1:
             self.context = _group(device, "context", data=grid.data, context=grid.context, tensor=self.lanes)
-            mesh = _mesh(device, copy=copies, shard=grid.shards // self.lanes, tensor=self.lanes)
-            self.layers, self.tensor = mesh["copy", "shard"], mesh["tensor"]
+            mesh = _mesh(device, **several, shard=grid.shards // self.lanes, tensor=self.lanes)
+            self.layers, self.tensor = mesh["copy", "shard"] if several else mesh["shard"], mesh["tensor"]
 
     @property
     def lane(self) -> int:

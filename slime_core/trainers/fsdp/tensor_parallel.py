@@ -24,6 +24,11 @@ from slime_core.trainers.fsdp.shards import local
 if TYPE_CHECKING:
     from slime_core.trainers.fsdp.ranks import FsdpRanks
 
+NEW = hasattr(collectives, "all_gather_single_autograd")  # other names from torch 2.13 on
+_ALL_GATHER: Any = getattr(collectives, "all_gather_single_autograd" if NEW else "all_gather_tensor_autograd")
+_REDUCE_SCATTER: Any = getattr(
+    collectives, "reduce_scatter_single_autograd" if NEW else "reduce_scatter_tensor_autograd"
+)
 KEY = "train.tensor_parallel_size"
 COLUMN, ROW, WHOLE = "colwise", "rowwise", "replicated_with_grad_allreduce"
 HEADS = ("num_attention_heads", "num_key_value_heads")
@@ -72,7 +77,7 @@ def _plan(hf: Any) -> dict[re.Pattern[str], str]:
 
 
 def _check_sizes(hf: Any, size: int) -> None:
-    sizes = {name: getattr(hf.config, name) for name in (*HEADS, "intermediate_size")}
+    sizes = {name: getattr(hf.config, name, size) for name in (*HEADS, "intermediate_size")}
     odd = [f"{name} = {value}" for name, value in sizes.items() if value % size]
     if odd:
         raise ConfigError(
@@ -97,7 +102,7 @@ def _split_linear(module: Any, style: str, mesh: DeviceMesh) -> None:
 
     def row(x: torch.Tensor) -> torch.Tensor:
         part = nn.functional.linear(x[0], local(module.weight))
-        rows: torch.Tensor = collectives.reduce_scatter_single_autograd(part, "sum", 0, group)[None]
+        rows: torch.Tensor = _REDUCE_SCATTER(part, "sum", 0, group)[None]
         return rows if module.bias is None else rows + module.bias
 
     module.forward = column if style == COLUMN else row
@@ -119,5 +124,5 @@ def _gather_positions(args: Any, kwargs: Any, group: Any) -> tuple[Any, Any]:
 
 def _gather(rows: torch.Tensor, group: Any) -> torch.Tensor:
     """[1, own rows, ...] to [1, rows of all ranks, ...]."""
-    gathered: torch.Tensor = collectives.all_gather_single_autograd(rows[0], 0, group)[None]
+    gathered: torch.Tensor = _ALL_GATHER(rows[0], 0, group)[None]
     return gathered

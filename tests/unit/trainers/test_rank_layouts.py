@@ -1,6 +1,8 @@
 """Ranks that share sequences, matrix products or copies of the weights compute what one rank does, for any algorithm."""
 
+import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from slime_core.algorithms import OFFLINE, algorithms
 from slime_core.algorithms.shared.terms import role_columns
+from slime_core.errors import ConfigError
 from slime_core.plugins import load_plugins
 from slime_core.testing import tiny_model
+from slime_core.testing.families import family_model
 from slime_core.threads import TorchThread
 from slime_core.trainers.fsdp import FsdpTrainer
 from slime_core.trainers.fsdp.attention import PackSegments, attend
@@ -31,7 +35,7 @@ LAYOUTS = {
         "tensor_and_copies": {"tensor_parallel_size": 2, "fsdp_shard_size": 2},
     },
 }
-EVERY = ("one", "context", "context_of_4")  # layouts that train by every algorithm; others by SOME
+EVERY = ("one", "context")  # layouts that train by every algorithm; others by SOME, at night by every one
 SOME = ("clip", "gspo", "ppo")
 TERMS = {"kl_loss_coef": 0.05, "entropy_coef": 0.01, "max_tokens_per_gpu": 30, "num_steps_per_rollout": 2}
 CASES = {
@@ -43,7 +47,12 @@ HEADS = ((4, 2), (9, 3), (3, 1), (2, 2))
 SHARED = [0, 3, 7, 9, 14], [-1, 0, 0, -1]  # bounds of a pack's segments, and the segment that each continues
 
 
-def rank_layouts(folder, teacher, out, rank, world):
+def cases_of(layout, nightly):
+    """Names of what a layout trains by."""
+    return CASES if nightly or layout in EVERY else SOME
+
+
+def rank_layouts(folder, teacher, out, nightly, rank, world):
     """Write what each layout computes by each algorithm, ``LAYOUT-CASE.safetensors``, and what it saves."""
     thread = TorchThread(1)
     for layout, sizes in LAYOUTS[world].items():
@@ -55,12 +64,54 @@ def rank_layouts(folder, teacher, out, rank, world):
         )  # fmt: skip
         worker = trainer._worker
         thread.call(check_exchange, worker)
-        for case in CASES if layout in EVERY else SOME:
+        for case in cases_of(layout, nightly):
             stage = made.config_of(folder, **{**train, **CASES[case]})
             rows = thread.call(numbers_of, worker, stage)
             if rank == 0:
                 save_file(rows, str(Path(out) / f"{layout}-{case}.safetensors"))
         thread.call(save_and_resume, worker, made.config_of(folder, **TERMS, **sizes), Path(out), layout)
+    thread.close()
+
+
+FAMILY_LAYOUTS = {
+    "gpt-oss": {"context_parallel_size": 2},  # sinks, windows, experts
+    "deepseek-v2": {"context_parallel_size": 2},  # keys wider than values
+    "gemma3": {"tensor_parallel_size": 2},
+}
+REFUSED = {
+    "qwen3-next": ({"context_parallel_size": 2}, "computes each sequence on one rank"),
+    "qwen3-moe": ({"tensor_parallel_size": 2}, "its plan has moe_tp_experts, packed_colwise"),
+    "gpt2": ({"tensor_parallel_size": 2}, "no plan"),
+}
+
+
+def verify_families(folders, out, rank, world):
+    """Families against the slow way, compiled; a mixture's routers repeat what they chose; others are refused."""
+    torch.compile = partial(torch.compile, backend="aot_eager")
+    thread = TorchThread(1)
+
+    def begin(family, **train):
+        config = made.config_of(folders / family, max_tokens_per_gpu=40, compile="on", **train)
+        trainer = FsdpTrainer(
+            config, load_plugins(config), ModelFolder.open(folders / family), thread=thread, rank=rank, world=world,
+            rendezvous=Path(out) / "meet",
+        )  # fmt: skip
+        thread.call(trainer._worker.begin, config)
+        return trainer._worker
+
+    for family, sizes in FAMILY_LAYOUTS.items():
+        worker = begin(family, **sizes)
+        report = thread.call(worker.verify, splits.with_roles(made.batch_of(groups=2, rollouts=3)))
+        assert max(report["gradient_error"], report["loss_error"]) < 1e-5, (family, report)
+        assert all(one.works for one in worker.policy._compiled.values())
+    worker = begin("qwen3-moe", routing_replay="policy", context_parallel_size=2)
+    batch = splits.with_roles(made.batch_of(groups=2, rollouts=3))
+    batch.columns |= role_columns(thread.call(worker.score, batch, frozenset({"policy"})))
+    metrics = thread.call(worker.step, batch)
+    (Path(out) / f"experts-{rank}.json").write_text(json.dumps(metrics))
+    for family, (sizes, reason) in REFUSED.items():
+        with pytest.raises(ConfigError, match=f"CFG04.*{reason}"):
+            begin(family, **sizes)
     thread.close()
 
 
@@ -136,22 +187,27 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module")
 def out(models, tmp_path_factory):
     place = tmp_path_factory.mktemp("out")
-    rank_layouts(*models, place, 0, 1)
+    rank_layouts(*models, place, False, 0, 1)
     return place
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids="{}_ranks".format)
+@pytest.fixture(
+    scope="module",
+    params=[(2, False), (4, False), pytest.param((4, True), marks=pytest.mark.nightly)],
+    ids=["2_ranks", "4_ranks", "4_ranks_every_algorithm"],
+)
 def together(request, models, out, zygote, tmp_path_factory):
-    world = request.param
-    ranks = [[__file__, *models, out, rank, world] for rank in range(world)]
+    world, nightly = request.param
+    ranks = [[__file__, *models, out, int(nightly), rank, world] for rank in range(world)]
     (out / "meet").unlink(missing_ok=True)
     zygote.together(tmp_path_factory.mktemp("said"), ranks)
-    return world
+    return request.param
 
 
 def test_layouts_score_and_train_as_one_rank_by_every_algorithm(out, together):
-    for layout in LAYOUTS[together]:
-        for case in CASES if layout in EVERY else SOME:
+    world, nightly = together
+    for layout in LAYOUTS[world]:
+        for case in cases_of(layout, nightly):
             one, many = (load_file(str(out / f"{name}-{case}.safetensors")) for name in ("one", layout))
             assert one.keys() == many.keys(), case
             for name, want in one.items():
@@ -163,11 +219,30 @@ def test_layouts_score_and_train_as_one_rank_by_every_algorithm(out, together):
 
 
 def test_one_rank_has_the_bits_that_a_layout_saved(out, together, bench, models):
-    for layout in LAYOUTS[together]:
+    for layout in LAYOUTS[together[0]]:
         one = bench(folder=models[0], **TERMS)
         one.call("restore", out / f"{layout}-saved")
         assert one.call("fingerprint") == (out / f"{layout}-fingerprint").read_text()
 
 
+def test_families_share_sequences_and_products_compiled_or_are_refused_by_name(bench, zygote, tmp_path):
+    for family in {*FAMILY_LAYOUTS, *REFUSED}:
+        family_model(tmp_path / family, family)
+    ranks = [[__file__, tmp_path, tmp_path, rank, 2] for rank in range(2)]
+    zygote.together(tmp_path, ranks)
+    one, batch = (
+        bench(folder=tmp_path / "qwen3-moe", routing_replay="policy"),
+        splits.with_roles(made.batch_of(groups=2, rollouts=3)),
+    )
+    batch.columns |= role_columns(one.call("score", batch, frozenset({"policy"})))
+    want = one.call("step", batch)
+    for rank in range(2):
+        assert json.loads((tmp_path / f"experts-{rank}.json").read_text()) == pytest.approx(want, rel=1e-4, abs=1e-6)
+
+
 if __name__ == "__main__":
-    rank_layouts(*map(Path, sys.argv[1:4]), *map(int, sys.argv[4:6]))
+    *places, rank_, world_ = sys.argv[1:]
+    if len(places) == 2:
+        verify_families(*map(Path, places), int(rank_), int(world_))
+    else:
+        rank_layouts(*map(Path, places[:3]), places[3] == "1", int(rank_), int(world_))
