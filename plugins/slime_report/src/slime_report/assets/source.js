@@ -1,7 +1,12 @@
 // The data of a report lies in its own file: deflated, in base64, in script elements that are no scripts.
-slime.unpack = async (text) => {
+const bytesOf = (text) => {
+  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);
   const raw = atob(text), bytes = new Uint8Array(raw.length);
   for (let i = 0; i < raw.length; i++) bytes[i] = raw.charCodeAt(i);
+  return bytes;
+};
+slime.unpack = async (text) => {
+  const bytes = bytesOf(text);
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
   return new Uint8Array(await new Response(stream).arrayBuffer());
 };
