@@ -1,7 +1,7 @@
 """Products of runs of rows, each by its own matrix, and a mixture's experts made of them.
 
-Rows are sorted by expert and ``ends`` [E] int32 says where each expert's end. Nothing waits for the counts. In half
-precision, on GPUs from Hopper on, products are Triton kernels; elsewhere torch's grouped product.
+Rows are sorted by expert and ``ends`` [E] int32 says where each expert's end. Nothing waits for the counts. Products
+are torch's; gradients are added to float32 ones by a Triton kernel in half precision, on GPUs from Hopper on.
 """
 
 from __future__ import annotations
@@ -22,61 +22,28 @@ def multiply(rows: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool = F
 
     With ``transposed`` the matrices are [E, in, out]. Both axes of a matrix are multiples of 16 bytes.
     """
-    result: Tensor = torch.ops.slime.grouped_product(rows, weight, ends, transposed)
-    return result
-
-
-@torch.library.custom_op("slime::grouped_product", mutates_args=())
-def _multiply(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
     if not len(rows):  # a rank to which no token came
         return rows.new_zeros(0, weight.shape[2 if transposed else 1])
-    if not _by_kernels(rows):
-        return _torch_product(rows, weight if transposed else weight.transpose(1, 2), ends)
-    from slime_core.kernels.grouped_cuda import rows_product
-
-    return rows_product(rows.contiguous(), weight, ends, transposed=not transposed)
-
-
-@_multiply.register_fake
-def _(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
-    return rows.new_empty(len(rows), weight.shape[2 if transposed else 1])
+    return _torch_product(rows.contiguous(), weight if transposed else weight.transpose(1, 2), ends)
 
 
 def gradient(grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
     """Gradient [E, out, in] of the matrices, of ``grad`` [T, out] and ``rows`` [T, in]; 0 for those without rows."""
-    result: Tensor = torch.ops.slime.grouped_gradient(grad, rows, ends)
-    return result
-
-
-@torch.library.custom_op("slime::grouped_gradient", mutates_args=())
-def _gradient(grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
-    shape = (len(ends), grad.shape[1], rows.shape[1])
     if not len(rows):
-        return rows.new_zeros(shape)
-    if not _by_kernels(rows):
-        return _torch_product(grad.t(), rows, ends)
-    from slime_core.kernels.grouped_cuda import gradient as by_kernel
-
-    out = rows.new_empty(shape)
-    by_kernel(grad.contiguous(), rows.contiguous(), ends, out, add=False)
-    return out
-
-
-@_gradient.register_fake
-def _(grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
-    return rows.new_empty(len(ends), grad.shape[1], rows.shape[1])
+        return rows.new_zeros(len(ends), grad.shape[1], rows.shape[1])
+    return _torch_product(grad.contiguous().t(), rows.contiguous(), ends)
 
 
 def add_gradient(total: Tensor, grad: Tensor, rows: Tensor, ends: Tensor) -> None:
     """Add :func:`gradient` to ``total`` [E, out, in] float32, whose matrices are contiguous, unrounded on a GPU."""
     if not len(rows):
         return
-    if not _by_kernels(rows):
+    if not _by_kernel(rows):
         total += gradient(grad, rows, ends)
         return
-    from slime_core.kernels.grouped_cuda import gradient as by_kernel
+    from slime_core.kernels.grouped_cuda import add_gradient as by_kernel
 
-    by_kernel(grad.contiguous(), rows.contiguous(), ends, total, add=True)
+    by_kernel(total, grad.contiguous(), rows.contiguous(), ends)
 
 
 def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -211,7 +178,7 @@ def _(grad: Tensor, gate_up: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(gate_up), torch.empty_like(weights)
 
 
-def _by_kernels(rows: Tensor) -> bool:
+def _by_kernel(rows: Tensor) -> bool:
     if not by_triton(rows):
         return False
     return not rows.is_cuda or (rows.element_size() == 2 and _copies_tiles(rows.device.index))

@@ -1,9 +1,8 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 """The functions of `grouped` as Triton kernels.
 
-Tiles of rows never cross from one matrix's rows to the next one's. A first kernel lists them on the device, so that
-nothing waits for counts; programs then take tiles in order, all columns of a tile of rows before the next rows, which
-leaves rows and matrices in the cache. Gradients of matrices are written in their dtype or added to float32 sums.
+Products of rows, and gradients in half precision, are torch's: Triton's took the same time for Qwen3-30B-A3B's experts
+on an H200. torch's product cannot add to a float32 gradient, which saves the way of a gradient to memory and back.
 """
 
 from __future__ import annotations
@@ -19,99 +18,49 @@ Tensor = torch.Tensor
 
 
 class GroupedTile(NamedTuple):
-    """Of a program: rows (outputs, for gradients), columns, what is summed at once; warps and stages."""
+    """Of a program: outputs, inputs, rows that are summed at once; warps and stages."""
 
+    outputs: int
+    inputs: int
     rows: int
-    columns: int
-    sums: int
     warps: int
     stages: int
-    persistent: bool = False
 
 
-ROWS = GroupedTile(128, 256, 64, 8, 4, persistent=True)
 GRADIENT = GroupedTile(128, 128, 64, 4, 3)
-"""Of several tiles the fastest on an H100 for Qwen3-30B-A3B's experts with 512 rows each."""
-
-LISTED = 64
-"""Tiles that a program of the listing kernel places."""
+"""Of several tiles the fastest on an H200 for Qwen3-30B-A3B's experts with 512 rows each."""
 
 
 @triton.jit
-def _list_tiles(ends, tiles, experts, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, LISTED: tl.constexpr):
-    """Write [matrix, first row, end of its rows] of every tile, and their number into the last entry."""
-    number = tl.arange(0, EXPERTS)
-    present = number < experts
-    stop = tl.load(ends + number, mask=present, other=0)
-    start = tl.load(ends + number - 1, mask=present & (number > 0), other=0)
-    count = (tl.where(present, stop - start, 0) + BLOCK_M - 1) // BLOCK_M
-    last = tl.cumsum(count, 0)
-    tile = tl.program_id(0) * LISTED + tl.arange(0, LISTED)
-    expert = tl.sum((last[None, :] <= tile[:, None]).to(tl.int32), 1)
-    match = number[None, :] == expert[:, None]
-    begin = (start - (last - count) * BLOCK_M)[None, :] + tile[:, None] * BLOCK_M
-    tl.store(tiles + 1 + tile * 3, expert)
-    tl.store(tiles + 2 + tile * 3, tl.sum(tl.where(match, begin, 0), 1))
-    tl.store(tiles + 3 + tile * 3, tl.sum(tl.where(match, stop[None, :], 0), 1))
-    if tl.program_id(0) == 0:
-        tl.store(tiles, tl.sum(count, 0))
-
-
-@triton.jit
-def _rows_product(
-    x, weight, tiles, out, columns, inputs,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr, FLATTEN: tl.constexpr,
+def _add_gradient(
+    grad, x, ends, total, step, outputs, inputs,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Runs of [rows, inputs] by their match [columns, inputs]^T, or [inputs, columns]."""
-    across = tl.cdiv(columns, BLOCK_N)
-    work = tl.load(tiles) * across
-    for item in tl.range(tl.program_id(0), work, tl.num_programs(0), flatten=FLATTEN):
-        entry = tiles + 1 + item // across * 3
-        expert, top, stop = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-        left = item % across * BLOCK_N
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for begin in range(0, inputs, BLOCK_K):
-            if TRANSPOSED:
-                part = weight.load([expert, left, begin]).reshape(BLOCK_N, BLOCK_K).T
-            else:
-                part = weight.load([expert, begin, left]).reshape(BLOCK_K, BLOCK_N)
-            total = tl.dot(x.load([top, begin]), part, total, input_precision=PRECISION)
-        row = top + tl.arange(0, BLOCK_M)
-        column = left + tl.arange(0, BLOCK_N)
-        place = out + row.to(tl.int64)[:, None] * columns + column[None, :]
-        tl.store(place, total.to(out.dtype.element_ty), mask=(row < stop)[:, None] & (column < columns)[None, :])
+    """Add [run, outputs]^T by [run, inputs] to an expert's [outputs, inputs], a program a tile of it.
 
-
-@triton.jit
-def _gradient(
-    grad, x, ends, out, step, experts, outputs, inputs,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
-    ADD: tl.constexpr, PRECISION: tl.constexpr, FLATTEN: tl.constexpr,
-):  # fmt: skip
-    """[run, outputs]^T by [run, inputs] of an expert, written to its [outputs, inputs] or added to it."""
+    Programs of an expert follow one another, so that its rows stay in the cache; what is there is the sum's beginning.
+    """
     down, across = tl.cdiv(outputs, BLOCK_M), tl.cdiv(inputs, BLOCK_N)
-    for item in tl.range(tl.program_id(0), experts * down * across, tl.num_programs(0), flatten=FLATTEN):
-        expert = item // (down * across)
-        top = item // across % down * BLOCK_M
-        left = item % across * BLOCK_N
-        stop = tl.load(ends + expert)
-        start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
-        full = start + (stop - start) // BLOCK_T * BLOCK_T
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    program = tl.program_id(0)
+    expert = program // (down * across)
+    top = program // across % down * BLOCK_M
+    left = program % across * BLOCK_N
+    row = top + tl.arange(0, BLOCK_M)
+    column = left + tl.arange(0, BLOCK_N)
+    place = total + expert.to(tl.int64) * step + row.to(tl.int64)[:, None] * inputs + column[None, :]
+    mask = (row < outputs)[:, None] & (column < inputs)[None, :]
+    stop = tl.load(ends + expert)
+    start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    full = start + (stop - start) // BLOCK_T * BLOCK_T
+    if start < stop:
+        sums = tl.load(place, mask=mask, other=0.0)
         for begin in range(start, full, BLOCK_T):
-            total = tl.dot(grad.load([begin, top]).T, x.load([begin, left]), total, input_precision=PRECISION)
+            sums = tl.dot(grad.load([begin, top]).T, x.load([begin, left]), sums, input_precision=PRECISION)
         if full < stop:
             inside = full + tl.arange(0, BLOCK_T) < stop
             part = tl.where(inside[:, None], grad.load([full, top]), 0.0)
-            total = tl.dot(part.T, x.load([full, left]), total, input_precision=PRECISION)
-        row = top + tl.arange(0, BLOCK_M)
-        column = left + tl.arange(0, BLOCK_N)
-        place = out + expert.to(tl.int64) * step + row.to(tl.int64)[:, None] * inputs + column[None, :]
-        mask = (row < outputs)[:, None] & (column < inputs)[None, :]
-        if ADD:
-            total += tl.load(place, mask=mask, other=0.0)
-        tl.store(place, total.to(out.dtype.element_ty), mask=mask)
+            sums = tl.dot(part.T, x.load([full, left]), sums, input_precision=PRECISION)
+        tl.store(place, sums, mask=mask)
 
 
 @triton.jit
@@ -189,66 +138,21 @@ def weighted_swiglu_backward(grad: Tensor, gate_up: Tensor, weights: Tensor) -> 
     return of_gate_up, of_weights
 
 
-def _listed_tiles(ends: Tensor, rows: int, height: int) -> Tensor:
-    """Tiles of ``height`` rows that cover all runs: their number, then three int32 each."""
-    most = triton.cdiv(triton.cdiv(rows, height) + len(ends), LISTED)
-    tiles = torch.empty(1 + 3 * most * LISTED, dtype=torch.int32, device=ends.device)
-    _list_tiles[(most,)](
-        ends, tiles, len(ends), BLOCK_M=height, EXPERTS=triton.next_power_of_2(len(ends)), LISTED=LISTED
-    )
-    return tiles
-
-
-def rows_product(x: Tensor, weight: Tensor, ends: Tensor, tile: GroupedTile = ROWS, *, transposed: bool) -> Tensor:
-    """Multiply each run of rows by its match matrix.
+def add_gradient(total: Tensor, grad: Tensor, x: Tensor, ends: Tensor, tile: GroupedTile = GRADIENT) -> None:
+    """Add each expert's grad^T x to ``total``.
 
     Args:
-        x: [T, in], contiguous
-        weight: [E, out, in] if ``transposed``, as in a forward pass, else [E, in, out]
-        ends: [E] int32
-
-    Returns:
-        [T, out].
-    """
-    rows, inputs = x.shape
-    columns = weight.shape[1 if transposed else 2]
-    out = x.new_empty(rows, columns)
-    tiles = _listed_tiles(ends, rows, tile.rows)
-    block = [1, tile.columns, tile.sums] if transposed else [1, tile.sums, tile.columns]
-    most = (triton.cdiv(rows, tile.rows) + len(weight)) * triton.cdiv(columns, tile.columns)
-    _rows_product[_programs(x, most, tile)](
-        TensorDescriptor.from_tensor(x, [tile.rows, tile.sums]), TensorDescriptor.from_tensor(weight, block),
-        tiles, out, columns, inputs, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.sums,
-        TRANSPOSED=transposed, PRECISION=_precision(x), FLATTEN=tile.persistent,
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-    return out
-
-
-def gradient(grad: Tensor, x: Tensor, ends: Tensor, out: Tensor, tile: GroupedTile = GRADIENT, *, add: bool) -> None:
-    """Write each expert's grad^T x to ``out``, or add it.
-
-    Args:
+        total: [E, out, in] float32, its matrices contiguous
         grad: [T, out]; x: [T, in]; ends: [E] int32
-        out: [E, out, in], its matrices contiguous
     """
-    experts, outputs, inputs = out.shape
+    experts, outputs, inputs = total.shape
     left, right = (
-        TensorDescriptor.from_tensor(one, [tile.sums, n]) for one, n in ((grad, tile.rows), (x, tile.columns))
+        TensorDescriptor.from_tensor(one, [tile.rows, width])
+        for one, width in ((grad, tile.outputs), (x, tile.inputs))
     )
-    most = experts * triton.cdiv(outputs, tile.rows) * triton.cdiv(inputs, tile.columns)
-    _gradient[_programs(x, most, tile)](
-        left, right, ends, out, out.stride(0), experts, outputs, inputs,
-        BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_T=tile.sums, ADD=add, PRECISION=_precision(x),
-        FLATTEN=tile.persistent, num_warps=tile.warps, num_stages=tile.stages,
+    programs = experts * triton.cdiv(outputs, tile.outputs) * triton.cdiv(inputs, tile.inputs)
+    _add_gradient[(programs,)](
+        left, right, ends, total, total.stride(0), outputs, inputs,
+        BLOCK_M=tile.outputs, BLOCK_N=tile.inputs, BLOCK_T=tile.rows,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-
-
-def _programs(x: Tensor, most: int, tile: GroupedTile) -> tuple[int]:
-    if not tile.persistent:
-        return (most,)
-    return (min(most, torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 3),)
-
-
-def _precision(x: Tensor) -> str:
-    return "ieee" if x.dtype == torch.float32 else "tf32"

@@ -10,13 +10,24 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(580)]
 TABLES = {
     "name": "replay",
     "seed": 5,
-    "cluster": {"device": "cuda", "cpu_threads": 4, "colocate": True},
+    "cluster": {
+        "device": "cuda",
+        "cpu_threads": 4,
+        "colocate": True,
+        "offload_train": False,
+        "offload_rollout": False,
+    },
     "plugin.rm_math": {"digits": 2, "heldout_rows": 64},
 }
 WARMUP = {"num_rollout": 6, "rollout_batch_size": 64, "lr": 3e-4}
 GRPO = {"num_rollout": 6, "rollout_batch_size": 32, "lr": 3e-5}
 SERVER = {"mem_fraction_static": 0.3, "skip_server_warmup": True, "disable_piecewise_cuda_graph": True}
-SERVER |= {"attention_backend": "triton", "sampling_backend": "pytorch", "grammar_backend": "none"}
+SERVER |= {
+    "cuda_graph_bs": [8, 64, 256],
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+}
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["plain", "graphs"])

@@ -14,8 +14,7 @@ Rows are as a router that learns deals them: each expert's share is drawn from a
     fsdp          FSDP's experts: sort of tokens, rows, products, activation and sum over a token's experts
     grouped_mm    the same by transformers, with torch's grouped product
     eager         transformers' loop over experts
-    kernels       the six grouped products alone, without activation and autograd
-    torch         the same by torch's grouped product
+    products      the six grouped products alone, without activation and autograd
     activation    SwiGLU with the router's weights alone, forward and backward
 """
 
@@ -140,7 +139,7 @@ def of_transformers(
 
 
 def parts_of(experts: Any, rows: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> dict[str, Any]:
-    """The six products alone, by our kernels and by torch, and the activation alone."""
+    """The six products alone, and the activation alone."""
     from slime_core.kernels.grouped import gradient, multiply
     from slime_megatron.experts import stacked
 
@@ -150,24 +149,14 @@ def parts_of(experts: Any, rows: torch.Tensor, counts: torch.Tensor, probs: torc
     x = rows.detach()
     wide = multiply(x, first, ends)
     narrow, out = wide[:, : wide.shape[1] // 2].contiguous(), torch.ones_like(x)
-    grouped: Any = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
 
-    def kernels() -> torch.Tensor:
+    def products() -> torch.Tensor:
         multiply(x, first, ends)
         last = multiply(narrow, second, ends)
         multiply(out, second, ends, transposed=True)
         multiply(wide, first, ends, transposed=True)
         gradient(out, narrow, ends)
         gradient(wide, x, ends)
-        return last
-
-    def by_torch() -> torch.Tensor:
-        grouped(x, first.transpose(1, 2), offs=ends)
-        last: torch.Tensor = grouped(narrow, second.transpose(1, 2), offs=ends)
-        grouped(out, second, offs=ends)
-        grouped(wide, first, offs=ends)
-        grouped(out.t(), narrow, offs=ends)
-        grouped(wide.t(), x, offs=ends)
         return last
 
     hidden, weights = wide.detach().requires_grad_(), probs.detach().requires_grad_()
@@ -178,7 +167,7 @@ def parts_of(experts: Any, rows: torch.Tensor, counts: torch.Tensor, probs: torc
         hidden.grad = weights.grad = None
         return activated.detach()
 
-    return {"kernels": kernels, "torch": by_torch, "activation": activation}
+    return {"products": products, "activation": activation}
 
 
 def error_of(out: torch.Tensor, exact: torch.Tensor) -> float:
