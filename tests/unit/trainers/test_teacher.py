@@ -19,7 +19,7 @@ from slime_core.errors import ConfigError, DataError, EngineError, TrainerError
 from slime_core.plugins import load_plugins
 from slime_core.testing import tiny_model
 from slime_core.testing.models import VOCAB
-from slime_core.types import Sample
+from slime_core.types import Media, Sample
 
 pytestmark = pytest.mark.unit
 
@@ -161,10 +161,18 @@ def test_an_estimator_that_reads_an_unnamed_teacher_is_told_so(bench):
 
 
 class Scorer:
-    """An engine that scores token t as -t."""
+    """An engine that scores token t as -t, and keeps the media that came beside the last tokens."""
 
-    async def score(self, tokens, start):
+    async def score(self, tokens, start, media=None):
+        self.media = media
         return -np.asarray(tokens[start:], dtype=np.float32)
+
+
+class Gallery:
+    """The pictures of every sample."""
+
+    async def request(self, sample):
+        return Media(images=(b"png",))
 
 
 def context(config, **engines):
@@ -191,6 +199,10 @@ def test_the_core_fills_a_training_samples_teacher_log_probs_from_the_engine():
     assert sample.teacher_log_probs == [-7.0, -8.0, -9.0]
     assert empty.teacher_log_probs == []
     assert evaluated.teacher_log_probs is None
+    seeing, teacher = sample_of([7]), Scorer()
+    ctx = dataclasses.replace(context(config, teacher=teacher), media=Gallery())
+    asyncio.run(core.slime_sample_done(seeing, ctx))
+    assert teacher.media.images == (b"png",), "a teacher sees what the policy saw"
     other = sample_of([7])
     asyncio.run(core.slime_sample_done(other, context(engine_config(teacher_place="trainer"), teacher=Scorer())))
     assert other.teacher_log_probs is None
