@@ -1,13 +1,16 @@
 """An MCP server by the official SDK: tools that work, fail, hang, die and answer too much. `python mcp_tools.py [PORT]`."""
 
 import asyncio
+import base64
 import itertools
 import os
 import resource
 import signal
 import socket
+import struct
 import sys
 import time
+import zlib
 
 from mcp.server import MCPServer
 from mcp.types import EmbeddedResource, ImageContent, ResourceLink, TextContent, TextResourceContents
@@ -100,6 +103,20 @@ def slow(seconds: float) -> str:
     """Take some time."""
     time.sleep(seconds)
     return "done"
+
+
+@server.tool()
+def look(width: int, height: int) -> list[ImageContent | TextContent]:
+    """Return a picture of a size."""
+    row = b"\0" + bytes(range(3)) * width
+    chunks = (
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)),
+        (b"IDAT", zlib.compress(row * height)),
+        (b"IEND", b""),
+    )
+    parts = (struct.pack(">I", len(d)) + n + d + struct.pack(">I", zlib.crc32(n + d)) for n, d in chunks)
+    data = base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"".join(parts)).decode()
+    return [TextContent(type="text", text="seen"), ImageContent(type="image", data=data, mime_type="image/png")]
 
 
 if __name__ == "__main__":

@@ -65,20 +65,20 @@ def test_files_have_the_pixels_that_train_and_ids_go_out_once_a_picture(folder):
     codec, short = PictureCodec.of(folder), dialogue(folder)
     tokens, arrays = expanded(folder, short, pictures())
     assert len(tokens) > len(short)
-    sent = codec.fields(asked(folder, tokens, arrays))
+    sent = codec.fields(tokens, Media(arrays=arrays), "x")
     assert sent["input_ids"] == short
     files = [opened(file) for file in sent["image_data"]]
     again, made = expanded(folder, sent["input_ids"], files)
     assert again == tokens
     assert all(np.array_equal(made[name], arrays[name]) for name in arrays)  # bit for bit
-    assert codec.fields(asked(folder, tokens, arrays))["image_data"] is sent["image_data"]  # made once a prompt
-    longer = codec.fields(asked(folder, [*tokens, 20, 21], arrays))  # what was made before goes with them
+    assert codec.fields(tokens, Media(arrays=arrays), "x")["image_data"] is sent["image_data"]  # made once a prompt
+    longer = codec.fields([*tokens, 20, 21], Media(arrays=arrays), "x")  # what was made before goes with them
     assert longer["input_ids"] == [*short, 20, 21]
     for pad in (folder.config.image_token_id, folder.config.video_token_id):
         with pytest.raises(EngineError, match="drew"):
-            codec.fields(asked(folder, [*tokens, pad], arrays))
+            codec.fields([*tokens, pad], Media(arrays=arrays), "x")
     with pytest.raises(EngineError, match="videos"):
-        codec.fields(asked(folder, tokens, {**arrays, "pixel_values_videos": arrays["pixel_values"]}))
+        codec.fields(tokens, Media(arrays={**arrays, "pixel_values_videos": arrays["pixel_values"]}), "x")
 
 
 def test_an_aborted_request_goes_on_with_its_pictures_and_ends_at_a_placeholder(folder):

@@ -19,7 +19,7 @@ def test_scores_are_the_log_probs_of_what_was_given():
     tokens = [3, 4, 12, 9, 5]
     sent = bodies.score_body(tokens, 2, rid="r", features=frozenset())
     assert (sent["logprob_start_len"], sent["sampling_params"]["max_new_tokens"]) == (1, 0)
-    found = wire.scores(FakeServer().answer(sent, 0, "length"), tokens, 2, vocab_size=99)
+    found = wire.scores(FakeServer().answer(sent, 0, "length"), tokens, 2, unnamed=(98,))
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found, np.float32([-1.0, -1.5, -2.0]))
 
@@ -30,11 +30,11 @@ def test_the_last_id_of_the_vocabulary_is_told_as_0_in_scores_and_no_other_is():
     told = FakeServer().answer(bodies.score_body(tokens, 1, rid="r", features=frozenset()), 0, "length")
     rows = told["meta_info"]["input_token_logprobs"]
     assert rows[2][1] == 98
-    plain = wire.scores(told, tokens, 1, vocab_size=99)
+    plain = wire.scores(told, tokens, 1, unnamed=(98,))
     rows[2][1] = 0
-    np.testing.assert_array_equal(wire.scores(told, tokens, 1, vocab_size=99), plain)
+    np.testing.assert_array_equal(wire.scores(told, tokens, 1, unnamed=(98,)), plain)
     rows[3][1] = 0
-    assert code_of(lambda: wire.scores(told, tokens, 1, vocab_size=99), ServerFault)[0] == "ENG79"
+    assert code_of(lambda: wire.scores(told, tokens, 1, unnamed=(98,)), ServerFault)[0] == "ENG79"
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_scores_that_cannot_be_are_rejected(spoil, code):
     tokens = [3, 4, 12, 9, 5]
     told = FakeServer().answer(bodies.score_body(tokens, 2, rid="r", features=frozenset()), 0, "length")
     spoil(told["meta_info"]["input_token_logprobs"])
-    assert code_of(lambda: wire.scores(told, tokens, 2, vocab_size=99), ServerFault)[0] == code
+    assert code_of(lambda: wire.scores(told, tokens, 2, unnamed=(98,)), ServerFault)[0] == code
 
 
 # -- streams

@@ -37,7 +37,7 @@ ToolParser = str | Callable[[str], tuple[str, Calls]]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 SHARED = "chat"  # key of `Context.shared`
 POLICY = "policy"
-MAX_BODY = 8 << 20  # bytes of a request: two million tokens of text
+MAX_BODY, MAX_PICTURES = 8 << 20, 128 << 20  # bytes of a request: two million tokens of text; with pictures
 ROLE = "x-slime-role"  # header that names the role of a request
 METHODS = {
     "chat/completions": Session.complete,
@@ -93,7 +93,11 @@ class Endpoint:
             routes = {f"POST /v1/{path}": self._handler(method) for path, method in METHODS.items()}
             routes |= {"GET /v1/models": self._models, f"GET /v1/models/{POLICY}": self._model}
             self._server = LoopbackServer(
-                routes, asyncio.get_running_loop(), self._authorize, threaded=False, max_body=MAX_BODY
+                routes,
+                asyncio.get_running_loop(),
+                self._authorize,
+                threaded=False,
+                max_body=MAX_BODY if ctx.media is None else MAX_PICTURES,
             )
         key = self._key(self._opened)
         self._opened += 1
@@ -121,7 +125,7 @@ class Endpoint:
         kwargs = {**ctx.config.data.apply_chat_template_kwargs, **more}
         name = json.dumps(kwargs, sort_keys=True, default=str)
         if name not in self._speeches:
-            self._speeches[name] = Speech(ctx.tokenizer, template=True, kwargs=kwargs)
+            self._speeches[name] = Speech(ctx.tokenizer, template=True, kwargs=kwargs, media=ctx.media)
         return self._speeches[name]
 
     def _parser(self, speech: Speech) -> Parser:

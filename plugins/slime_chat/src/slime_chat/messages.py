@@ -19,18 +19,21 @@ from slime_core.types import Message
 
 Key = tuple[Any, ...]
 """What a message is compared by; hashable."""
+Content = str | list[dict[str, Any]]
+"""Of a message: a text, or parts of type text and image."""
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 KEPT = ("name", "tool_call_id")
+PICTURES = ("image", "image_url", "input_image")
 TEXTS: Mapping[str, str] = MappingProxyType({"text": "text", "refusal": "refusal"})
 """Parts of a message's content by type, with the key of their text."""
 
 
 def normal(raw: Any, where: str) -> Message:
-    """A client's message as templates read it: content a text, arguments of tool calls as values.
+    """A client's message as templates read it: arguments of calls as values, content a text, or parts with pictures.
 
     Raises:
-        HttpError: 400, it is no message, or has content that is no text.
+        HttpError: 400, it is no message, or has content of another kind.
     """
     role = raw.get("role") if isinstance(raw, Mapping) else raw
     if not isinstance(raw, Mapping) or not isinstance(role, str) or role not in ROLES:
@@ -40,7 +43,7 @@ def normal(raw: Any, where: str) -> Message:
     content = raw.get("content")
     message: Message = {
         "role": role,
-        "content": "" if content is None and role == "assistant" else text_of(content, where),
+        "content": "" if content is None and role == "assistant" else content_of(content, where),
     }
     for name in KEPT:
         if raw.get(name) is not None:
@@ -48,6 +51,8 @@ def normal(raw: Any, where: str) -> Message:
     for text in message.values():
         check_characters(text, where)
     if role == "assistant":
+        if isinstance(message["content"], list):
+            raise bad("an assistant's message has a picture", where)
         if raw.get("function_call"):
             raise bad("function_call is not served; use tool_calls", where)
         if calls:
@@ -59,8 +64,10 @@ def normal(raw: Any, where: str) -> Message:
     return message
 
 
-def text_of(content: Any, where: str, kinds: Mapping[str, str] = TEXTS) -> str:
-    """A content as one text: itself, or its parts' texts as lines; ``kinds`` maps a part's type to the text's key.
+def content_of(content: Any, where: str, kinds: Mapping[str, str] = TEXTS) -> Content:
+    """A content as one text: itself, or its parts' texts as lines; a list of parts where it has pictures.
+
+    ``kinds`` maps a part's type to the text's key. A picture is ``{"type": "image", "image": ADDRESS}``.
 
     Raises:
         HttpError: 400, a part of another type.
@@ -69,13 +76,50 @@ def text_of(content: Any, where: str, kinds: Mapping[str, str] = TEXTS) -> str:
         return content
     if not isinstance(content, Sequence) or not all(isinstance(part, Mapping) for part in content):
         raise bad(f"content is {type(content).__name__}; send a text or a list of parts", where)
-    for part in content:
-        kind = part.get("type")
-        if not isinstance(kind, str) or kind not in kinds:
-            raise bad(f"a content part of type {kind!r} is not served; {' and '.join(kinds)} are", where)
-        if not isinstance(part.get(kinds[kind]), str):
-            raise bad(f"a content part of type {kind!r} has no text under '{kinds[kind]}'", where)
-    return "\n".join(part[kinds[part["type"]]] for part in content)
+    return joined([_part(part, where, kinds) for part in content])
+
+
+def joined(contents: Sequence[Content]) -> Content:
+    """Contents end to end: texts beside each other become lines of one."""
+    parts: list[dict[str, Any]] = []
+    for content in contents:
+        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+            if part["type"] == "text" and parts and parts[-1]["type"] == "text":
+                part = {"type": "text", "text": f"{parts.pop()['text']}\n{part['text']}"}
+            parts.append(part)
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return [part for part in parts if part["type"] != "text" or part["text"]]
+
+
+def text_of(content: Any, where: str, kinds: Mapping[str, str] = TEXTS) -> str:
+    """A content without pictures as one text; raises as :func:`content_of`."""
+    text = content_of(content, where, kinds)
+    if not isinstance(text, str):
+        raise bad("a picture is not served here; send it in a message of the user or as a tool's result", where)
+    return text
+
+
+def _part(part: Mapping[str, Any], where: str, kinds: Mapping[str, str]) -> Content:
+    kind = part.get("type")
+    if isinstance(kind, str) and kind in PICTURES:
+        return [{"type": "image", "image": _picture(part, where)}]
+    if not isinstance(kind, str) or kind not in kinds:
+        raise bad(f"a content part of type {kind!r} is not served; {' and '.join(kinds)} and pictures are", where)
+    if not isinstance(part.get(kinds[kind]), str):
+        raise bad(f"a content part of type {kind!r} has no text under '{kinds[kind]}'", where)
+    return str(part[kinds[kind]])
+
+
+def _picture(part: Mapping[str, Any], where: str) -> str:
+    """The address of a picture in OpenAI's form, or in Anthropic's."""
+    value = next((part[name] for name in ("image_url", "image", "source") if part.get(name)), None)
+    if isinstance(value, Mapping):
+        data, kind = value.get("data"), value.get("media_type", "image/png")
+        value = f"data:{kind};base64,{data}" if isinstance(data, str) else value.get("url")
+    if not isinstance(value, str) or not value:
+        raise bad("a picture has no address; send data:image/png;base64,...", where)
+    return value
 
 
 def check_characters(value: Any, where: str) -> None:
@@ -98,7 +142,9 @@ def key_of(message: Message) -> Key:
     Example: key_of({"role": "assistant", "content": " 4 "}) == ("assistant", "4", ())
     """
     if message["role"] != "assistant":
-        return (message["role"], message["content"], *(message.get(name) for name in KEPT))
+        content = message["content"]
+        parts = content if isinstance(content, str) else tuple(tuple(part.values()) for part in content)
+        return (message["role"], parts, *(message.get(name) for name in KEPT))
     calls = tuple((call["function"]["name"], _canonical(call["function"]["arguments"])) for call in _calls(message))
     return ("assistant", split_reasoning(message["content"])[1].strip(), calls)
 

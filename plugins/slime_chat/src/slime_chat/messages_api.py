@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from slime_chat.messages import bad, listed, text_of
+from slime_chat.messages import bad, content_of, joined, listed, text_of
 from slime_chat.reply import ChatReply
 from slime_chat.request import check_names, number, stops
 from slime_compat.handlers import HttpError, NamedEvents
@@ -105,10 +105,10 @@ def _user(blocks: Sequence[Block], where: str) -> list[Message]:
     turn: list[Message] = []
     for block in blocks:
         if block.get("type") == "tool_result":
-            content = text_of(block.get("content") or "", where, TEXTS)
+            content = content_of(block.get("content") or "", where, TEXTS)
             turn.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
             continue
-        message = {"role": "user", "content": text_of([block], where, TEXTS)}
+        message = {"role": "user", "content": content_of([block], where, TEXTS)}
         after_text = turn and turn[-1]["role"] == "user"
         turn.append(_joined(turn.pop(), message) if after_text else message)
     return turn
@@ -135,7 +135,7 @@ def _assistant(blocks: Sequence[Block], where: str) -> Message:
 
 def _joined(first: Message, second: Message) -> Message:
     """Two messages of one role as one."""
-    message = {**first, **second, "content": "\n".join(filter(None, (first["content"], second["content"])))}
+    message = {**first, **second, "content": joined([c for c in (first["content"], second["content"]) if c])}
     calls = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
     return message | ({"tool_calls": calls} if calls else {})
 

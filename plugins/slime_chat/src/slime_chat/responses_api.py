@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from slime_chat.answers import as_sent
-from slime_chat.messages import bad, listed, text_of
+from slime_chat.messages import bad, content_of, listed, text_of
 from slime_chat.reply import ChatReply
 from slime_chat.request import check_names, number
 from slime_compat.handlers import NamedEvents
@@ -125,10 +125,10 @@ def _messages(raw: Any) -> list[Message]:
             continue
         answer = None
         if kind == "function_call_output":
-            content = text_of(item.get("output"), where, TEXTS)
+            content = content_of(item.get("output"), where, TEXTS)
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
         elif role in ROLES:
-            messages.append({"role": role, "content": text_of(item.get("content"), where, TEXTS)})
+            messages.append({"role": role, "content": content_of(item.get("content"), where, TEXTS)})
         elif kind == "message":
             raise bad(f"{role!r} is not a role; roles are {', '.join(ROLES)}", where)
         else:

@@ -94,6 +94,11 @@ def _fill(sample: Sample, path: Sequence[Node], trained: set[int], tokenizer: An
         mask += [*([0] * len(words)), *([int(node.number in trained)] * count)]
         versions += [*([-1] * len(words)), *node.done.versions]
         texts += [tokenizer.decode(words, skip_special_tokens=True) if words else "", node.done.text]
+    pictures = path[-1].pictures
+    sample.multimodal_inputs, sample.multimodal_train_inputs = (
+        pictures.multimodal_inputs,
+        pictures.multimodal_train_inputs,
+    )
     experts = joined_experts(node.done for node in path if node.done is not None)
     sample.append_response(tokens, log_probs, mask, text="".join(texts), version=versions, routed_experts=experts)
     last = path[-1].done

@@ -29,9 +29,11 @@ from slime_compat.handlers import LOOPBACK, HttpError
 from slime_core.data.chat import encode, render
 from slime_core.data.turns import split_reasoning
 from slime_core.errors import DataError, EngineError
+from slime_core.media.placing import bare
+from slime_core.media.references import Access, checked, inputs_of
 from slime_core.plugins.boundary import together
 from slime_core.seeds import seed_of
-from slime_core.types import Completion, GenerateRequest, Message, Sample, SamplingParams, Status
+from slime_core.types import Completion, GenerateRequest, Media, Message, Sample, SamplingParams, Status
 
 if TYPE_CHECKING:
     from slime_chat.request import ChatRequest
@@ -205,8 +207,10 @@ class Session:
         """Draw a request's answers and hang them into the tree."""
         parent, start, prompt = self._place(ask)
         tokens = [*parent.tokens(), *prompt]
+        pictures = await self._pictures(parent, ask.messages[start:])
+        media = await self._ctx.request_media(pictures)
         seeds = [self._draw(tokens, ask.seed) for _ in range(ask.n)]
-        works = [self._generate(tokens, ask.params, seed) for seed in seeds]
+        works = [self._generate(tokens, ask.params, seed, media) for seed in seeds]
         completions = await together(works) if ask.n > 1 else [await works[0]]
         nodes = []
         for done, seed in zip(completions, seeds, strict=True):
@@ -219,6 +223,7 @@ class Session:
                 message=message,
                 stop=stop,
                 rewritten=sum(message["role"] == "assistant" for message in ask.messages[start:]),
+                pictures=pictures,
             )
             self._tree.add(parent, ask.keys[start:], node)
             nodes.append(node)
@@ -228,14 +233,42 @@ class Session:
         """Ids of the messages after ``parent``'s answer, up to where the next one begins."""
         speech = self._speech
         try:
+            self._check_pictures(new)
             if parent.done is not None:
                 return speech.between(new, parent.answer)
             where, kwargs = f"the agent's messages of {self.sample.id}", speech.kwargs
-            messages = [speech.without_specials(one) if one["role"] == "tool" else one for one in new]
+            messages = [speech.without_specials(one) if one["role"] == "tool" else one for one in bare(new)]
             text = render(messages, speech.tokenizer, template=True, where=where, kwargs=kwargs, tools=ask.tools)
-            return encode(speech.tokenizer, text)
+            ids = encode(speech.tokenizer, text)
+            return ids if speech.media is None else speech.media.expand(ids, inputs_of(new), where)
         except DataError as error:
-            raise bad(f"{error.what}: {error.why}" if error.why else error.what, "messages", error.code) from error
+            raise _refused(error) from error
+
+    def _check_pictures(self, new: Sequence[Message]) -> None:
+        """An agent sends pictures themselves, or names addresses that the run may fetch: never a file of this machine.
+
+        Raises:
+            DataError: DAT33.
+            HttpError: 400, the model takes none.
+        """
+        for reference in inputs_of(new).get("images", []):
+            if self._speech.media is None:
+                raise bad("the model takes no pictures", "messages")
+            checked(reference, "the agent's messages", Access(limits=self._speech.media.limits))
+
+    async def _pictures(self, parent: Node, new: Sequence[Message]) -> Sample:
+        """The pictures of a dialogue up to its next answer."""
+        before = parent.pictures
+        pictures = Sample(
+            id=self.sample.id,
+            multimodal_inputs=before.multimodal_inputs,
+            multimodal_train_inputs=before.multimodal_train_inputs,
+        )
+        try:
+            await self._ctx.append_media(pictures, new)
+        except DataError as error:
+            raise _refused(error) from error
+        return pictures
 
     def _draw(self, tokens: Sequence[int], chosen: int | None) -> int:
         """The seed of a draw: of the sample, its tokens so far, the client's own seed and its number of requests."""
@@ -245,9 +278,9 @@ class Session:
         self._continuations[key] += 1
         return seed_of(self._seed, *names, self._continuations[key] - 1)
 
-    async def _generate(self, tokens: list[int], params: SamplingParams, seed: int) -> Completion:
-        name = self._free_name()
-        request = GenerateRequest(id=name, tokens=tokens, params=params, seed=seed, session_id=self.sample.session_id)
+    async def _generate(self, tokens: list[int], params: SamplingParams, seed: int, media: Media | None) -> Completion:
+        name, session = self._free_name(), self.sample.session_id
+        request = GenerateRequest(id=name, tokens=tokens, params=params, seed=seed, session_id=session, media=media)
         engine = self._ctx.engine
         assert engine is not None
         task = self._running[name] = asyncio.get_running_loop().create_task(
@@ -309,6 +342,10 @@ class Session:
                 del message["tool_calls"]
                 message["content"] = answer
         return message, stop
+
+
+def _refused(error: DataError) -> HttpError:
+    return bad(f"{error.what}: {error.why}" if error.why else error.what, "messages", error.code)
 
 
 async def _awaited(work: Any) -> Completion:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slime_chat.messages import Key, key_of, sameness
-from slime_core.types import Completion, Message
+from slime_core.types import Completion, Message, Sample
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -30,6 +30,7 @@ class Node:
     role: str = "policy"  # that the agent played
     message: Message = field(default_factory=dict)  # the message that the client was given
     stop: str = ""  # the text that ended it
+    pictures: Sample = field(default_factory=Sample)  # those of the dialogue up to here
     rewritten: int = 0  # assistant messages in the prompt that are no answer of ours there
     children: dict[tuple[Key, ...], list[Node]] = field(default_factory=dict)  # by messages, the answer's own the last
     spans: set[int] = field(default_factory=set)  # lengths of those keys

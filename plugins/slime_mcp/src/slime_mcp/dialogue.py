@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from slime_core.data.chat import decode
 from slime_core.data.tool_calls import Parser
 from slime_core.data.turns import Speech, split_reasoning
-from slime_core.errors import EngineError
-from slime_core.types import Message, Sample, Status
+from slime_core.errors import DataError, EngineError
+from slime_core.media.references import inputs_of
+from slime_core.types import Message, Prompt, Sample, Status
 from slime_mcp.options import Options
 from slime_mcp.servers import McpServers, ServerLost, Tool, ToolResult
 
@@ -35,20 +36,36 @@ class Talk:
     parser: Parser
     plain: bool  # results are a user's message, since the template knows no tools
 
+    def messages(self, calls: Sequence[tuple[str, ToolResult]]) -> list[Message]:
+        """The results of an answer's calls; pictures are parts of them."""
+        if not self.plain:
+            return [
+                {"role": "tool", "name": name, "tool_call_id": f"call{number:05}", "content": _content(result)}
+                for number, (name, result) in enumerate(calls)
+            ]
+        texts = [f"<tool_response>\n{result.text}\n</tool_response>" for _, result in calls]
+        if not any(result.parts for _, result in calls):
+            return [{"role": "user", "content": "\n".join(texts)}]
+        parts: list[dict[str, Any]] = []
+        for _, result in calls:
+            inside = result.parts or ({"type": "text", "text": result.text},)
+            parts += [{"type": "text", "text": "<tool_response>\n"}, *inside]
+            parts.append({"type": "text", "text": "\n</tool_response>\n"})
+        return [{"role": "user", "content": parts}]
+
     def results(self, calls: Sequence[tuple[str, ToolResult]], answer: Sequence[int]) -> list[int]:
         """Ids of the results that follow an answer."""
-        if self.plain:
-            texts = [f"<tool_response>\n{result.text}\n</tool_response>" for _, result in calls]
-            return self.speech.between("\n".join(texts), answer)
-        messages: list[Message] = [
-            {"role": "tool", "name": name, "tool_call_id": f"call{number:05}", "content": result.text}
-            for number, (name, result) in enumerate(calls)
-        ]
-        return self.speech.between(messages, answer)
+        return self.speech.between(self.messages(calls), answer)
 
 
 async def converse(
-    sample: Sample, ctx: Context, servers: McpServers, tools: Mapping[str, Tool], talk: Talk | None, options: Options
+    sample: Sample,
+    prompt: Prompt,
+    ctx: Context,
+    servers: McpServers,
+    tools: Mapping[str, Tool],
+    talk: Talk | None,
+    options: Options,
 ) -> None:
     """Fill a pending sample: answers and results until an answer without calls, or a limit. Without tools, one answer.
 
@@ -58,6 +75,7 @@ async def converse(
     stateful = any(tool.server.per == "sample" for tool in tools.values())
     if stateful and sample.status is Status.ABORTED:
         _begin_again(sample)
+        await _keep_pictures(sample, len((prompt.multimodal_inputs or {}).get("images", ())), ctx)
     state: dict[str, Any] = sample.metadata.setdefault(MCP, {"turns": 0, "calls": 0, **dict.fromkeys(ERRORS, 0)})
     try:
         await _turns(sample, ctx, servers, tools, talk, options, state)
@@ -95,6 +113,7 @@ async def _turns(
                 raise
             sample.status = Status.TRUNCATED
             _drop_unread(sample, ctx.tokenizer)
+            await _keep_pictures(sample, state.get("pictures", 0), ctx)
             return
         if done.finish == "abort":
             return
@@ -111,13 +130,16 @@ async def _turns(
             sample.status = Status.TRUNCATED
             return
         work = [_result(call, number, sample, servers, tools, options) for number, call in enumerate(calls)]
-        results = await asyncio.gather(*work)
+        results = [_visible(result, ctx) for result in await asyncio.gather(*work)]
         state["calls"] += len(calls)
         for result in results:
             if result.error:
                 state[result.error] += 1
-        ids = talk.results([(call.name, result) for call, result in zip(calls, results, strict=True)], answer)
+        named = [(call.name, result) for call, result in zip(calls, results, strict=True)]
+        ids = talk.results(named, answer)
+        state["pictures"] = len((sample.multimodal_inputs or {}).get("images", ()))
         sample.append_response(ids, mask=0, text=decode(ctx.tokenizer, ids))
+        await ctx.append_media(sample, talk.messages(named))
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -154,6 +176,32 @@ async def _result(
     if problem := tool.problem(call.arguments):
         return ToolResult(text=f"Error: {problem}. The tool was not called.", error="invalid")
     return await servers.call(sample.id, tool, call.arguments)
+
+
+def _content(result: ToolResult) -> str | list[dict[str, Any]]:
+    return list(result.parts) or result.text
+
+
+def _visible(result: ToolResult, ctx: Context) -> ToolResult:
+    """The result as the model of this run reads it: without pictures, or with those that can be read."""
+    if not result.parts:
+        return result
+    if ctx.media is None:
+        return replace(result, parts=())
+    try:
+        ctx.media.open(inputs_of([{"content": list(result.parts)}]), "a tool's result")
+    except DataError as error:
+        return ToolResult(text=f"Error: {error.what}: {error.why}", error="failed")
+    return result
+
+
+async def _keep_pictures(sample: Sample, count: int, ctx: Context) -> None:
+    """Leave a sample its first pictures: those whose placeholders it still has."""
+    images = (sample.multimodal_inputs or {}).get("images", [])
+    if len(images) > count:
+        sample.multimodal_inputs = {"images": images[:count]} if count else None
+        sample.multimodal_train_inputs = None
+        await ctx.prepare_media([sample])
 
 
 def _drop_unread(sample: Sample, tokenizer: Any) -> None:

@@ -105,7 +105,7 @@ async def slime_generate(group: Group, ctx: Context) -> Group:
     tools = _chosen(await servers.tools_async(), group.prompt.metadata)
     talk = _talk_of(options, ctx)[0] if tools else None
     waiting = [sample for sample in group.samples if sample.status in (Status.PENDING, Status.ABORTED)]
-    await together(converse(sample, ctx, servers, tools, talk, options) for sample in waiting)
+    await together(converse(sample, group.prompt, ctx, servers, tools, talk, options) for sample in waiting)
     return group
 
 
@@ -176,7 +176,7 @@ def _talk_of(options: Options, ctx: Context) -> tuple[Talk, TemplateTools]:
                 fix='name the parser of the format that the model writes: tool_parser = "hermes"',
             )
         talk = Talk(
-            speech=Speech(ctx.tokenizer, template=True, kwargs=kwargs),
+            speech=Speech(ctx.tokenizer, template=True, kwargs=kwargs, media=ctx.media),
             parser=parser_of(locate(name, "plugin.mcp.tool_parser") if by_path else name),
             plain=template is PLAIN,
         )

@@ -27,7 +27,7 @@ from jsonschema.validators import validator_for
 from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
-from mcp.types import CONNECTION_CLOSED, CallToolResult, TextContent
+from mcp.types import CONNECTION_CLOSED, CallToolResult, ImageContent, TextContent
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
@@ -50,6 +50,7 @@ class ToolResult:
 
     text: str
     error: str = ""
+    parts: tuple[dict[str, Any], ...] = ()  # of a result with pictures, for a model that sees them
 
 
 class Tool:
@@ -151,8 +152,9 @@ class Connection:
         except Exception as error:  # the SDK raises what it cannot read, and the transport's errors, as they are
             reason = f"failed during a call of {tool}: {_cause(error)}"
         else:
-            text = shortened(text_of_result(result), self._options.result_chars)
-            return ToolResult(text=text, error="failed" if result.is_error else "")
+            text, most = text_of_result(result), self._options.result_chars
+            kind = "failed" if result.is_error else ""
+            return ToolResult(text=shortened(text, most), error=kind, parts=parts_of_result(result, most))
         self.close()
         raise ServerLost(reason)
 
@@ -400,6 +402,18 @@ def text_of_result(result: CallToolResult) -> str:
     if not parts and result.structured_content is not None:
         parts.append(json.dumps(result.structured_content, ensure_ascii=False))
     return "\n".join(parts)
+
+
+def parts_of_result(result: CallToolResult, most: int) -> tuple[dict[str, Any], ...]:
+    """A result's texts, of ``most`` characters each, and pictures, as parts of a message; none without pictures."""
+    parts: list[dict[str, Any]] = []
+    for part in result.content:
+        if isinstance(part, ImageContent):
+            parts.append({"type": "image", "image": f"data:{part.mime_type};base64,{part.data}"})
+        else:
+            text = text_of_result(result.model_copy(update={"content": [part]}))
+            parts.append({"type": "text", "text": shortened(text, most)})
+    return tuple(parts) if any(part["type"] == "image" for part in parts) else ()
 
 
 def _named(part: Mapping[str, Any]) -> str:

@@ -40,7 +40,7 @@ from slime_sglang.retries import Retries
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from slime_core.types import GenerateRequest
+    from slime_core.types import GenerateRequest, Media
     from slime_sglang.address import ServerAddress
     from slime_sglang.pictures import PictureCodec
 
@@ -154,8 +154,9 @@ class Client(HttpCalls):
             finally:
                 self._leave()
 
-    async def score(self, tokens: Sequence[int], start: int) -> NDArray[Any]:
-        """Log-prob of each of ``tokens[start:]`` (start >= 1) under the plain softmax, float32.
+    async def score(self, tokens: Sequence[int], start: int, media: Media | None = None) -> NDArray[Any]:
+        """Log-prob of each of ``tokens[start:]`` (start >= 1) under the plain softmax, float32; those of the
+        placeholders of ``media`` have no meaning.
 
         Raises:
             EngineError, ServerFault: as `generate`; ENG03 a start outside 1..len(tokens).
@@ -167,13 +168,14 @@ class Client(HttpCalls):
             raise too_long(f"{len(tokens)} tokens do not fit the context of {self._context_len}", "score")
         if start == len(tokens):
             return np.empty(0, dtype=np.float32)
-        entry = InFlightRequest("score", scores=True)
+        entry, fields = InFlightRequest("score", scores=True), self._media_fields(tokens, media, "score")
 
         async def one_try(end: float) -> NDArray[Any]:
             body = bodies.score_body(tokens, start, rid=self._rid(entry), features=self.features)
-            answer = await self._request(dumps(body), None, end=end, cap=_cap(len(tokens) - start))
+            answer = await self._request(dumps(body | fields), None, end=end, cap=_cap(len(tokens) - start))
             self._check_answer(answer, entry)
-            scores = wire.scores(answer, tokens, start, vocab_size=self._vocab_size)
+            unnamed = self._pictures.layout.ids if fields and self._pictures is not None else ()
+            scores = wire.scores(answer, tokens, start, unnamed=(self._vocab_size - 1, *unnamed))
             self._note_tokens(0)
             self.progress.replies += 1
             entry.rid = ""
@@ -265,7 +267,7 @@ class Client(HttpCalls):
     def _check(self, request: GenerateRequest) -> tuple[GenerateRequest, int]:
         """The request as it is sent, and how many new tokens it may have."""
         if request.media is not None:
-            request = self._require_pictures(request).ended(request)
+            request = self._require_pictures(f"request {request.id}").ended(request)
         limit = bodies.check(request, vocab_size=self._vocab_size, context_len=self._context_len)
         if self._tokenizer_of is None and stop_strings.needs_text(request, tokenizer=self._texts):
             raise EngineError(
@@ -276,16 +278,19 @@ class Client(HttpCalls):
             )
         return request, limit
 
-    def _require_pictures(self, request: GenerateRequest) -> PictureCodec:
+    def _require_pictures(self, where: str) -> PictureCodec:
         if self._pictures is None:
             raise EngineError(
                 "SGLang takes no pictures of this model from slime",
                 code="ENG03",
-                where=f"request {request.id}",
+                where=where,
                 why=f"it takes token ids with pictures for {', '.join(PICTURE_FAMILIES)}",
                 fix="--rollout-engine local",
             )
         return self._pictures
+
+    def _media_fields(self, tokens: Sequence[int], media: Media | None, where: str) -> dict[str, Any]:
+        return {} if media is None else self._require_pictures(where).fields(tokens, media, where)
 
     async def _streamed(
         self,
@@ -343,7 +348,7 @@ class Client(HttpCalls):
         options: dict[str, Any] = {"features": self.features, "dp_rank": dp_rank}
         experts = self._experts_of(request) is not None
         body = bodies.body(request, rid=rid, limit=limit, stream=stream, experts=experts, **options)
-        return dumps(body | (self._pictures.fields(request) if self._pictures is not None else {}))
+        return dumps(body | self._media_fields(request.tokens, request.media, f"request {request.id}"))
 
     def _experts_of(self, request: GenerateRequest) -> tuple[int, int] | None:
         return None if request.id.startswith("eval/") else self._experts

@@ -25,7 +25,7 @@ from slime_sglang.installation import (
     read_installation,
 )
 from slime_sglang.options import Place
-from slime_sglang.pictures import OPTIONS as PICTURE_OPTIONS
+from slime_sglang.pictures import OPTIONS as PICTURE_OPTIONS, UNKEPT
 from slime_sglang.router_options import router_arguments, uses_router
 from slime_sglang.sharing import SHARE, gives_memory, options_set, shares
 from slime_sglang.topology import (
@@ -171,6 +171,8 @@ def command(
         name: value for name, value in defaults.items() if name in installation.options and name not in written
     }
     env = {**installation.env, **group.env}
+    if "vision_config" in _raw_config(group.model) and not (group.frozen or config.train.freeze_vision_tower):
+        env = {**UNKEPT, **env}
     if config.cluster.device == "cpu":
         env = {"SGLANG_USE_CPU_ENGINE": "1", **env}
     elif server.gpus:

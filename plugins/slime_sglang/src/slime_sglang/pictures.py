@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 import zlib
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -27,13 +27,15 @@ from slime_core.media.positions import GRIDS, PIXELS, MediaLayout
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from slime_core.types import GenerateRequest
+    from slime_core.types import GenerateRequest, Media
     from slime_core.weights.folder import ModelFolder
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Model types whose pictures SGLang takes beside token ids; of others it decodes the ids, and tokenizes them anew."""
 OPTIONS: Mapping[str, Any] = {"mm_preprocess_cache_size_mb": 512, "image_processor_backend": "pil"}
 """SGLang's options for such models: token ids stay what they are, and the pictures of a group are read once."""
+UNKEPT: Mapping[str, str] = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
+"""SGLang keeps pictures' features when weights change: where the vision tower is trained, it must keep none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,22 +64,16 @@ class PictureCodec:
 
     def ended(self, request: GenerateRequest) -> GenerateRequest:
         """The request, which ends where the model draws a placeholder: there is no picture for it."""
-        if request.media is None:
-            return request
         stops = dict.fromkeys((*request.params.stop_token_ids, *self.layout.ids))
         return replace(request, params=replace(request.params, stop_token_ids=tuple(stops)))
 
-    def fields(self, request: GenerateRequest) -> dict[str, Any]:
-        """``input_ids`` and ``image_data`` of a request; nothing where it has no pictures.
+    def fields(self, tokens: Sequence[int], media: Media, where: str) -> dict[str, Any]:
+        """``input_ids`` and ``image_data`` of a request.
 
         Raises:
             DataError: DAT38 placeholders that do not match its arrays.
             EngineError: ENG03 videos or sounds; a placeholder that the model drew before.
         """
-        media = request.media
-        if media is None:
-            return {}
-        where = f"request {request.id}"
         if media.videos or media.audios or PIXELS["videos"] in media.arrays:
             raise EngineError(
                 "SGLang takes pictures from slime, not videos or sounds",
@@ -86,13 +82,15 @@ class PictureCodec:
                 why="it chooses the frames of a video by itself, so they would not be those that train",
                 fix="--rollout-engine local   or   give the frames as pictures",
             )
-        tokens = np.asarray(request.tokens)
+        ids = np.asarray(tokens)
         items = self.layout.items(media.arrays)
-        starts = self.layout.starts(tokens, items, where)
-        mask = np.ones(len(tokens), dtype=bool)
+        if not items:
+            return {}
+        starts = self.layout.starts(ids, items, where)
+        mask = np.ones(len(ids), dtype=bool)
         for start, item in zip(starts, items, strict=True):
             mask[start + 1 : start + item.tokens] = False
-        if int(np.isin(tokens[mask], self.layout.ids).sum()) != len(items):
+        if int(np.isin(ids[mask], self.layout.ids).sum()) != len(items):
             raise EngineError(
                 "a placeholder that the model drew lies before the next turn",
                 code="ENG03",
@@ -100,7 +98,7 @@ class PictureCodec:
                 why="SGLang would look for its picture",
                 fix="end the dialogue where a response has a placeholder",
             )
-        return {"input_ids": tokens[mask].tolist(), "image_data": self._pictures(media.arrays)}
+        return {"input_ids": ids[mask].tolist(), "image_data": self._pictures(media.arrays)}
 
     def _pictures(self, arrays: Mapping[str, NDArray[Any]]) -> list[str]:
         """Of an array as long as it lives: the samples of a prompt share theirs."""

@@ -99,7 +99,7 @@ class Requests:
         failed: list[LaneKey] = []
         while True:
             place = await self._router.pick(request, failed)
-            work = asyncio.ensure_future(place.lane.client.score(tokens, start))
+            work = asyncio.ensure_future(place.lane.client.score(tokens, start, request.media))
             self._scores.add(work)
             try:
                 scores = await work

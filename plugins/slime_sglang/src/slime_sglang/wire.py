@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from base64 import b64decode
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -313,10 +313,10 @@ def version(stamp: Any, expected: ExpectedAnswer, where: str) -> int:
     )
 
 
-def scores(answer: Any, tokens: Sequence[int], start: int, *, vocab_size: int) -> NDArray[np.float32]:
+def scores(answer: Any, tokens: Sequence[int], start: int, *, unnamed: Collection[int]) -> NDArray[np.float32]:
     """Log-probs of ``tokens[start:]``, float32 [len(tokens) - start].
 
-    SGLang tells the last id of the vocabulary as 0 there; the log-prob is of the token that was sent.
+    SGLang tells ``unnamed`` ids as 0 there: the last of the vocabulary, and placeholders of pictures.
 
     Raises:
         ServerFault: ENG71, ENG79 and ENG80, as `completion`; ENG81 the server ended it.
@@ -328,9 +328,8 @@ def scores(answer: Any, tokens: Sequence[int], start: int, *, vocab_size: int) -
     if not isinstance(rows, list) or len(rows) != len(tokens) - start + 1:
         count = len(rows) - 1 if isinstance(rows, list) else "no"
         raise fault(f"{len(tokens) - start} log-probs were requested and {count} came", "ENG79", "score")
-    last = vocab_size - 1
     echoed = [
-        0 if token == last and isinstance(row, list) and row[1:2] == [0] else token
+        0 if token in unnamed and isinstance(row, list) and row[1:2] == [0] else token
         for token, row in zip(tokens[start:], rows[1:], strict=True)
     ]
     return np.asarray(log_probs(rows[1:], echoed, "score"), dtype=np.float32)

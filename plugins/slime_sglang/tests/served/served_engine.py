@@ -18,6 +18,7 @@ from slime_core.testing.contracts import EngineCase, EngineCheck
 from slime_core.types import Completion, GenerateRequest, SamplingParams, WeightUpdate
 from slime_core.weights.canary import compare
 from slime_core.weights.folder import ModelFolder
+from slime_core.weights.hashing import layout_name
 from slime_sglang import start as cluster
 from slime_sglang.engine import SglangEngine
 from slime_sglang.external import features
@@ -59,24 +60,25 @@ async def update(engine: SglangEngine, model: Path, version: int) -> WeightUpdat
     route = await engine.route("all")
     assert route is not None
     assert route.transport == "disk"
-    sums = expected(load_file(model / "model.safetensors"), route.checks, torch.float32, route.checksum)
+    tensors = {layout_name(name): tensor for name, tensor in load_file(model / "model.safetensors").items()}
+    sums = expected(tensors, route.checks, torch.float32, route.checksum)
     handle = {"folder": str(model)}
     return WeightUpdate(version=version, epoch=EPOCH, transport="disk", handle=handle, fingerprints=sums)
 
 
-async def load(engine: SglangEngine, model: Path, version: int) -> WeightUpdate:
+async def load(engine: SglangEngine, model: Path, version: int, count: int = 18) -> WeightUpdate:
     """Serve the weights of a folder; every tensor is the folder's."""
     sent = await update(engine, model, version)
     await engine.load(sent)
-    await assert_holds(engine, sent)
+    await assert_holds(engine, sent, count)
     return sent
 
 
-async def assert_holds(engine: SglangEngine, sent: WeightUpdate) -> None:
-    """The server has the bytes of an update, all 18 tensors."""
+async def assert_holds(engine: SglangEngine, sent: WeightUpdate, count: int = 18) -> None:
+    """The server has the bytes of an update, all ``count`` tensors."""
     route = await engine.route("all")
     assert route is not None
-    assert compare(route.checks, sent.fingerprints, await engine.fingerprints(), sent.version) == 18
+    assert compare(route.checks, sent.fingerprints, await engine.fingerprints(), sent.version) == count
 
 
 def request(name: str, count: int) -> GenerateRequest:
