@@ -68,6 +68,7 @@ PARTS = [
     Part("megatron", "gaps-keep", 1, 450),
     Part("sglang", "functional", 1, 560),
     Part("sglang", "runs", 1, 500),
+    Part("sglang", "vision", 1, 600),
     Part("sglang", "fp8", 1, 580),
     Part("sglang", "repeats", 1, 330),
     Part("sglang", "sync-graphs", 1, 190),

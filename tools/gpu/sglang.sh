@@ -5,6 +5,7 @@
 #   tools/gpu/sglang.sh functional     one server start (0.6B shape): contract, transports, canary, determinism, swap
 #   tools/gpu/sglang.sh runs           whole colocated runs, without and with CUDA graphs
 #   tools/gpu/sglang.sh repeats        a run that repeats bit for bit on a deterministic server
+#   tools/gpu/sglang.sh vision         Qwen2.5-VL-3B's shape trains with pictures beside a plain loop; counting is learned
 #   tools/gpu/sglang.sh fp8            one recipe with rollouts in bfloat16 and in fp8: both learn; tokens/s and memory
 #   tools/gpu/sglang.sh rollout        raw against slime, 4B, 256 and 1,024 in flight
 #   tools/gpu/sglang.sh deterministic  the same in deterministic mode, 256 in flight
@@ -48,6 +49,7 @@ functional() {
     tests functional 560 tests/gpu/test_sglang_on_gpu.py tests/gpu/test_checksums_on_gpu.py
 }
 runs() { tests runs 500 tests/gpu/test_colocated_run.py -k "${RUNS_K:-trains}"; }
+vision() { tests vision 590 tests/gpu/test_vision_with_sglang_on_gpu.py -s ${VISION_K:+-k "$VISION_K"}; }
 fp8() { tests fp8 580 tests/gpu/test_fp8_on_gpu.py -s; }
 repeats() { tests repeats 330 tests/gpu/test_colocated_run.py -k repeats; }
 rollout() { step rollout 480 python3 tools/bench/bench_rollout.py --limit 465; }
@@ -71,6 +73,6 @@ ahead-four() { step ahead-four 600 python3 tools/bench/bench_async.py --real --g
 nccl() { step nccl 330 python3 tools/bench/bench_weight_sync.py --transports nccl --limit 310; }
 
 case "${1:-}" in
-facts | functional | runs | fp8 | repeats | rollout | deterministic | sync | sync-graphs | sums | nccl | nccl-30b | nccl-30b-two | pair | ahead | ahead-four) "$1" ;;
+facts | functional | runs | vision | fp8 | repeats | rollout | deterministic | sync | sync-graphs | sums | nccl | nccl-30b | nccl-30b-two | pair | ahead | ahead-four) "$1" ;;
 *) usage ;;
 esac

@@ -25,6 +25,8 @@ from slime_core import ConfigError, Context, DataError, EngineError, Reward, Sam
 from slime_core.data.chat import encode, render
 from slime_core.data.tool_calls import PARSERS, Parser, template_tools
 from slime_core.data.turns import Speech, unspecial
+from slime_core.media.placing import bare, checked_parts
+from slime_core.media.references import Access, inputs_of
 from slime_core.plugins.locate import locate
 from slime_core.types import Message
 from slime_openenv.actions import to_action, to_calls
@@ -38,6 +40,8 @@ KEY = "openenv"
 BROKEN_TOOLS = ("timeout", "transport_error")
 """Errors of a tool's call that are the environment's."""
 
+Content = str | list[dict[str, Any]]
+"""Of a message: a text, or parts of type text and image."""
 Words = str | list[Message]
 
 
@@ -76,6 +80,7 @@ class EpisodePlayer:
             template=data.apply_chat_template,
             kwargs=dict(data.apply_chat_template_kwargs),
             plain="\n{{feedback}}\n",
+            media=ctx.media,
         )
         self._observe = _function(options.observation_path, "observation_path")
         self._act = _function(options.action_path, "action_path")
@@ -124,11 +129,15 @@ class EpisodePlayer:
         messages, question = ([], row) if isinstance(row, str) else (list(row), "")
         if messages and messages[-1]["role"] == "user" and isinstance(messages[-1]["content"], str):
             question = messages.pop()["content"]
-        text = unspecial(await self._text(start.result), self._ctx.tokenizer)
+        content = await self._content(start.result)
+        pictures = [part for part in content if part["type"] != "text"] if isinstance(content, list) else []
+        text = unspecial(text_of_parts(content), self._ctx.tokenizer)
         values: dict[str, Any] = {"prompt": question, "text": text, "observation": start.result.observation}
         values |= {"schema": start.schema, "tools": start.tools}
         first = rendered("prompt_template", self._options.prompt_template, values)
-        prompt = [*messages, {"role": "user", "content": first}] if messages or self._speech.template else first
+        whole = [*pictures, {"type": "text", "text": first}] if pictures else first
+        opening: list[Message] = [*messages, {"role": "user", "content": whole}]
+        prompt = bare(opening) if messages or self._speech.template else first
         words = render(
             prompt,
             self._ctx.tokenizer,
@@ -137,11 +146,14 @@ class EpisodePlayer:
             kwargs=self._speech.kwargs,
             tools=start.tools,
         )
-        sample.prompt, sample.tokens = prompt, encode(self._ctx.tokenizer, words)
+        inputs, ids = inputs_of(opening), encode(self._ctx.tokenizer, words)
+        sample.prompt, sample.multimodal_inputs = prompt, inputs or None
+        sample.tokens = ids if self._ctx.media is None else self._ctx.media.expand(ids, inputs, f"sample {sample.id}")
 
     async def _converse(self, sample: Sample, start: Start, turns: Turns) -> None:
         options, act = self._options, self._step if self._parser is None else self._call
         before = (0, "")  # tokens and text of the response, before the last observation
+        pictures = sample.multimodal_inputs, sample.multimodal_train_inputs
         for turn in range(options.max_turns):
             begin = len(sample.tokens)
             try:
@@ -152,6 +164,7 @@ class EpisodePlayer:
                 if not turn:
                     raise EnvFault(f"its first message of {begin} tokens leaves no room for an answer") from None
                 sample.truncate_response(*before)
+                sample.multimodal_inputs, sample.multimodal_train_inputs = pictures
                 sample.status, turns.ended = Status.TRUNCATED, "context"
                 return
             if done.finish == "abort":
@@ -160,13 +173,14 @@ class EpisodePlayer:
                 turns.ended = "cut"
                 return
             before = (sample.response_length, sample.response)
+            pictures = sample.multimodal_inputs, sample.multimodal_train_inputs
             answer = sample.tokens[begin:]
             words, over = await act(self._answer_text(answer, done.finish), start, turns)
             if over:
                 sample.status = Status.COMPLETED
                 return
             if turn + 1 < options.max_turns:
-                self._tell(sample, words, answer)
+                await self._tell(sample, words, answer)
         sample.status, turns.ended = Status.TRUNCATED, "turns"
 
     async def _step(self, text: str, start: Start, turns: Turns) -> tuple[Words, bool]:
@@ -181,7 +195,8 @@ class EpisodePlayer:
         turns.rewards.append(result.reward or 0.0)
         if result.done:
             turns.ended = "done"
-        return await self._text(result), result.done
+        content = await self._content(result)
+        return content if isinstance(content, str) else [{"role": "user", "content": content}], result.done
 
     async def _action(self, text: str, start: Start) -> dict[str, Any]:
         if self._act is None:
@@ -211,22 +226,23 @@ class EpisodePlayer:
             except InvalidAction as error:
                 turns.invalid += 1
                 turns.rewards[-1] += self._options.invalid_reward
-                content = _sound(f"Invalid call: {error}")
+                content: Content = _sound(f"Invalid call: {error}")
             else:
                 turns.rewards[-1] += result.reward or 0.0
                 if result.done:
                     turns.ended = "done"
                     return messages, True
-                content = _sound(_result_text(result.observation))
+                content = self._parts(_result_content(result.observation))
             messages.append({"role": "tool", "name": call["tool_name"], "content": content})
         if not calls:
             turns.ended = "answer"
         return messages, not calls
 
-    def _tell(self, sample: Sample, words: Words, answer: list[int]) -> None:
+    async def _tell(self, sample: Sample, words: Words, answer: list[int]) -> None:
         """Append what follows an answer; it does not train."""
         ids = self._speech.between(words, answer)
         sample.append_response(ids, mask=0, text=self._ctx.tokenizer.decode(ids))
+        await self._ctx.append_media(sample, words)
 
     def _answer_text(self, answer: list[int], finish: str) -> str:
         """What an answer says after its reasoning, without the stop string that ended it."""
@@ -234,12 +250,32 @@ class EpisodePlayer:
         stops = self._ctx.sampling.stop if self._ctx.sampling is not None and finish == "stop" else ()
         return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
 
-    async def _text(self, result: Result) -> str:
+    async def _content(self, result: Result) -> Content:
+        """What an observation says, as a text, or as parts where ``observation_path`` returns pictures."""
         if self._observe is not None:
-            return _sound(str(await _called(self._observe, result.observation)))
+            value = await _called(self._observe, result.observation)
+            return self._parts(value if isinstance(value, list) else str(value))
         parts = {"observation": result.observation, "reward": result.reward, "done": result.done}
         values = {**result.observation, **parts, "text": plain(result.observation)}
         return _sound(rendered("observation_template", self._options.observation_template, values))
+
+    def _parts(self, content: Content) -> Content:
+        """A content that can be used: pictures are files themselves, never paths of this machine.
+
+        Raises:
+            EnvFault: a text that no tokenizer takes, a picture that cannot be decoded.
+        """
+        if isinstance(content, str):
+            return _sound(content)
+        if self._ctx.media is None:
+            return _sound(text_of_parts(content))
+        where, access = "an observation", Access(limits=self._ctx.media.limits)
+        try:
+            parts = checked_parts([{**part} for part in content], where, access)
+            self._ctx.media.open(inputs_of([{"content": parts}]), where)
+        except DataError as error:
+            raise EnvFault(f"its picture cannot be used: {error.what}") from error
+        return [part if part["type"] != "text" else {**part, "text": _sound(part["text"])} for part in parts]
 
 
 def parser_for(options: Options, ctx: Context) -> Parser:
@@ -290,10 +326,18 @@ def _clear(sample: Sample) -> None:
     sample.tokens, sample.response, sample.response_length = [], "", 0
     sample.loss_mask = sample.rollout_log_probs = None
     sample.weight_versions = []
+    sample.multimodal_inputs = sample.multimodal_train_inputs = None
 
 
-def _result_text(observation: Mapping[str, Any]) -> str:
-    """What a tool's call has brought, as text.
+def text_of_parts(content: Content) -> str:
+    """The text of a content, its parts as lines; pictures are left out."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content if isinstance(part.get("text"), str))
+
+
+def _result_content(observation: Mapping[str, Any]) -> Content:
+    """What a tool's call has brought, as a text, or as parts where it has pictures.
 
     Raises:
         EnvFault: the tool's server failed, and not the call.
@@ -305,7 +349,15 @@ def _result_text(observation: Mapping[str, Any]) -> str:
         return f"Error: {error.get('message')}"
     content = result.get("content") if isinstance(result, dict) else None
     if isinstance(content, list):
-        return "\n".join(part["text"] for part in content if isinstance(part, dict) and "text" in part)
+        parts = [part for part in content if isinstance(part, dict)]
+        if not any(part.get("type") == "image" for part in parts):
+            return text_of_parts(parts)
+        return [
+            {"type": "image", "image": f"data:{part.get('mimeType', 'image/png')};base64,{part.get('data', '')}"}
+            if part.get("type") == "image"
+            else {"type": "text", "text": str(part.get("text", ""))}
+            for part in parts
+        ]
     return result if isinstance(result, str) else to_json(result if result is not None else observation)
 
 

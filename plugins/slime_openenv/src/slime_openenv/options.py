@@ -48,7 +48,7 @@ class Options(BaseModel):
         "{{ text }}",
         description="An observation, of: its fields, observation, reward, done, and text (its one text, or JSON).",
     )
-    observation_path: str = Field("", description="In its place: a function by path, fn(observation) -> str.")
+    observation_path: str = Field("", description="A function in its place, fn(observation) -> str, or message parts.")
     action_field: str = Field("", description="The action's field that an answer fills; JSON where it has several.")
     action_path: str = Field("", description="In its place: a function by path, fn(text) -> dict.")
     tools: str = Field(

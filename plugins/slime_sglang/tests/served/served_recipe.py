@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+COUNTING = Path(__file__).parents[4] / "examples" / "visual_counting"
 RECIPE: dict[str, Any] = {
     "plugins": ["rm_math"],
     "rollout": {"rollout_engine": "sglang"},
@@ -43,3 +46,17 @@ def toml(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml, value))}]"
     return json.dumps(value if isinstance(value, bool | int | float) else str(value))
+
+
+def enlarged_counting(path: Path) -> None:
+    """The example that counts in pictures, in a folder: its pictures are enlarged to patches of 14 pixels, the only
+    ones that SGLang takes of Qwen2.5-VL."""
+    shutil.copytree(COUNTING, path, dirs_exist_ok=True)
+    for name, table, changes in (
+        ("config.json", "vision_config", {"patch_size": 14, "window_size": 56}),
+        ("preprocessor_config.json", "size", {"shortest_edge": 56 * 56, "longest_edge": 56 * 56}),
+    ):
+        file = path / "model" / name
+        values = json.loads(file.read_text())
+        values[table] |= changes
+        file.write_text(json.dumps(values | ({"patch_size": 14} if table == "size" else {})))

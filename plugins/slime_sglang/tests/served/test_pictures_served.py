@@ -6,6 +6,7 @@ A picture's features are computed by the server's own tower from the PNG that sl
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from PIL import Image
 from raw_server import Loop, start
 from served_engine import load, serving
+from served_recipe import enlarged_counting
 
 from slime_core.media.processor import MediaProcessor
 from slime_core.testing.vision import tiny_vision_model
@@ -113,3 +115,19 @@ async def compare(engine: SglangEngine, reference: Reference, path: Path) -> Non
         scored = [*request.tokens, *(t for t in done.tokens if t not in reference.media.layout.ids)]
         scores = await engine.score(scored, begin - 3, request.media)
         np.testing.assert_allclose(scores, reference.log_probs(scored, begin - 3, request.media), atol=BAND)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_a_model_learns_to_count_through_sglang_with_its_tower(slime: Any, sglang_python: str, tmp_path: Path) -> None:
+    """The example's recipe: its tower is trained, so the server may keep no features of a picture."""
+    enlarged_counting(tmp_path)
+    flags = ("--device", "cpu", "--rollout-engine", "sglang", "--sglang-python", sglang_python)
+    words = ("sglang.mem_fraction_static=0.2", "sglang.max_total_tokens=20000", "sglang.env.OMP_NUM_THREADS=1")
+    done = slime("run", "recipe.toml", *flags, *words, "--run-dir", "run", timeout=800)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    warm, end = [line["metrics"]["reward/mean"] for line in lines if line["kind"] == "eval"]
+    assert end > warm + 0.2
+    steps = [line["metrics"] for line in lines if line["kind"] == "step" and line["stage"] == "grpo"]
+    assert all(metrics["train_rollout_logprob_abs_diff"] < BAND for metrics in steps)

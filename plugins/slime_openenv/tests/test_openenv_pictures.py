@@ -1,0 +1,94 @@
+"""Observations with pictures, read by a model that sees them."""
+
+import asyncio
+
+import pytest
+from openenv_play import group_of, play, serving
+from openenv_protocol import Faulty
+
+from slime_core.config.schema import Config
+from slime_core.context import Context
+from slime_core.data.chat import encode
+from slime_core.errors import EngineError
+from slime_core.media.processor import MediaProcessor
+from slime_core.testing.fakes import ScriptedEngine
+from slime_core.testing.vision import tiny_vision_model
+from slime_core.types import SamplingParams, Status
+from slime_core.weights.folder import ModelFolder
+from slime_openenv.options import Options
+
+pytestmark = pytest.mark.integration
+
+MINE = """
+import base64, io
+from PIL import Image
+
+def show(observation):
+    size = 28 * (1 + "abcdefgh".index(observation["hint"][-1]))
+    file = io.BytesIO()
+    Image.new("RGB", (size, 28), "red").save(file, "PNG")
+    uri = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    return [{"type": "image", "image": uri}, {"type": "text", "text": observation["hint"]}]
+
+def steal(observation):
+    return [{"type": "image", "image": "/etc/hostname"}]
+"""
+
+
+@pytest.fixture
+def episode(tmp_path, monkeypatch):
+    """The sample of an episode that begins at the letter a; ``room``: answers before the context is full."""
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    model = tiny_vision_model(tmp_path / "model", weights=False)
+    tokenizer = ModelFolder.open(model, init_weights="random").tokenizer()
+
+    def run(name, room=9):
+        def say(request):
+            if len(engine.requests) >= room:
+                raise EngineError("no room", code="ENG72")
+            text = tokenizer.decode(request.tokens)
+            return [*encode(tokenizer, text.rpartition("say: ")[2][0]), tokenizer.eos_token_id], "stop"
+
+        engine = ScriptedEngine(say, vocab_size=len(tokenizer), version=3)
+
+        async def inside():
+            async with serving(Faulty()) as urls:
+                ctx = Context(
+                    config=Config.model_validate({"data": {"apply_chat_template": True}}),
+                    options=Options(url=urls, observation_path=f"mine.py:{name}"),
+                    engine=engine,
+                    tokenizer=tokenizer,
+                    media=MediaProcessor.of(tokenizer),
+                    sampling=SamplingParams(max_new_tokens=256),
+                )
+                ((sample, reward),) = await play(ctx, group_of(reset={"seed": 0}))
+                return sample, reward, ctx
+
+        return (*asyncio.run(inside()), tokenizer)
+
+    return run
+
+
+def test_pictures_of_observations_come_in_order(episode):
+    sample, reward, ctx, tokenizer = episode("show")
+    assert (sample.status, reward.value) == (Status.COMPLETED, 3.0)
+    assert sample.multimodal_train_inputs["image_grid_thw"].tolist() == [[1, 2, 2], [1, 2, 4], [1, 2, 6]]
+    assert [len(request.media.images) for request in ctx.engine.requests] == [1, 2, 3]
+    ctx.media.check(sample)
+    text = tokenizer.decode(sample.tokens)
+    mark = "<|vision_start|>{}<|vision_end|>"
+    for number, letter in enumerate("abc", 1):
+        assert mark.format("<|image_pad|>" * number) in text
+        assert f"say: {letter}" in text
+    assert "base64" not in str(sample.prompt)
+
+
+def test_pictures_that_nobody_reads_go_with_their_words_and_no_file_is_read(episode):
+    sample, _, ctx, _ = episode("show", room=2)
+    assert sample.status is Status.TRUNCATED
+    assert sample.multimodal_train_inputs["image_grid_thw"].tolist() == [[1, 2, 2], [1, 2, 4]]
+    ctx.media.check(sample)
+    sample, reward, _, _ = episode("steal")
+    assert reward.kind == "infra_error"
+    assert "cannot be used" in reward.reason
