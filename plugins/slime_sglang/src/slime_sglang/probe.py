@@ -21,6 +21,10 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).with_name("stand_ins")))
+importlib.import_module("slime_operations")
+sys.path.pop()
+
 REQUESTS, SERVER = "srt/managers/io_struct.py", "srt/entrypoints/http_server.py"
 FEATURES = {  # name -> file of the installation, and what stands in it
     "version_spans": (REQUESTS, r"\bweight_versions\s*:"),

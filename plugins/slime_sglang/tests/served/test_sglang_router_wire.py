@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from engine_case import EPOCH, request, routed, update
 from fake_sglang import TOKEN, FakeServer
@@ -14,12 +16,15 @@ from fake_sglang import TOKEN, FakeServer
 from slime_core.backends import EngineStart
 from slime_core.config.load import load_config
 from slime_core.errors import EngineError
+from slime_core.testing.vision import tiny_vision_model
+from slime_core.types import Media
 from slime_core.weights.folder import ModelFolder
 from slime_sglang import held_ports as ports
 from slime_sglang.gateway_router import GatewayRouter
 from slime_sglang.host import Launch
 from slime_sglang.http import fault
 from slime_sglang.installation import read_installation
+from slime_sglang.pictures import PictureCodec
 from slime_sglang.ports import router_launch
 from slime_sglang.router_options import router_arguments
 from slime_sglang.start import sglang_engines
@@ -165,6 +170,31 @@ def test_a_prefill_and_a_decode_server_are_asked_together(program: Program, tmp_
             assert {body["rid"] for body in bodies} == {bodies[0]["rid"]}
 
     run(work())
+
+
+def test_pictures_reach_every_server_that_computes_with_them(program: Program, tmp_path: Path) -> None:
+    """One server, and a prefill server with a decode server; 3 placeholders go out as one id."""
+    folder = ModelFolder.open(tiny_vision_model(tmp_path / "model", weights=False), init_weights="random")
+    codec, pad = PictureCodec.of(folder), folder.config.image_token_id
+    assert codec is not None
+    pixels = np.random.default_rng(0).standard_normal((12, 1176), dtype=np.float32)
+    media = Media(arrays={"pixel_values": pixels, "image_grid_thw": np.array([[1, 2, 6]])})
+    asked = replace(request("a-0"), tokens=[5, pad, pad, pad, 6], media=media)
+
+    async def work(kinds: tuple[str, ...]) -> None:
+        launched, where = program(paired=len(kinds) > 1), tmp_path / str(len(kinds))
+        where.mkdir()
+        async with routed(where, kinds=kinds, program=launched, pictures=codec) as on:
+            await on.engine.load(update(where, 1))
+            for fake in on.fakes:
+                fake.prompt = lambda body: asked.tokens
+            assert len((await on.engine.generate(asked)).tokens) == 6
+            for fake in on.fakes:
+                assert fake.bodies[-1]["input_ids"] == [5, pad, 6]
+                assert fake.bodies[-1]["image_data"] == codec.fields(asked.tokens, media, "")["image_data"]
+
+    run(work(("null",)))
+    run(work(("prefill", "decode")))
 
 
 def test_servers_of_others_have_the_router_where_it_is_asked_for(

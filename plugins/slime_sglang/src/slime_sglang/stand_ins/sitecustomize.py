@@ -15,18 +15,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import slime_operations  # noqa: F401 beside this file; declares operations
+
 PACKAGES = frozenset({"sgl_kernel", "torchvision"})
-BOXES = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-OPERATIONS = {  # module that looks for operations when it is imported -> their names and arguments
-    "torchvision._meta_registrations": {"torchvision::nms": BOXES, "torchvision::qnms": BOXES},
-    "sglang.srt.models.qwen3_5": {
-        f"sgl_kernel::{name}_cpu": "() -> ()"
-        for name in (
-            *("fused_sigmoid_mul", "fused_qk_gemma_rmsnorm", "fused_qk_gemma_rmsnorm_with_gate"),
-            "fused_qkvzba_split_reshape_cat_contiguous",
-        )
-    },
-}
 
 
 class Absence(type):
@@ -69,18 +60,4 @@ class StandInFinder(MetaPathFinder, Loader):
         """Nothing to run."""
 
 
-class OperationFinder(MetaPathFinder):
-    """Declares operations that have no build before a module looks for them; it finds no module."""
-
-    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: object = None) -> None:
-        if fullname in OPERATIONS:
-            import torch
-
-            for name, arguments in OPERATIONS[fullname].items():
-                package, _, operation = name.partition("::")
-                if not hasattr(getattr(torch.ops, package), operation):
-                    torch.library.define(name, arguments)
-
-
-sys.meta_path.insert(0, OperationFinder())
 sys.meta_path.append(StandInFinder())  # behind what is installed
