@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 
 from slime_chat.endpoint import MAX_BODY
 from slime_chat.session import Session
-from slime_compat import sglang
 from slime_compat.handlers import LOOPBACK, Handler, HttpError, Request
 from slime_compat.http import HttpStatusError, post
+from slime_compat.sglang import from_dict
 from slime_core.compat.sample import Sample
 from slime_core.config.schema import Config
 from slime_core.context import Context
@@ -167,7 +167,7 @@ class BaseAdapter:
             raise ValueError(f"session {sid!r} is open: every run of an agent needs another id")
         defaults = {"max_new_tokens": DEFAULT_NEW_TOKENS, **(sampling_defaults or {})}
         engine: Any = GenerateClient(self.sglang_url, defaults, int(max_context_tokens or 0))
-        ctx = Context(config=Config(), engine=engine, tokenizer=self.tokenizer, sampling=sglang.from_dict(defaults))
+        ctx = Context(config=Config(), engine=engine, tokenizer=self.tokenizer, sampling=from_dict(defaults))
         self.store[sid] = Session(
             Sample(id=sid, session_id=sid),
             ctx,
