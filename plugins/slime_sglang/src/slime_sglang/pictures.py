@@ -53,9 +53,10 @@ class PictureCodec:
 
     @classmethod
     def of(cls, folder: ModelFolder) -> PictureCodec | None:
-        """Of a model folder; None where SGLang takes no pictures of such a model."""
+        """Of a model folder; None where SGLang takes no pictures of such a model, or the folder has no processor."""
         layout = MediaLayout.of(folder.config)
-        if layout is None or folder.config.model_type not in FAMILIES:
+        has = any((folder.path / name).is_file() for name in ("preprocessor_config.json", "processor_config.json"))
+        if layout is None or not has or folder.config.model_type not in FAMILIES:
             return None
         module = import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
         processor = module.Qwen2VLImageProcessorPil.from_pretrained(str(folder.path))
