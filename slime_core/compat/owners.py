@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,13 @@ READERS = (  # keys of functions that see such a dict as the reward
 def views(group: Group, ctx: Context) -> list[Sample]:
     """The group's samples as slime's, which take their places in the group."""
     return _in_place(group, [whole(sample, ctx) for sample in group.samples], ctx)
+
+
+def with_pictures(samples: Sequence[Sample], ctx: Context) -> None:
+    """Give samples decoded pictures in place of references: slime's functions read PIL's."""
+    for sample in samples:
+        if ctx.media is not None and sample.multimodal_inputs:
+            sample.multimodal_inputs = ctx.media.pictures(sample.multimodal_inputs, f"sample {sample.id}")
 
 
 def _in_place(group: Group, samples: Sequence[Sample], ctx: Context) -> list[Sample]:
@@ -240,6 +248,7 @@ def generate(fn: Function, session: CompatSession) -> Function:
 
     async def slime_generate(group: Group, ctx: Context) -> Group:
         samples = views(group, ctx)
+        await asyncio.to_thread(with_pictures, samples, ctx)
         pending = [i for i, s in enumerate(samples) if s.status in (Status.PENDING, Status.ABORTED)]
         output = dict(zip(pending, await together(one(samples[i], ctx) for i in pending), strict=True))
         done = Group(prompt=group.prompt, samples=[], rollouts={})

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from slime_core.compat.owners import note_answer, views
+from slime_core.compat.owners import note_answer, views, with_pictures
 from slime_core.compat.sample import Sample, plain
 from slime_core.compat.session import CompatSession
 from slime_core.types import Group, Prompt, Sample as CoreSample
@@ -81,7 +81,10 @@ def rollout(fn: Function, session: CompatSession) -> Function:
 
     async def slime_rollout(groups: list[Group], ctx: Context) -> list[Group]:
         async with lock:
-            buffer.refill([list(views(group, ctx)) for group in groups])
+            issued = [list(views(group, ctx)) for group in groups]
+            for samples in issued:
+                await asyncio.to_thread(with_pictures, samples, ctx)
+            buffer.refill(issued)
             output = await called(fn, session, ctx, buffer)
         return _sorted_in(groups, list(leaves(output)), ctx)
 

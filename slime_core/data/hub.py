@@ -59,8 +59,9 @@ def _is_media(feature: Any) -> bool:
     """Whether a feature of `datasets` is, or holds, pictures, videos or sounds."""
     if hasattr(feature, "decode_example"):
         return True
-    inner = feature.values() if isinstance(feature, dict) else feature if isinstance(feature, list) else ()
-    return any(map(_is_media, inner)) or _is_media(getattr(feature, "feature", None))
+    if isinstance(feature, (dict, list)):
+        return any(map(_is_media, feature.values() if isinstance(feature, dict) else feature))
+    return hasattr(feature, "feature") and _is_media(feature.feature)
 
 
 def is_hub_name(spec: str) -> bool:

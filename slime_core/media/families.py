@@ -32,6 +32,7 @@ FRAMES_PER_SECOND = 2.0  # of a video that is a list of pictures, as Qwen's own 
 class PictureFamily(Protocol):
     """Of one model folder."""
 
+    processor: Any  # of transformers
     marks: dict[str, str]  # kind -> text that a prompt without a chat template has for one of it
 
     def image_tokens(self, size: Size) -> list[int]:
@@ -52,10 +53,10 @@ class GridFamily(PictureFamily):
 
     def __init__(self, folder: Path, layout: MediaLayout, tokenizer: Any) -> None:
         module = import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
-        self._processor = module.Qwen2VLImageProcessorPil.from_pretrained(str(folder))
+        self.processor = module.Qwen2VLImageProcessorPil.from_pretrained(str(folder))
         self._layout, self._tokenizer = layout, tokenizer
         self._stamped = not layout.seconds  # Qwen3-VL writes the time before every row of frames
-        self._video_pixels = _video_pixels(folder, self._processor.size)
+        self._video_pixels = _video_pixels(folder, self.processor.size)
         self.marks = {
             kind: f"<|vision_start|><|{name}_pad|><|vision_end|>"
             for kind, name in (("images", "image"), ("videos", "video"))
@@ -64,19 +65,19 @@ class GridFamily(PictureFamily):
     def image_tokens(self, size: Size) -> list[int]:
         """See `PictureFamily`."""
         width, height = size
-        patches = self._processor.get_number_of_image_patches(height, width, {})
+        patches = self.processor.get_number_of_image_patches(height, width, {})
         return [self._layout.placeholders["images"]] * (patches // self._layout.merge**2)
 
     def images(self, images: Sequence[Image]) -> Arrays:
         """See `PictureFamily`."""
-        return _numpy(self._processor(images=list(images), return_tensors="np"))
+        return _numpy(self.processor(images=list(images), return_tensors="np"))
 
     def video_tokens(self, count: int, size: Size) -> list[int]:
         """See `PictureFamily`; Qwen3-VL writes the seconds at the middle of every pair of frames before it."""
         rows = -(-count // self._pair)
         limits = self._frame_size(count)
         options = {"min_pixels": limits["shortest_edge"], "max_pixels": limits["longest_edge"]}
-        patches = self._processor.get_number_of_image_patches(size[1], size[0], options)
+        patches = self.processor.get_number_of_image_patches(size[1], size[0], options)
         row = [self._layout.placeholders["videos"]] * (patches // self._layout.merge**2)
         if not self._stamped:
             return row * rows
@@ -92,10 +93,10 @@ class GridFamily(PictureFamily):
         """See `PictureFamily`: two frames lie in one patch; the last of an odd number is repeated."""
         pair = self._pair
         padded = [*frames, *[frames[-1]] * (-len(frames) % pair)]
-        single = self._processor(images=padded, return_tensors="np", size=self._frame_size(len(frames)))
+        single = self.processor(images=padded, return_tensors="np", size=self._frame_size(len(frames)))
         grid = single["image_grid_thw"][0].tolist()
         patches = np.asarray(single["pixel_values"])  # of a picture, which is its own second frame
-        side = self._processor.patch_size
+        side = self.processor.patch_size
         first = patches.reshape(len(padded) // pair, pair, grid[1] * grid[2], -1, pair, side, side)[:, :, :, :, 0]
         pixels = first.transpose(0, 2, 3, 1, 4, 5).reshape(len(patches) // pair, -1)
         arrays = {PIXELS["videos"]: pixels, GRIDS["videos"]: np.array([[len(padded) // pair, *grid[1:]]])}
@@ -103,7 +104,7 @@ class GridFamily(PictureFamily):
 
     @property
     def _pair(self) -> int:
-        return int(self._processor.temporal_patch_size)
+        return int(self.processor.temporal_patch_size)
 
     def _frame_size(self, count: int) -> dict[str, int]:
         """Limits of a frame's pixels: Qwen3-VL's are of a whole video."""
@@ -115,7 +116,7 @@ class CropFamily(PictureFamily):
 
     def __init__(self, folder: Path, layout: MediaLayout, tokenizer: Any, model_type: str) -> None:
         module = import_module(f"transformers.models.{model_type}.image_processing_pil_{model_type}")
-        self._processor = getattr(module, CROP_FAMILIES[model_type]).from_pretrained(str(folder))
+        self.processor = getattr(module, CROP_FAMILIES[model_type]).from_pretrained(str(folder))
         self._crop_tokens, self._tokenizer = layout.crop_tokens, tokenizer
         self.marks = {"images": "<image>"}
 
@@ -129,7 +130,7 @@ class CropFamily(PictureFamily):
 
     def images(self, images: Sequence[Image]) -> Arrays:
         """See `PictureFamily`."""
-        arrays = _numpy(self._processor(images=[list(images)], return_tensors="np"))
+        arrays = _numpy(self.processor(images=[list(images)], return_tensors="np"))
         return {name: values[0] for name, values in arrays.items()}
 
     def video_tokens(self, count: int, size: Size) -> list[int]:
@@ -144,9 +145,9 @@ class CropFamily(PictureFamily):
         """Rows and columns of crops, 0 of a picture that stays whole."""
         from PIL import Image
 
-        if not self._processor.do_image_splitting:
+        if not self.processor.do_image_splitting:
             return 0, 0
-        blank = self._processor(images=[[Image.new("RGB", size)]], return_tensors="np", return_row_col_info=True)
+        blank = self.processor(images=[[Image.new("RGB", size)]], return_tensors="np", return_row_col_info=True)
         return int(blank["rows"][0][0]), int(blank["cols"][0][0])
 
 

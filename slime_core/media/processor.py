@@ -33,6 +33,7 @@ from slime_core.media.references import (
     plain_sample,
     read,
     shown,
+    with_reference,
 )
 from slime_core.types import Media, MediaInputs, Sample
 
@@ -68,6 +69,11 @@ class MediaProcessor:
         config = AutoConfig.from_pretrained(str(folder))
         layout = MediaLayout.of(config) if config.model_type in FAMILIES else None
         return None if layout is None else cls(family_of(folder, config.model_type, layout, tokenizer), layout, limits)
+
+    @property
+    def image_processor(self) -> Any:
+        """The image processor of transformers."""
+        return self._family.processor
 
     @property
     def marks(self) -> dict[str, str]:
@@ -174,6 +180,20 @@ class MediaProcessor:
             return None
         return await asyncio.to_thread(self._request, sample)
 
+    def pictures(self, inputs: MediaInputs, where: str = "") -> dict[str, Any]:
+        """Decoded pictures in place of references, for functions that read them; what is not changed stays that file.
+
+        Raises:
+            DataError: DAT39, DAT40.
+        """
+
+        def decode(item: Any) -> Any:
+            if isinstance(item, list):
+                return [decode(frame) for frame in item]
+            return with_reference(self._picture(item, where), item)
+
+        return {kind: [decode(item) for item in items] for kind, items in inputs.items()}
+
     async def append(self, sample: Sample, messages: Any) -> None:
         """Add the pictures of messages, such as a tool's result, to a sample whose tokens have their placeholders.
 
@@ -214,6 +234,9 @@ class MediaProcessor:
         references = list(_flat([item]))
         sizes = []
         for reference in references:
+            if not isinstance(reference, str):
+                sizes.append(reference.size)
+                continue
             key = reference if len(reference) < 256 else f"{len(reference)}:{hash(reference)}"
             with self._lock:
                 size = self._sizes.get(key)
@@ -234,7 +257,9 @@ class MediaProcessor:
             )
         return sizes
 
-    def _picture(self, reference: str, where: str) -> Image:
+    def _picture(self, reference: Any, where: str) -> Image:
+        if not isinstance(reference, str):  # a picture of a user's function
+            return reference.convert("RGB")  # type: ignore[no-any-return]
         return picture(self._read(reference, where), shown(reference), where, self.limits)
 
     def _read(self, reference: str, where: str) -> bytes:
@@ -290,6 +315,6 @@ def _frames(video: Any, where: str) -> list[str]:
     )
 
 
-def _flat(items: Iterable[Any]) -> Iterable[str]:
+def _flat(items: Iterable[Any]) -> Iterable[Any]:
     for item in items:
         yield from _flat(item) if isinstance(item, list) else [item]

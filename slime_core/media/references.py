@@ -13,6 +13,7 @@ import binascii
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.error import URLError
@@ -35,6 +36,7 @@ FIELDS = ("bytes", "data", "url", "path")
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 TYPES = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp"}
+SOURCE = "slime_reference"  # attribute of a picture that was read for a function
 SECONDS = 30.0  # to fetch an address
 FIX = "fix the file, or leave such rows out with data.max_bad_rows"
 
@@ -105,12 +107,25 @@ def reference(value: Any, where: str = "") -> str | list[Any]:
     if isinstance(value, Path):
         return str(value)
     if hasattr(value, "save") and hasattr(value, "convert"):  # a PIL picture, without importing PIL for text
+        source, pixels = getattr(value, SOURCE, ("", b""))
+        if source and pixels == _digest(value):
+            return str(source)
         buffer = io.BytesIO()
         (value if value.mode in ("RGB", "RGBA", "L") else value.convert("RGB")).save(buffer, format="PNG")
         return data_uri(buffer.getvalue())
     if isinstance(value, str) and value:
         return value.removeprefix("file://")
     raise _unusable(value, where)
+
+
+def with_reference(image: Image, reference: str) -> Image:
+    """A picture that :func:`reference` gives back as the reference it was read from, unless its pixels change."""
+    setattr(image, SOURCE, (reference, _digest(image)))
+    return image
+
+
+def _digest(image: Image) -> bytes:
+    return blake2b(image.tobytes(), digest_size=16).digest()
 
 
 def data_uri(data: bytes) -> str:

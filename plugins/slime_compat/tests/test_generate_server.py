@@ -137,7 +137,8 @@ def test_a_stream_is_one_event_with_the_whole_answer(ask):
         ({"text": "1+1=", "sampling_params": {"repetition_penalty": 1.2}}, 400, "repetition_penalty=1.2"),
         ({"text": "1+1=", "sampling_params": {"json_schema": "{}"}}, 400, "json_schema"),
         ({"text": "1+1=", "sampling_params": {"max_new_tokens": "many"}}, 400, "sampling_params"),
-        ({"text": "1+1=", "image_data": ["a.png"], "top_logprobs_num": 2}, 400, "image_data, top_logprobs_num"),
+        ({"text": "1+1=", "image_data": ["a.png"], "top_logprobs_num": 2}, 400, "top_logprobs_num: not supported"),
+        ({"text": "1+1=", "image_data": ["aaaa"]}, 400, "image_data: the model takes text alone"),
         ([1], 400, "not a JSON object"),
         *(
             ({"text": "1+1=", "return_logprob": True, "logprob_start_len": start}, 400, "send -1, or 0 to 4")

@@ -124,7 +124,7 @@ def test_images_are_refused_where_only_text_is_sent(connect, make_group):
     plugins, ctx = connect(Config(rollout={"custom_generate_function_path": "slime.rollout.sglang_rollout.generate"}))
     group = make_group()
     group.samples[0].multimodal_inputs = {"images": ["a.png"], "videos": None}
-    with pytest.raises(PluginError, match=r"has images, and /generate takes text only"):
+    with pytest.raises(PluginError, match=r"has images, and the model takes text: "):
         asyncio.run(plugins.generate(group, ctx))
     scored = Sample(id="a", tokens=[1], multimodal_inputs={"images": ["a.png"]})
     with pytest.raises(ValueError, match="sample a has images"):

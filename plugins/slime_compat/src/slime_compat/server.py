@@ -12,14 +12,18 @@ from typing import TYPE_CHECKING, Any
 from slime_compat import sglang
 from slime_compat.handlers import LOOPBACK, Events, HttpError, Request
 from slime_compat.loopback import LoopbackServer, require_token
-from slime_core.errors import SlimeError
+from slime_core.errors import DataError, SlimeError
 from slime_core.plugins.boundary import hook_loop
 from slime_core.seeds import seed_of
-from slime_core.types import Completion, GenerateRequest
+from slime_core.types import Completion, GenerateRequest, Media, Sample
 
 if TYPE_CHECKING:
     from slime_core.compat.session import GenerationCall
     from slime_core.context import Context
+
+
+KEPT_PICTURES = 16
+"""Requests whose pictures' arrays are kept for the next with the same."""
 
 
 class GenerateServer:
@@ -35,6 +39,7 @@ class GenerateServer:
         self._server: tuple[LoopbackServer, Context] | None = None
         self._lock = threading.Lock()
         self._served = 0
+        self._arrays: dict[tuple[int, ...], dict[str, Any]] = {}  # of the last requests with pictures
 
     def port(self, ctx: Context | None, loop: asyncio.AbstractEventLoop | None = None) -> int | None:
         """The server's port; starts it, unless there is no engine here. ``loop`` is the engine's, None the hook's."""
@@ -75,10 +80,11 @@ class GenerateServer:
         given_prompt: Any = text if ids is None else ids
         many = isinstance(given_prompt, list) and bool(given_prompt) and not isinstance(given_prompt[0], int)
         prompts = [self._tokens(one, text is not None) for one in (given_prompt if many else [given_prompt])]
+        images = sglang.images(payload.get("image_data"), len(prompts) if many else 0)
         params_given = payload.get("sampling_params") or {}
         params = params_given if isinstance(params_given, list) else [params_given] * len(prompts)
         answers = await asyncio.gather(
-            *(self._one(tokens, prompt_params, payload) for tokens, prompt_params in zip(prompts, params, strict=True))
+            *(self._one(*arguments, payload) for arguments in zip(prompts, images, params, strict=True))
         )
         answer = answers if many else answers[0]
         return Events([answer]) if payload.get("stream") else answer
@@ -96,20 +102,45 @@ class GenerateServer:
             return prompt
         raise HttpError(400, "a prompt is a text or a list of token ids")
 
+    async def _pictures(self, tokens: list[int], images: list[str]) -> tuple[list[int], Media | None]:
+        """The tokens with a run for each picture, where they have one placeholder for each, and what engines get."""
+        ctx = self._context()
+        if not images:
+            return tokens, None
+        if ctx.media is None:
+            raise HttpError(400, f"image_data: {ctx.config.rollout.hf_checkpoint or 'the model'} takes text alone")
+        inputs = {"images": [_reference(image) for image in images]}
+        key = tuple(map(hash, images))
+        sample = Sample(id="image_data", tokens=tokens, multimodal_inputs=inputs)
+        sample.multimodal_train_inputs = self._arrays.get(key)  # of another sample of the group, or an earlier turn
+        try:
+            if tokens.count(ctx.media.layout.placeholders["images"]) == len(images):
+                sample.tokens = await asyncio.to_thread(ctx.media.expand, tokens, inputs)
+            media = await ctx.request_media(sample)
+            ctx.media.check(sample)
+        except DataError as error:
+            raise HttpError(400, str(error)) from error
+        self._arrays[key] = sample.multimodal_train_inputs or {}
+        while len(self._arrays) > KEPT_PICTURES:
+            del self._arrays[next(iter(self._arrays))]
+        return sample.tokens, media
+
     async def _one(
-        self, tokens: list[int], sampling_params: dict[str, Any], payload: dict[str, Any]
+        self, tokens: list[int], images: list[str], sampling_params: dict[str, Any], payload: dict[str, Any]
     ) -> dict[str, Any]:
         ctx, start = self._context(), time.monotonic()
+        tokens, media = await self._pictures(tokens, images)
         engine: Any = ctx.engine
         call = self._calls.get(sampling_params.get("sampling_seed", -1))
         params = sglang.from_dict(sampling_params)
         try:
-            scored = await self._scored(tokens, payload)
+            scored = await self._scored(tokens, media, payload)
             request = GenerateRequest(
                 id=f"door/{self._number()}",
                 tokens=tokens,
                 params=params,
                 seed=self._seed(tokens, sampling_params, call) if params.max_new_tokens else 0,
+                media=media,
             )
             done = await engine.generate(request) if params.max_new_tokens else _nothing(request)
         except SlimeError as error:
@@ -129,7 +160,7 @@ class GenerateServer:
         answer["meta_info"] |= {"input_token_logprobs": scored} if log_probs else {}
         return answer
 
-    async def _scored(self, tokens: Sequence[int], payload: dict[str, Any]) -> list[list[Any]]:
+    async def _scored(self, tokens: Sequence[int], media: Media | None, payload: dict[str, Any]) -> list[list[Any]]:
         """The log-probs of the prompt itself from ``logprob_start_len`` on, the first of them None."""
         start = payload.get("logprob_start_len")
         if not payload.get("return_logprob") or start in (None, -1):
@@ -139,7 +170,8 @@ class GenerateServer:
                 400, f"logprob_start_len is {start!r}: send -1, or 0 to {len(tokens)}, the prompt's tokens"
             )
         engine: Any = self._context().engine
-        values = await engine.score(tokens, start + 1) if start + 1 < len(tokens) else []
+        pictures = [] if media is None else [media]
+        values = await engine.score(tokens, start + 1, *pictures) if start + 1 < len(tokens) else []
         return sglang.entries(tokens[start:], [None, *map(float, values)][: len(tokens) - start])
 
     def _seed(self, tokens: Sequence[int], params: dict[str, Any], call: GenerationCall | None) -> int:
@@ -163,6 +195,11 @@ class GenerateServer:
         if self._server is None:
             raise HttpError(503, "the run has ended")
         return self._server[1]
+
+
+def _reference(image: str) -> str:
+    """A picture of a payload as a reference: base64 alone is that of a file."""
+    return image if image.startswith("data:") else f"data:application/octet-stream;base64,{image}"
 
 
 def _nothing(request: GenerateRequest) -> Completion:

@@ -11,6 +11,7 @@ from slime_core.types import Completion, SamplingParams
 
 DEFAULT_NEW_TOKENS = 128  # SGLang's own
 PAYLOAD = {"text", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "return_routed_experts"}
+PAYLOAD |= {"image_data"}
 PAYLOAD |= {"rid", "log_metrics", "priority", "stream"}  # change no answer
 EMPTY: tuple[Any, ...] = (None, False, 0, "", [], {}, -1)
 _OURS = {"max_new_tokens", "temperature", "top_p", "top_k", "stop", "stop_token_ids", "ignore_eos"}
@@ -35,6 +36,20 @@ def check(payload: Mapping[str, Any]) -> None:
     odd = [name for name, value in payload.items() if name not in PAYLOAD and value not in EMPTY]
     if odd:
         raise HttpError(400, f"{', '.join(odd)}: not supported by the run's engine, which takes text; leave it out")
+
+
+def images(data: Any, prompts: int) -> list[list[str]]:
+    """The pictures of each prompt, of a payload's ``image_data``; ``prompts`` is 0 where the payload is no list.
+
+    Raises:
+        HttpError: neither texts, nor a list of them for each prompt.
+    """
+    values = [data] if isinstance(data, str) else list(data or ())
+    lists = values if prompts else [values]
+    lists = [[one] if isinstance(one, str) else list(one or ()) for one in lists] or [[]] * prompts
+    if len(lists) != max(prompts, 1) or not all(isinstance(image, str) for of_prompt in lists for image in of_prompt):
+        raise HttpError(400, "image_data is a list of pictures, or one for each prompt: base64 or data: URIs")
+    return lists
 
 
 def from_dict(params: Mapping[str, Any]) -> SamplingParams:

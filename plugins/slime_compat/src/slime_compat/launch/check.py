@@ -22,6 +22,7 @@ from slime_core.config.load import LoadedConfig, read, split, stages
 from slime_core.config.paths import missing_files
 from slime_core.config.problems import Problem, dotted, error_of
 from slime_core.errors import ConfigError, DataError, PluginError, SlimeError
+from slime_core.media.families import FAMILIES as PICTURES
 from slime_core.plugins import load_plugins, option_models
 from slime_core.plugins.backends import trainer_of
 from slime_core.weights.shards import storage_form
@@ -186,12 +187,16 @@ def _place(problem: Problem) -> str:
 def _conflicts(loaded: LoadedConfig) -> Iterator[Problem]:
     """What cannot hold together, on any machine."""
     data, rollout = loaded.config.data, loaded.config.rollout
-    if data.multimodal_keys and not (rollout.custom_generate_function_path or rollout.rollout_function_path):
+    model_type, by_function = (
+        _model_type(rollout.hf_checkpoint),
+        bool(rollout.custom_generate_function_path or rollout.rollout_function_path),
+    )
+    if data.multimodal_keys and model_type not in ("", *PICTURES) and not by_function:
         yield Problem(
             code="CFG04",
             what="--multimodal-keys names media that no engine here would see",
             keys=(("data", "multimodal_keys"),),
-            why="prompts go to engines as text alone, so the model would answer without its pictures",
+            why=f"model_type {model_type!r} trains on text alone here; on pictures: {', '.join(PICTURES)}",
             fix="leave --multimodal-keys out to train on text, or generate with a function: "
             "--custom-generate-function-path",
         )
@@ -199,6 +204,14 @@ def _conflicts(loaded: LoadedConfig) -> Iterator[Problem]:
         yield from rules.conflicts(stage)
         trainer = trainer_of(stage)
         yield from trainer.problems(_settled(stage), loaded.origins)
+
+
+def _model_type(folder: str) -> str:
+    """What a model folder's config.json says; "" where it is not here."""
+    try:
+        return str(json.loads((Path(folder) / "config.json").read_bytes())["model_type"])
+    except (OSError, ValueError, KeyError):
+        return ""
 
 
 def _settled(config: Any) -> Any:

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from slime_compat.http import post
 from slime_compat.served.http import get_rollout_num_engines
-from slime_compat.served.processing import load_processor
+from slime_compat.served.processing import PictureProcessor, encode_image_for_rollout_engine, load_processor
 from slime_compat.served.rewards import async_rm, batched_async_rm
 from slime_compat.served.sample_hooks import apply_rollout_sample_hooks
 from slime_core.compat import owners
@@ -57,6 +57,9 @@ class GenerateState:
     @cached_property
     def processor(self) -> Any:
         """The model's processor of images and videos; None where it has none."""
+        media = self.args._ctx.media
+        if media is not None:
+            return PictureProcessor(self.tokenizer, media)
         return load_processor(self.args.hf_checkpoint) if self.args.hf_checkpoint else None
 
     @property
@@ -100,21 +103,39 @@ def get_model_url(args: Any, name: str = "", endpoint: str = "/generate") -> str
     return f"http://{args.sglang_router_ip}:{args.sglang_router_port}{endpoint}"
 
 
-def require_text(sample: Sample) -> None:
-    """Refuse images and other media, which `/generate` does not take.
+def require_text(sample: Sample, *kinds_accepted: str) -> None:
+    """Refuse media of other kinds than ``kinds_accepted``.
 
     Raises:
         ValueError: the sample has some.
     """
-    if any((sample.multimodal_inputs or {}).values()):
-        kinds = ", ".join(kind for kind, media in (sample.multimodal_inputs or {}).items() if media)
-        raise ValueError(f"sample {sample.id} has {kinds}, and /generate takes text only; take multimodal_keys away")
+    if kinds := [
+        kind for kind, media in (sample.multimodal_inputs or {}).items() if media and kind not in kinds_accepted
+    ]:
+        accepted = " and ".join(("text", *kinds_accepted))
+        raise ValueError(
+            f"sample {sample.id} has {', '.join(kinds)}, and the model takes {accepted}: take multimodal_keys away"
+        )
 
 
 def _prepare_prompt_ids(sample: Sample, tokenizer: Any, processor: Any = None) -> list[int]:
-    """The sample's tokens, or those of its prompt where it has none; raises as :func:`require_text`."""
-    require_text(sample)
-    return sample.tokens or list(tokenizer.encode(sample.prompt, add_special_tokens=False))
+    """The sample's tokens, or those of its prompt where it has none; its pictures' arrays are set where they are not.
+
+    Raises:
+        ValueError: media that the model does not take.
+    """
+    images = (sample.multimodal_inputs or {}).get("images")
+    if not images or processor is None:
+        require_text(sample)
+        return sample.tokens or list(tokenizer.encode(sample.prompt, add_special_tokens=False))
+    require_text(sample, "images")
+    if sample.tokens and sample.multimodal_train_inputs is not None:
+        return sample.tokens
+    output = processor(text=sample.prompt, images=images)
+    if sample.multimodal_train_inputs is None:
+        arrays = {name: value for name, value in output.items() if name not in ("input_ids", "attention_mask")}
+        sample.multimodal_train_inputs = arrays
+    return [int(token) for token in output["input_ids"][0]]
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -125,13 +146,15 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     state = GenerateState(args)
     if sample.status not in (Status.PENDING, Status.ABORTED):
         raise ValueError(f"sample {sample.id} is {sample.status}; only pending and aborted samples are generated")
-    sample.tokens = _prepare_prompt_ids(sample, state.tokenizer)
+    sample.tokens = _prepare_prompt_ids(sample, state.tokenizer, state.processor)
     params = {**sampling_params, "max_new_tokens": sampling_params["max_new_tokens"] - sample.response_length}
     if params["max_new_tokens"] <= 0:
         sample.status = Status.TRUNCATED
         return sample
     payload = {"input_ids": sample.tokens, "sampling_params": params, "return_logprob": True}
     payload["return_routed_experts"] = args.use_rollout_routing_replay
+    if images := (sample.multimodal_inputs or {}).get("images"):
+        payload["image_data"] = [encode_image_for_rollout_engine(image) for image in images]
     answer = await post(get_model_url(args), payload)
     meta = answer["meta_info"]
     token_rows = meta["output_token_logprobs"]

@@ -8,6 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slime_core.data.chat import encode
+from slime_core.media.placing import bare
+from slime_core.media.processor import MediaProcessor
+
 DEFAULT_PATCH_SIZE = 14
 MODALITIES = ("images_kwargs", "videos_kwargs", "audio_kwargs")
 
@@ -20,14 +24,85 @@ def load_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
 
 
 def load_processor(name_or_path: str, **kwargs: Any) -> Any:
-    """A processor by transformers; None where the model has none."""
+    """A model's processor; None where it has none.
+
+    Of the families that train here it is a :class:`PictureProcessor`; of others transformers' own.
+    """
     from transformers import AutoProcessor, PreTrainedTokenizerBase
 
     try:
+        tokenizer = load_tokenizer(name_or_path, **kwargs)
+        media = MediaProcessor.of(tokenizer)
+        if media is not None:
+            return PictureProcessor(tokenizer, media)
         processor = AutoProcessor.from_pretrained(name_or_path, **kwargs)
-    except (OSError, ValueError):
+    except (OSError, ValueError, ImportError):
         return None
     return None if isinstance(processor, PreTrainedTokenizerBase) else processor
+
+
+class PictureProcessor:
+    """What a processor of transformers does with a text and its pictures, with the pixels that train here."""
+
+    def __init__(self, tokenizer: Any, media: MediaProcessor) -> None:
+        self.tokenizer, self.media = tokenizer, media
+        self.image_processor = media.image_processor
+
+    def __call__(self, text: Any = None, images: Any = None, videos: Any = None, **kwargs: Any) -> dict[str, Any]:
+        """``input_ids`` and ``attention_mask``, lists of one row, and tensors by argument of the model's forward.
+
+        Raises:
+            DataError: DAT38 other placeholders than pictures, DAT39 to DAT41 pictures that cannot be used.
+        """
+        import torch
+
+        inputs = {kind: list(items) for kind, items in (("images", images), ("videos", videos)) if items}
+        texts = [text] if isinstance(text, str) else text
+        if len(texts) != 1:
+            raise ValueError(f"one text at a time, not {len(texts)}: call the processor for each")
+        ids = self.media.expand(encode(self.tokenizer, texts[0]), inputs)
+        rows: dict[str, Any] = {"input_ids": [ids], "attention_mask": [[1] * len(ids)]}
+        if kwargs.get("return_tensors") == "pt":
+            rows = {name: torch.tensor(values) for name, values in rows.items()}
+        return rows | {name: torch.from_numpy(array) for name, array in self.media.arrays(inputs).items()}
+
+    def apply_chat_template(self, conversation: Any, tokenize: bool = False, **kwargs: Any) -> Any:
+        """The tokenizer's, of messages whose parts may be pictures."""
+        return self.tokenizer.apply_chat_template(bare(conversation), tokenize=tokenize, **kwargs)
+
+    def decode(self, *args: Any, **kwargs: Any) -> Any:
+        """The tokenizer's."""
+        return self.tokenizer.decode(*args, **kwargs)
+
+    def batch_decode(self, *args: Any, **kwargs: Any) -> Any:
+        """The tokenizer's."""
+        return self.tokenizer.batch_decode(*args, **kwargs)
+
+
+def prepare_model_inputs(
+    messages: Any,
+    tokenizer: Any,
+    processor: Any,
+    metadata: Mapping[str, Any] | None = None,
+    apply_chat_template: bool = True,
+    apply_chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[list[int], dict[str, Any]]:
+    """Ids of messages, and with them the processor's other outputs, the text, and the ids once more."""
+    renderer = processor if hasattr(processor, "apply_chat_template") else tokenizer
+    text = messages
+    if apply_chat_template or not isinstance(messages, str):
+        options = (apply_chat_template_kwargs or {}) if apply_chat_template else {}
+        text = renderer.apply_chat_template(messages, tokenize=False, **options)
+    if processor is None:
+        ids, rest = list(tokenizer.encode(text, add_special_tokens=False)), None
+    else:
+        media = process_vision_info(messages, processor)
+        if not media.get("images") and (metadata or {}).get("images"):
+            media["images"] = (metadata or {})["images"]
+        output = processor(text=text, **media)
+        ids = [int(token) for token in output["input_ids"][0]]
+        rest = {name: value for name, value in output.items() if name not in ("input_ids", "attention_mask")}
+    return ids, {"multimodal_inputs": rest, "prompt_text": text, "processor_input_ids": ids}
 
 
 def build_processor_kwargs(multimodal_inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -50,7 +125,8 @@ def process_vision_info(prompt: Any, processor: Any) -> dict[str, Any]:
 
 
 def encode_image_for_rollout_engine(image: Any) -> str:
-    """A PIL image as a ``data:`` address of its PNG."""
+    """A PIL image, or a reference of a sample, as a ``data:`` address of its PNG."""
+    image = _image(image)
     buffer = io.BytesIO()
     image.convert("RGB").save(buffer, format="PNG")
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
@@ -79,5 +155,6 @@ __all__ = [
     "encode_image_for_rollout_engine",
     "load_processor",
     "load_tokenizer",
+    "prepare_model_inputs",
     "process_vision_info",
 ]
