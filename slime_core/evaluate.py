@@ -20,6 +20,7 @@ from slime_core.errors import ConfigError, EngineError
 from slime_core.evaluation.questions import questions_of
 from slime_core.evaluation.record import Evaluation, write_record
 from slime_core.evaluation.statistics import figures_of
+from slime_core.media.references import plain_sample
 from slime_core.report.metrics import evaluation_metrics
 from slime_core.rollout.dump import Dump
 from slime_core.rollout.filters import unjudged
@@ -69,6 +70,9 @@ class Evaluator:
         start = time.monotonic()
         async for eval_set, groups in self._sets(version, ctx, results):
             done[eval_set.name] = groups
+            for sample in (sample for group in groups for sample in group.samples):
+                plain_sample(sample)
+                sample.multimodal_train_inputs = None  # nothing trains on them
             if reserved_engine is not None:
                 check_weights(groups, reserved_engine.version)
             await asyncio.to_thread(self._dump.write, version, ctx.stage, groups, eval_set.name)
@@ -132,7 +136,7 @@ class Evaluator:
             await ctx.prepare_media(issued.samples)
             group = await self._judged(issued, ctx)
             for sample in group.samples:
-                sample.multimodal_train_inputs = None
+                sample.multimodal_train_inputs = None  # before the next ones are made
             return group
 
     async def _judged(self, issued: Group, ctx: Context) -> Group:

@@ -27,6 +27,7 @@ from slime_core.media.references import (
     NO_ADDRESS,
     MediaLimits,
     data_uri,
+    flat,
     inputs_of,
     is_address,
     picture,
@@ -140,7 +141,7 @@ class MediaProcessor:
             return [resolve(frame) for frame in item] if isinstance(item, list) else self._fetch(item, where)
 
         references = {kind: [resolve(item) for item in items] for kind, items in inputs.items()}
-        for address in [*_flat([*chain(*inputs.values())])]:
+        for address in [*flat([*chain(*inputs.values())])]:
             self._fetched.pop(address, None)
         return references
 
@@ -212,7 +213,7 @@ class MediaProcessor:
 
     def _request(self, sample: Sample) -> Media:
         inputs, where = sample.multimodal_inputs or {}, f"sample {sample.id}"
-        files = {kind: tuple(self._read(item, where) for item in _flat(items)) for kind, items in inputs.items()}
+        files = {kind: tuple(self._read(item, where) for item in flat(items)) for kind, items in inputs.items()}
         arrays = (sample.multimodal_train_inputs or {}).items()
         return Media(arrays={name: one for name, one in arrays if isinstance(one, np.ndarray)}, **files)
 
@@ -231,7 +232,7 @@ class MediaProcessor:
 
     def _size(self, item: Any, where: str) -> list[Size]:
         """Sizes of a picture, or of a video's frames, which are equal."""
-        references = list(_flat([item]))
+        references = list(flat([item]))
         sizes = []
         for reference in references:
             if not isinstance(reference, str):
@@ -313,8 +314,3 @@ def _frames(video: Any, where: str) -> list[str]:
         why=f"it is {shown(str(video))!r}; frames are chosen by whoever makes the data",
         fix="give its frames as a list of pictures, such as two for each second: ffmpeg -i FILE -vf fps=2 %04d.png",
     )
-
-
-def _flat(items: Iterable[Any]) -> Iterable[Any]:
-    for item in items:
-        yield from _flat(item) if isinstance(item, list) else [item]

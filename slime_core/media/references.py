@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -220,6 +220,12 @@ def inputs_of(messages: Any, where: str = "") -> MediaInputs:
     for kind, part in parts_of(messages):
         inputs.setdefault(kind, []).append(reference(value_of(kind, part), where))
     return inputs
+
+
+def flat(items: Iterable[Any]) -> Iterator[Any]:
+    """References of a kind, frames of videos one by one."""
+    for item in items:
+        yield from flat(item) if isinstance(item, list) else [item]
 
 
 def plain_inputs(inputs: Mapping[str, Any], where: str = "") -> MediaInputs:

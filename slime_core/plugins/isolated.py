@@ -160,10 +160,19 @@ INSIDE = "SLIME_REWARD_PROCESS"
 
 def group_question(group: Group) -> dict[str, Any]:
     """The question for a group's rewards."""
-    samples = [Sample.to_dict(sample) for sample in group.samples]
+    samples = [_plain(sample) for sample in group.samples]
     return {"prompt": asdict(group.prompt), "samples": samples, "rollouts": list(group.rollouts.items())}
 
 
 def sample_question(name: str, sample: Sample) -> dict[str, Any]:
     """The question for one sample's reward by a type."""
-    return {"type": name, "sample": Sample.to_dict(sample)}
+    return {"type": name, "sample": _plain(sample)}
+
+
+def _plain(sample: Sample) -> dict[str, Any]:
+    """A sample's fields without the arrays of its pictures, which no reward reads: it has their references."""
+    arrays, sample.multimodal_train_inputs = sample.multimodal_train_inputs, None
+    try:
+        return Sample.to_dict(sample)
+    finally:
+        sample.multimodal_train_inputs = arrays

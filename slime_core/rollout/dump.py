@@ -2,7 +2,7 @@
 
     file     "slimeRD1" | header length, u32 | crc32 of the header, u32 | header | bodies, in the header's order
     header   JSON: version stage run groups; a group has prompt, rollouts (id -> sample indices) and samples; a sample
-             has size and crc32 of its body, and the same of each array that it refers to
+             has size and crc32 of its body, and the same of each array that it refers to, or whose it is
     body     a sample as the ledger keeps it (`ledger.codec`), or an array's bytes; all numbers little endian
 
 ``step-000001.rollout`` holds what the step that made version 1 trained on, ``eval-NAME-000001.rollout`` an evaluation.
@@ -72,7 +72,7 @@ def write_dump(path: Path, groups: Sequence[Group], header: DumpHeader, *, array
         StorageError: STO109 disk full, STO110 not writable, STO111 or STO112 an array that cannot be read.
     """
     bodies: list[bytes] = []
-    rows = [_group_row(group, bodies, arrays) for group in groups]
+    rows = [_group_row(group, bodies, arrays, {}) for group in groups]
     try:
         text = json.dumps({**asdict(header), "groups": rows}, separators=(",", ":"), default=plain).encode("ascii")
     except (TypeError, ValueError, RecursionError) as error:
@@ -108,7 +108,8 @@ def read_dump_with_header(path: Path, *, arrays: segments.Segments | None = None
     header, rows = _header(file, path)
     groups = []
     for row in rows:
-        samples = [_sample(item, file, path, arrays) for item in row["samples"]]
+        shared: dict[str, ArrayRef] = {}
+        samples = [_sample(item, file, path, arrays, shared) for item in row["samples"]]
         rollouts = {int(name): list(members) for name, members in row["rollouts"].items()}
         groups.append(Group(prompt=Prompt(**row["prompt"]), samples=samples, rollouts=rollouts))
     if arrays is not None:
@@ -242,12 +243,19 @@ def _check_own(folder: Path, run_dir: Path) -> None:
             )
 
 
-def _group_row(group: Group, bodies: list[bytes], arrays: Path | None) -> dict[str, Any]:
+def _group_row(group: Group, bodies: list[bytes], arrays: Path | None, owners: dict[ArrayRef, str]) -> dict[str, Any]:
+    """A group's entry. ``owners`` is filled: the arrays that are written, and the sample and name that each is of."""
     rows = []
     for sample in group.samples:
         row = _add(b"".join(encode(sample)), bodies)
         if arrays is not None and (refs := array_refs(sample)):
-            row["arrays"] = {name: _add(segments.read_bytes(arrays, ref), bodies) for name, ref in refs.items()}
+            row["arrays"] = {}
+            for name, ref in refs.items():
+                shared = owners.setdefault(ref, f"{sample.id} {name}")
+                is_first = shared == f"{sample.id} {name}"
+                row["arrays"][name] = (
+                    _add(segments.read_bytes(arrays, ref), bodies) if is_first else {"shared": shared}
+                )
         rows.append(row)
     return {"prompt": asdict(group.prompt), "rollouts": group.rollouts, "samples": rows}
 
@@ -257,13 +265,23 @@ def _add(body: bytes, bodies: list[bytes]) -> dict[str, Any]:
     return {"size": len(body), "crc32": zlib.crc32(body)}
 
 
-def _sample(row: Mapping[str, Any], file: io.BytesIO, path: Path, arrays: segments.Segments | None) -> Sample:
+def _sample(
+    row: Mapping[str, Any],
+    file: io.BytesIO,
+    path: Path,
+    arrays: segments.Segments | None,
+    shared: dict[str, ArrayRef],
+) -> Sample:
+    """A sample; ``shared`` are the arrays of its group's samples before it, which it may have too."""
     sample = decode(_body(row, file, path))
     refs = array_refs(sample)
     for name, item in row.get("arrays", {}).items():
-        body = _body(item, file, path)
+        source = item.get("shared", f"{sample.id} {name}")
+        body = b"" if "shared" in item else _body(item, file, path)
         if arrays is not None:
-            _refer(sample, name, arrays.write_array(segments.as_array(body, refs[name])))
+            if body or source not in shared:
+                shared[source] = arrays.write_array(segments.as_array(body, refs[name]))
+            _refer(sample, name, shared[source])
     return sample
 
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import io
 import json
+import zlib
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
+from slime_core.ledger.codec import unpack
+from slime_core.ledger.ledger import SqliteLedger
 from slime_core.report.rundir import RunDir
+from slime_core.types import Group, Prompt, Sample
 from slime_report.data import notices_of, overview, unique_names
+from slime_report.samples import SampleBook
 
 pytestmark = pytest.mark.unit
 
@@ -48,6 +57,30 @@ def test_differences_of_runs_are_their_keys_and_runs_of_one_name_are_told_apart(
     ]
     assert [run["name"] for run in facts["runs"]] == ["x/run-0", "y/run-0"]
     assert unique_names(["/a/x-0", "/b/x-0", "/b/y-0"]) == ["a/x-0", "b/x-0", "y-0"]
+
+
+def test_a_sample_shows_small_pictures_and_names_one_that_is_gone(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", "")
+    photograph, lost = tmp_path / "a.png", tmp_path / "lost.png"
+    for path in (photograph, lost):
+        Image.new("RGB", (600, 300), (200, 10, 10)).save(path)
+    inputs = {"images": [str(photograph), str(lost)], "videos": [[str(photograph)]]}
+    samples = [Sample(id=f"main/0-{j}", rollout_id=j, group_index=0, multimodal_inputs=inputs) for j in (0, 1)]
+    group = Group(prompt=Prompt(id="main/0"), samples=samples, rollouts={0: [0], 1: [1]})
+
+    async def store() -> None:
+        ledger = SqliteLedger(run.path)
+        await ledger.issue([group])
+        await ledger.finish(group)
+        await ledger.close()
+
+    asyncio.run(store())
+    lost.unlink()
+    fields, _ = unpack(zlib.decompress(SampleBook(run).page([0])))
+    assert [sample["pictures"] for sample in fields["samples"]] == [[0, 1, 0]] * 2
+    small, reason = fields["pictures"]
+    assert Image.open(io.BytesIO(base64.b64decode(small.partition(",")[2]))).size == (224, 112)
+    assert "lost.png cannot be decoded" in reason
 
 
 @pytest.mark.parametrize(("use_tis", "text"), [(True, "use_tis weighed tokens"), (False, "use_tis was off")])

@@ -66,7 +66,9 @@ def test_arrays_of_the_run_are_copied_and_given_to_the_run_that_reads(tmp_path):
     pixels = np.linspace(0, 1, 6, dtype=np.float32)
     group = groups_of(0, fan_out=False)[0]
     group.samples[0].rollout_routed_experts = writer.write_array(experts)
-    group.samples[1].multimodal_train_inputs = {"pixels": writer.write_array(pixels)}
+    inputs = {"pixels": writer.write_array(pixels)}
+    for sample in group.samples:
+        sample.multimodal_train_inputs = dict(inputs)
     writer.close()
     write_dump(step_path(tmp_path, 1), [group], DumpHeader(version=1), arrays=source)
     for file in source.iterdir():
@@ -77,6 +79,8 @@ def test_arrays_of_the_run_are_copied_and_given_to_the_run_that_reads(tmp_path):
     reader.close()
     assert np.array_equal(read_array(target, found.samples[0].rollout_routed_experts), experts)
     assert np.array_equal(read_array(target, found.samples[1].multimodal_train_inputs["pixels"]), pixels)
+    assert found.samples[0].multimodal_train_inputs == found.samples[1].multimodal_train_inputs
+    assert step_path(tmp_path, 1).read_bytes().count(pixels.tobytes()) == 1
 
 
 @pytest.mark.parametrize("keep", [4, 12, 40, -1], ids=["magic", "frame", "header", "body"])

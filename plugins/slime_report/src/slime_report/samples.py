@@ -17,6 +17,7 @@ a prompt that is the one before it. A figure in metadata, label or reward that i
 
 from __future__ import annotations
 
+import io
 import math
 import mmap
 import sqlite3
@@ -24,14 +25,17 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from slime_core.errors import DataError
 from slime_core.ledger.codec import pack, unpack
 from slime_core.ledger.schema import STATES
 from slime_core.ledger.segments import RecordPlace, segment_name
+from slime_core.media.references import data_uri, flat, picture, read, shown
 from slime_core.report.history import open_ledger
 from slime_core.report.rundir import RunDir
 from slime_report.data import config_of, figure
@@ -52,6 +56,7 @@ FIELDS = (
 )
 """Fields of a stored sample that a page has."""
 NONE: NDArray[Any] = np.zeros(0, "<f4")
+THUMBNAIL = 224  # pixels of the longer side
 PAGE_BYTES = 384 << 10
 """Payloads of a page, about."""
 
@@ -71,6 +76,19 @@ class BookRow:
     tokens: int
     response_length: int
     place: RecordPlace | None  # of its payload
+
+
+@lru_cache(maxsize=512)
+def thumbnail(reference: str) -> str:
+    """A small picture as a data URI, or what is in the way of one."""
+    try:
+        image = picture(read(reference), shown(reference))
+    except DataError as error:
+        return f"{error.what}: {error.why}"
+    image.thumbnail((THUMBNAIL, THUMBNAIL))
+    buffer = io.BytesIO()
+    image.save(buffer, format="JPEG", quality=80)
+    return data_uri(buffer.getvalue())
 
 
 class SampleBook:
@@ -137,6 +155,7 @@ class SampleBook:
         tokens: list[NDArray[Any]] = []
         figures: list[dict[str, NDArray[Any]]] = []
         prompt: Any = None
+        pictures: dict[str, int] = {}  # thumbnail -> place
         for row in (self.rows[place] for group in groups for place in self.members[group]):
             fields, arrays = self._payload(row)
             sample = {
@@ -153,6 +172,9 @@ class SampleBook:
                 sample["damage"] = problem
             if isinstance(fields.get("reward"), dict):
                 sample["reward"] = fields["reward"]
+            if media := fields.get("multimodal_inputs"):
+                small = [thumbnail(reference) for reference in flat(media.get("images", []) + media.get("videos", []))]
+                sample["pictures"] = [pictures.setdefault(one, len(pictures)) for one in small]
             before, prompt = prompt, fields.get("prompt", "")
             sample["prompt"] = prompt
             if prompt == before:
@@ -168,7 +190,7 @@ class SampleBook:
         joined = np.concatenate([NONE.astype("<i4"), *tokens])
         ids = np.unique(joined).tolist()
         vocabulary = {"ids": ids, "texts": self._texts(ids)}
-        header = {"samples": samples, "vocabulary": vocabulary}
+        header = {"samples": samples, "vocabulary": vocabulary, "pictures": list(pictures)}
         parts = pack(header, [("tokens", joined), *((name, _joined(name, figures, samples)) for name in names)])
         return deflated(b"".join(parts))
 

@@ -39,6 +39,7 @@ slime.readPage = (bytes) => {
       const part = values.subarray(answer, answer + count);
       if (count && !Number.isNaN(part[0])) sample.columns[name] = part;
     }
+    sample.pictures = (sample.pictures || []).map((place) => header.fields.pictures[place]);
     if ("prompt" in sample) prompt = sample.prompt; else sample.prompt = prompt;
     token += total; answer += count;
   }

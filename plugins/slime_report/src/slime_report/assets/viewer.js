@@ -243,6 +243,7 @@ slime.viewer = (() => {
       strip,
       sample.damage && h("p", { className: "notice" }, "Its text cannot be read: " + sample.damage),
       h("h3", null, "Prompt"), promptOf(sample.prompt ?? ""),
+      sample.pictures.length > 0 && h("div", { className: "pictures" }, sample.pictures.map((one, i) => one.startsWith("data:image/jpeg") ? h("img", { src: one, alt: `picture ${i + 1}` }) : h("p", { className: "notice" }, slime.visible(one)))),
       h("h3", { className: "line" }, "Response", h("small", null, many ? "several turns" : ""), slime.pick(views, view, (value) => { settings.view = value; again(); })), body,
       h("div", { className: "facts" }, h("div", null, h("h3", null, "Reward"), reward(sample)), h("div", null, h("h3", null, "Diagnostics"), once(sample, "diagnostics", () => diagnostics(sample, table, at, colours, texts)))),
       ...(branches(sample, group, table, at) || []),
