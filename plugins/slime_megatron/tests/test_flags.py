@@ -136,7 +136,8 @@ def test_no_name_stands_in_two_tables():
 
 
 def test_a_name_that_the_core_has_is_not_megatrons_too():
-    assert set(flags()) & set(core_keys()) == {"train_backend"}
+    shared = {"train_backend", "context_parallel_size"}  # one value for both
+    assert set(flags()) & set(core_keys()) == shared
 
 
 def test_a_shared_name_is_set_once_and_goes_to_all():
