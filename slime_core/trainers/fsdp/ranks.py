@@ -95,8 +95,8 @@ def check_packs(model: Any, packs: bool, ranks: FsdpRanks) -> None:
             f"{type(model).__name__} computes each sequence on one rank",
             code="CFG04",
             where="train.context_parallel_size",
-            why="ranks share a sequence where attention is all that its tokens have of each other, and packs of "
-            "sequences do not work with this model either (the log says why)",
+            why="ranks share sequences of models of text alone, and only where packs of sequences work too "
+            "(the log says why they do not)",
             fix="--context-parallel-size 1 --tensor-parallel-size 1",
         )
 
