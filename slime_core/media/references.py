@@ -323,6 +323,7 @@ class _SameAddresses(HTTPRedirectHandler):
         """Raise URLError for another address."""
         target = str(answer[-1])
         if not target.startswith(self._addresses):
+            answer[0].close()
             raise URLError(f"redirected to {target[:100]}, which data.media_addresses does not allow")
         return super().redirect_request(req, *answer)
 
