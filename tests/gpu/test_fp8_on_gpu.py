@@ -55,7 +55,7 @@ def test_quantisation_gives_the_same_bits_as_on_a_cpu():
     assert torch.equal(staging.views[name].cpu().view(torch.uint8), numbers.view(torch.uint8))
 
 
-@pytest.mark.parametrize("kind", ["none", "fp8"])
+@pytest.mark.parametrize("kind", ["none", "fp8"], ids=["floats", "quantised"])
 def test_a_recipe_learns_through_sglang(kind, place, folder, slime, tmp_path):
     """Held-out figures of both are printed; in fp8 every update is compared by its values, and TIS weighs tokens."""
     _, sglang = place

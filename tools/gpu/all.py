@@ -70,6 +70,8 @@ PARTS = [
     Part("sglang", "runs", 1, 500),
     Part("sglang", "vision", 1, 600),
     Part("sglang", "fp8", 1, 580),
+    Part("sglang", "replay", 1, 580),
+    Part("megatron", "moe", 1, 1160),
     Part("sglang", "repeats", 1, 330),
     Part("sglang", "sync-graphs", 1, 190),
     Part("megatron", "gaps-fsdp", 1, 450),

@@ -12,6 +12,8 @@
 #                                      gaps-keep, gaps-fsdp-keep: where nobody gives memory away
 #   tools/gpu/megatron.sh full         a checkpoint of what was given away, on a device that others have filled
 #   tools/gpu/megatron.sh experts      experts of a layer in one product against a loop over them
+#   tools/gpu/megatron.sh moe          MFU of a policy step of 12 layers of Qwen3-30B-A3B, 8k tokens: both backends, state
+#                                      on the host (100 GB of it)
 #   tools/gpu/megatron.sh convert      conversion of a model of 8 GB on the disk of $DISK (default /tmp); needs no GPU
 #   tools/gpu/megatron.sh core         all tests that are neither Megatron's nor SGLang's
 . "$(dirname "$0")/steps.sh"
@@ -43,6 +45,11 @@ for part in "${@:-functional}"; do
         long) step megatron-long 400 python3 tools/bench/bench_policy_step.py --length 16384 --sequences 2 --limit 95 --backend megatron fsdp plain ;;
         experts) step experts-one 70 python3 tools/bench/bench_experts.py
             step experts-many 80 python3 tools/bench/bench_experts.py --experts 16 --ranks 8 --tokens 65536 ;;
+        moe) for backend in fsdp megatron; do
+            step "moe-$backend" 580 env OMP_NUM_THREADS=32 python3 tools/bench/bench_policy_step.py --preset qwen3-30b-a3b \
+                --layers 12 --sequences 64 --backend $backend --warm-up 1 --rounds 2 --limit 500 \
+                $([ $backend = fsdp ] && echo --offload state || echo --set optimizer_cpu_offload=true)
+        done ;;
         convert) step convert 400 python3 tools/bench/bench_convert.py --gb 8 --folder "${DISK:-/tmp}" ;;
         core) tests core 300 $(core) ${CORE_K:+-k "$CORE_K"} ;;
         full) tests full-device 120 tests/gpu/test_checkpoint_on_gpu.py -k full_device ;;

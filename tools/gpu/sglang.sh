@@ -7,6 +7,8 @@
 #   tools/gpu/sglang.sh repeats        a run that repeats bit for bit on a deterministic server
 #   tools/gpu/sglang.sh vision         Qwen2.5-VL-3B's shape trains with pictures beside a plain loop; counting is learned
 #   tools/gpu/sglang.sh fp8            one recipe with rollouts in bfloat16 and in fp8: both learn; tokens/s and memory
+#                                      FP8_K=floats or FP8_K=quantised: one of them, in 4 to 5 minutes
+#   tools/gpu/sglang.sh replay         experts that SGLang chose are replayed; REPLAY_K=plain: without CUDA graphs alone
 #   tools/gpu/sglang.sh rollout        raw against slime, 4B, 256 and 1,024 in flight
 #   tools/gpu/sglang.sh deterministic  the same in deterministic mode, 256 in flight
 #   tools/gpu/sglang.sh sync           weight update of 4B: tensor, disk, and with offload
@@ -50,7 +52,8 @@ functional() {
 }
 runs() { tests runs 500 tests/gpu/test_colocated_run.py -k "${RUNS_K:-trains}"; }
 vision() { tests vision 590 tests/gpu/test_vision_with_sglang_on_gpu.py -s ${VISION_K:+-k "$VISION_K"}; }
-fp8() { tests fp8 580 tests/gpu/test_fp8_on_gpu.py -s; }
+fp8() { tests fp8 580 tests/gpu/test_fp8_on_gpu.py -s ${FP8_K:+-k "$FP8_K"}; }
+replay() { tests replay 580 tests/gpu/test_routing_replay_on_gpu.py -s ${REPLAY_K:+-k "$REPLAY_K"}; }
 repeats() { tests repeats 330 tests/gpu/test_colocated_run.py -k repeats; }
 rollout() { step rollout 480 python3 tools/bench/bench_rollout.py --limit 465; }
 deterministic() {
@@ -73,6 +76,6 @@ ahead-four() { step ahead-four 600 python3 tools/bench/bench_async.py --real --g
 nccl() { step nccl 330 python3 tools/bench/bench_weight_sync.py --transports nccl --limit 310; }
 
 case "${1:-}" in
-facts | functional | runs | vision | fp8 | repeats | rollout | deterministic | sync | sync-graphs | sums | nccl | nccl-30b | nccl-30b-two | pair | ahead | ahead-four) "$1" ;;
+facts | functional | runs | vision | fp8 | replay | repeats | rollout | deterministic | sync | sync-graphs | sums | nccl | nccl-30b | nccl-30b-two | pair | ahead | ahead-four) "$1" ;;
 *) usage ;;
 esac
