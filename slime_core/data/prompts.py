@@ -90,7 +90,7 @@ class Keys:
     def __post_init__(self) -> None:
         media = self.media.values()
         plain = (self.input, self.label, self.metadata, self.tools, self.id, self.category, *media, *self.replies)
-        named = (self.label, "label_key"), (self.id, "id_key"), *((name, "multimodal_keys") for name in media)
+        named = (self.label, "label_key"), (self.id, "id_key")
         prompts = [(self.input, "data.input_key")] if not self.replies else []  # pairs may begin with their prompt
         prompts += zip(self.replies, ("data.chosen_key", "data.rejected_key"))
         needed = [*prompts, *((name, f"data.{key}") for name, key in named if name)]
@@ -147,7 +147,8 @@ def check_columns(rows: DataRows, keys: Keys) -> None:
         DataError: DAT18.
     """
     names = rows.keys
-    for name, setting in keys.required if names is not None else ():
+    media = ((name, "data.multimodal_keys") for name in keys.media.values())
+    for name, setting in (*keys.required, *media):
         if names is not None and name not in names:
             raise DataError(
                 f"there is no column {name!r}",
@@ -479,10 +480,10 @@ def _metadata(value: Any, key: str, where: str) -> dict[str, Any]:
 
 
 def _media(row: dict[str, Any], keys: Keys, where: str, access: Access) -> MediaInputs:
-    """The references of a row's columns, by kind."""
+    """The references of a row's columns, by kind; none where the row lacks one, or has null there."""
     media: MediaInputs = {}
     for kind, column in keys.media.items():
-        value = row[column]
+        value = row.get(column)
         items = value if isinstance(value, list) else [] if value is None else [value]
         media[kind] = [checked(item, f"{where}: {column}[{number}]", access) for number, item in enumerate(items)]
     return media

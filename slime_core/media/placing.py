@@ -114,10 +114,11 @@ def checked_parts(content: Sequence[dict[str, Any]], where: str, access: Access)
 
 def _miscounted(kind: str, references: int, placeholders: int, where: str) -> DataError:
     single = kind.removesuffix("s")
+    column = "" if references else f"\nother rows have {kind}: name their column in data.multimodal_keys"
     return DataError(
         f"the row has {references} {kind} for {placeholders} placeholders",
         code="DAT38",
         where=where,
         why=f"each <{single}> of the prompt takes the next of the row's {kind}, and none may be left over",
-        fix=f"write one <{single}> for each into the prompt, or leave such rows out with data.max_bad_rows",
+        fix=f"write one <{single}> for each into the prompt, or leave such rows out with data.max_bad_rows{column}",
     )

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slime_core.errors import TrainerError
+from slime_core.trainers.media import media_keys
 from slime_core.trainers.packing import split_rollouts
 from slime_core.types import Batch, Columns, Group, Sample
 
@@ -265,7 +266,7 @@ def stamp_of(batch: Batch) -> int:
     arrays = [batch.tokens, batch.offsets, batch.response_offsets, batch.loss_mask, batch.rollout, temperature]
     for values in [*arrays, *(batch.columns[name] for name in sorted(batch.columns))]:
         stamp = zlib.crc32(np.ascontiguousarray(values).view(np.uint8).data, stamp)
-    return stamp
+    return zlib.crc32(repr(media_keys(batch)).encode(), stamp) if batch.multimodal is not None else stamp
 
 
 def prepared(batch: Batch, loss: Loss, train: Any) -> Batch:

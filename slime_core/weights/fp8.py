@@ -23,8 +23,8 @@ SMALLEST = 1e-12  # largest absolute value that a block counts as having: one of
 LINEAR = re.compile(r"\.layers\.\d+\..*(_proj(_with_mqa|_qkvz?|_z)?|\.w[123])\.weight$")
 FLOAT = re.compile(r"\.(eh_proj|weights_proj)\.weight$")
 """Linear layers that published folders leave in floats: of predicted tokens, of DeepSeek V3.2's indexer."""
-FLOAT_MODULES = "in_proj_a", "in_proj_b", "in_proj_ba", "visual"
-"""Those that SGLang would have in fp8 if they were not named: gates of linear attention, a few rows; pictures."""
+FLOAT_MODULES = "in_proj_a", "in_proj_b", "in_proj_ba", "visual", "vision_model"
+"""Those that would be in fp8 if they were not named: gates of linear attention, a few rows; towers of pictures."""
 
 
 @dataclass(slots=True, frozen=True)

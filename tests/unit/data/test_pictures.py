@@ -99,12 +99,13 @@ def test_rows_in_geometrys_form_become_the_tokens_and_arrays_of_transformers(
         {"type": "image_url", "image_url": {"url": names[2]}},
     ]
     messages = {"images": None, "problem": [{"role": "user", "content": parts}], "answer": "x"}
-    path = write(*rows, uri, messages)
+    words = ({"problem": "2+2=", "answer": "4"}, {"images": None, "problem": "3+3=", "answer": "6"})
+    path = write(*rows, uri, messages, *words)
     stream = source(path, tok=tokenizer, **KEYS)
-    asyncio.run(stream.prepare(5))
-    prompts = stream.next(5)
-    taken = (pictures[:1], pictures, [], pictures[1:2], [pictures[0], pictures[2]])
-    texts = ("\0{}12+30=", "1\0{}\0{}+2\0{}?", "7+1=", "\0{}?", "\0{}1?\0{}")
+    asyncio.run(stream.prepare(7))
+    prompts = stream.next(7)
+    taken = (pictures[:1], pictures, [], pictures[1:2], [pictures[0], pictures[2]], [], [])
+    texts = ("\0{}12+30=", "1\0{}\0{}+2\0{}?", "7+1=", "\0{}?", "\0{}1?\0{}", "2+2=", "3+3=")
     around = ("", "") if family == "smolvlm" else ("<|vision_start|>", "<|vision_end|>")
     media = MediaProcessor.of(tokenizer)
     for prompt, paths, text in zip(prompts, taken, texts, strict=True):
@@ -122,21 +123,26 @@ def test_rows_in_geometrys_form_become_the_tokens_and_arrays_of_transformers(
     assert json.loads(json.dumps(prompts[1].multimodal_inputs)) == {"images": [str(path) for path in pictures]}
 
 
-def test_parquet_brings_the_bytes_of_files(tokenizers, pictures, source, tmp_path):
+def test_parquet_brings_the_bytes_of_files(tokenizers, pictures, source, refused, tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     files = [[{"bytes": pictures[0].read_bytes(), "path": "hopper.jpg"}], [{"bytes": None, "path": "flat.png"}]]
-    table = pa.table({"images": files, "problem": ["<image>1+1=", "<image>2+2="], "answer": ["2", "4"]})
+    problems = ["<image>1+1=", "<image>2+2=", "3+3="]
+    table = pa.table({"images": [*files, None], "problem": problems, "answer": ["2", "4", "6"]})
     pq.write_table(table, tmp_path / "rows.parquet")
     tokenizer = tokenizers["qwen2_5_vl"]
-    one, two = source(tmp_path / "rows.parquet", tok=tokenizer, **KEYS).next(2)
+    one, two, words = source(tmp_path / "rows.parquet", tok=tokenizer, **KEYS).next(3)
     media = MediaProcessor.of(tokenizer)
     for prompt, path in ((one, pictures[0]), (two, pictures[1])):
         arrays = expected("qwen2_5_vl", tokenizer, [path])[1]
         np.testing.assert_array_equal(media.arrays(prompt.multimodal_inputs)["pixel_values"], arrays["pixel_values"])
     (reference,) = one.multimodal_inputs["images"]
     assert reference.startswith("data:image/jpeg;base64,")
+    assert words.multimodal_inputs is None
+    keys = {**KEYS, "multimodal_keys": {"image": "picture"}}
+    error = refused("DAT18", lambda: source(tmp_path / "rows.parquet", tok=tokenizer, **keys))
+    assert error.what == "there is no column 'picture'"
 
 
 def test_a_set_of_the_hub_brings_the_bytes_of_files(tokenizers, pictures, source, tmp_path):
@@ -238,6 +244,7 @@ BAD = {
     "too few pictures": ({"images": ["flat.png"], "problem": "<image><image>"}, "DAT38", "1 images for 2 placeholders"),
     "too many pictures": ({"images": ["flat.png"] * 2, "problem": "<image>?"}, "DAT38", "2 images for 1 placeholders"),
     "no placeholder": ({"images": ["flat.png"], "problem": "1?"}, "DAT38", "1 images for 0 placeholders"),
+    "no column": ({"problem": "<image>?"}, "DAT38", "0 images for 1 placeholders"),
     "a forged placeholder": ({"images": [], "problem": "<|image_pad|>"}, "DAT38", "0 images for 1 placeholders"),
     "no file": ({"images": ["none.png"], "problem": "<image>"}, "DAT39", "none.png cannot be decoded"),
     "a text": ({"images": ["rows.jsonl"], "problem": "<image>"}, "DAT39", "rows.jsonl cannot be decoded"),

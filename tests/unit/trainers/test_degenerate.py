@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,10 +13,11 @@ from slime_core.errors import TrainerError
 from slime_core.trainers.batch import make_batch, stamp_of
 from slime_core.trainers.data_parallel import BatchSplit
 from slime_core.trainers.optimizer_step import FILE, NonFiniteGuard, StepOutcome, summary
-from slime_core.types import Status
+from slime_core.types import ArrayRef, Status
 from slime_core.weights.flops import Flops
 
 pytestmark = pytest.mark.unit
+STORED = ArrayRef(segment="000001.seg", offset=0, dtype="float32", shape=(4, 12), crc32=0)
 
 
 def state(one):
@@ -269,10 +271,17 @@ def test_the_figures_of_a_step_are_means_over_those_that_have_them():
         lambda b: b.rollout.__setitem__(0, 5),
         lambda b: b.temperature.__setitem__(0, 0.5),
         lambda b: b.columns["advantages"].__setitem__(0, 1e-7),
+        lambda b: b.multimodal[0]["pixel_values"].__setitem__((3, 2), 1e-7),
+        lambda b: b.multimodal[0].__setitem__("image_grid_thw", np.array([[1, 2, 2]])),
+        lambda b: b.multimodal.reverse(),
+        lambda b: b.multimodal[1].__setitem__("pixel_values", replace(STORED, offset=64)),
     ],
 )
 def test_every_part_of_a_batch_that_ranks_share_is_in_its_checksum(change):
     one, other = made.batch_of(), made.batch_of()
+    for batch in (one, other):
+        pictures = [{"pixel_values": array} for array in (np.zeros((4, 12), np.float32), STORED)]
+        batch.multimodal = [*pictures, *[None] * (len(batch) - 2)]
     assert stamp_of(one) == stamp_of(other)
     change(other)
     assert stamp_of(one) != stamp_of(other)

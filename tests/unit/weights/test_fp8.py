@@ -12,9 +12,11 @@ from safetensors.torch import load_file, save_file
 from slime_core.errors import DataError
 from slime_core.testing.families import family_config, family_model
 from slime_core.testing.models import fp8_model, tiny_model
+from slime_core.testing.vision import tiny_vision_model
 from slime_core.weights.build import skeleton
 from slime_core.weights.folder import ModelFolder, parameter_count
 from slime_core.weights.fp8 import BlockFormat
+from slime_core.weights.shards import Shards
 
 pytestmark = pytest.mark.unit
 
@@ -109,6 +111,19 @@ def test_of_linear_attention_all_is_in_fp8_but_its_gates_which_a_config_names():
                 assert BlockFormat().covers(f"{name}.weight") is (part not in named), name
                 parts |= {part}
     assert {"in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"} <= parts
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "smolvlm"])
+def test_of_a_model_that_sees_pictures_the_tower_stays_in_floats(tmp_path, family):
+    folder = tiny_vision_model(tmp_path / "model", family)
+    covered = sorted(name for name in Shards.open(folder) if BlockFormat().covers(name))
+    assert len(covered) == 3 * (4 + 3)  # attention and MLP of each layer of text
+    assert not any(part in name for name in covered for part in ("visual", "vision", "connector"))
+    if family != "smolvlm":  # which SGLang does not serve; of the others it must be told every linear layer
+        named = set(BlockFormat().table()["modules_to_not_convert"])
+        for name, module in skeleton(ModelFolder.open(folder).config).named_modules():
+            if isinstance(module, torch.nn.Linear) and not name.endswith("lm_head"):
+                assert BlockFormat().covers(f"{name}.weight") is not bool(named & set(name.split("."))), name
 
 
 @pytest.fixture(params=["qwen3", "qwen3-moe", "deepseek-v2", "qwen3-next"])
