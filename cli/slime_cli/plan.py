@@ -118,9 +118,17 @@ def stage_context(config: Config, tokenizer: Any) -> Context:
     """What the data source and plugins may see before anything runs."""
     from slime_core.config.load import stage_name
     from slime_core.context import Context
+    from slime_core.data.prompts import limits_of
+    from slime_core.media.processor import MediaProcessor
     from slime_core.rollout.groups import training_params
 
-    return Context(config=config, tokenizer=tokenizer, sampling=training_params(config), stage=stage_name(config))
+    return Context(
+        config=config,
+        tokenizer=tokenizer,
+        media=MediaProcessor.of(tokenizer, limits_of(config.data)),
+        sampling=training_params(config),
+        stage=stage_name(config),
+    )
 
 
 def print_plan(plan: dict[str, Any]) -> None:

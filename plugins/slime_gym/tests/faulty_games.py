@@ -1,4 +1,4 @@
-"""Games for the tests: `Faulty-v0` breaks as its player says, `Room-v0` says that it was closed."""
+"""Games for the tests: `Faulty-v0` breaks as its player says, `Room-v0` says that it was closed, `SeenLake-v0` is seen."""
 
 import ctypes
 import os
@@ -77,3 +77,12 @@ class Room(gymnasium.Env):
 
 
 gymnasium.register("Room-v0", Room)
+
+
+def seen_lake():
+    """Gymnasium's frozen lake, whose drawing is its observation."""
+    lake = gymnasium.make("FrozenLake-v1", render_mode="rgb_array", is_slippery=False)
+    return gymnasium.wrappers.AddRenderObservation(lake)
+
+
+gymnasium.register("SeenLake-v0", seen_lake)

@@ -16,9 +16,12 @@ from slime_core import ConfigError, Context, EngineError, Group, Prompt, Reward,
 from slime_core.algorithms.shared.rewards import BY_TURN
 from slime_core.data.chat import encode, render
 from slime_core.data.turns import CLOSE, Speech, unspecial
+from slime_core.media.placing import bare
+from slime_core.media.references import inputs_of
 from slime_core.plugins.boundary import together
 from slime_core.rollout.groups import sibling
 from slime_core.seeds import seed_of
+from slime_core.types import Message
 from slime_gym.games import GameError, GameTurn, Spec
 
 if TYPE_CHECKING:
@@ -43,6 +46,7 @@ class Player:
     response: str = ""  # up to there
     rewards: list[float] = field(default_factory=list)  # by turn
     invalid: int = 0  # moves
+    media: tuple[Any, Any] = (None, None)  # of its sample up to its last answer
 
 
 class EpisodeRows:
@@ -79,6 +83,7 @@ def spec_of(options: Options, task: str) -> Spec:
         instructions=options.instructions,
         template=options.template,
         actions=options.actions,
+        pictures=options.pictures,
     )
 
 
@@ -147,7 +152,7 @@ class EpisodeTable:
             if self._options.max_turns and len(player.rewards) >= self._options.max_turns:
                 self._ended = "turns"
                 break
-            self._hear(player, turn.text)
+            await self._hear(player, turn)
             done = await self._speak(player)
             if done is None or done.finish == "abort":
                 self._ended = "abort" if done else "context"
@@ -186,24 +191,25 @@ class EpisodeTable:
             self._players[number] = Player(sample=sample, context=ctx, learns=learns)
         return self._players[number]
 
-    def _hear(self, player: Player, text: str) -> None:
+    async def _hear(self, player: Player, turn: GameTurn) -> None:
         """Put what a player reads into ids: its prompt, or what follows its last answer."""
         sample, tokenizer = player.sample, self._ctx.tokenizer
         if player.answer:
-            ids = self._speech.between(text, player.answer)
+            words = [{"role": "user", "content": content_of(turn)}] if turn.picture else turn.text
+            ids = self._speech.between(words, player.answer)
+            player.media = sample.multimodal_inputs, sample.multimodal_train_inputs
             sample.append_response(ids, mask=0, text=tokenizer.decode(ids))
+            await self._ctx.append_media(sample, words)
             return
-        words = unspecial(text, tokenizer)
-        sample.prompt = words
-        if self._speech.template:
-            system = (
-                [{"role": "system", "content": self._options.system_prompt}] if self._options.system_prompt else []
-            )
-            sample.prompt = [*system, {"role": "user", "content": words}]
-        where, kwargs = f"the first turn of {sample.id}", self._speech.kwargs
-        sample.tokens = encode(
-            tokenizer, render(sample.prompt, tokenizer, template=self._speech.template, where=where, kwargs=kwargs)
-        )
+        content = content_of(replace(turn, text=unspecial(turn.text, tokenizer)))
+        system = [{"role": "system", "content": self._options.system_prompt}] if self._options.system_prompt else []
+        messages: list[Message] = [*system, {"role": "user", "content": content}]
+        sample.prompt = bare(messages) if self._speech.template else content
+        where, kwargs, inputs = f"the first turn of {sample.id}", self._speech.kwargs, inputs_of(messages)
+        text = render(sample.prompt, tokenizer, template=self._speech.template, where=where, kwargs=kwargs)
+        ids = encode(tokenizer, text)
+        sample.tokens = self._ctx.media.expand(ids, inputs, where) if self._ctx.media is not None else ids
+        sample.multimodal_inputs, sample.multimodal_train_inputs = inputs or None, None
         sample.loss_mask = sample.rollout_log_probs = None
         sample.response_length, sample.response, sample.weight_versions = 0, "", []
 
@@ -224,6 +230,7 @@ class EpisodeTable:
         sample = player.sample
         assert sample.loss_mask is not None
         sample.truncate_response(sample.response_length - sample.loss_mask[::-1].index(1), player.response)
+        sample.multimodal_inputs, sample.multimodal_train_inputs = player.media
 
     def _action(self, player: Player, done: Completion) -> str:
         """What the game is told: the answer without its reasoning."""
@@ -256,6 +263,14 @@ class EpisodeTable:
             sample.status = Status.ABORTED
         else:
             sample.status = Status.TRUNCATED if self._ended in LIMITS else Status.COMPLETED
+
+
+def content_of(turn: GameTurn) -> Any:
+    """What a player reads, as a message's content: a text, or parts where there is a picture."""
+    if not turn.picture:
+        return turn.text
+    text = [{"type": "text", "text": turn.text}] if turn.text else []
+    return [{"type": "image", "image": turn.picture}, *text]
 
 
 def frozen_engine(ctx: Context) -> Any:

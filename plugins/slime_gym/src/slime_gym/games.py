@@ -1,7 +1,8 @@
-"""One episode of a game, in the process that plays it: TextArena's games and Gymnasium's text environments.
+"""One episode of a game, in the process that plays it: TextArena's games here, Gymnasium's in `environments`.
 
-Both libraries are imported here alone, and only when a game of theirs is opened. An episode is a function of its
-seeds and its actions: `TextArenaGame` draws from Python's global generators, which the process keeps apart by episode.
+Both libraries are imported in these two alone, and only when a game of theirs is opened. An episode is a function of
+its seeds and its actions: `TextArenaGame` draws from Python's global generators, which the process keeps apart by
+episode.
 """
 
 from __future__ import annotations
@@ -21,16 +22,10 @@ from typing import Any, Protocol
 
 LIBRARIES = ("textarena", "gymnasium")
 LONGEST = 100_000  # characters of an observation
+LONGEST_PICTURE = 1 << 23  # characters of a picture
 MOST_PLAYERS = 15
 MOST_TRIES = 400  # of a random player tries before it gives up
 BRACKETED = re.compile(r"\[[^\[\]\n]{1,40}\]")
-ANSI = re.compile(r"\x1b\[(\d*)(?:;\d+)*m")
-NAMES = {  # of the actions of Gymnasium's own environments with numbered actions
-    "FrozenLake": ("left", "down", "right", "up"),
-    "CliffWalking": ("up", "right", "down", "left"),
-    "Taxi": ("south", "north", "east", "west", "pickup", "dropoff"),
-    "Blackjack": ("stick", "hit"),
-}
 
 
 class GameError(Exception):
@@ -58,6 +53,7 @@ class Spec:
     instructions: str = ""  # in place of the game's own
     template: str = ""  # of Gymnasium's observations
     actions: Sequence[str] = ()  # names of Gymnasium's numbered actions
+    pictures: bool = False  # whether Gymnasium's environments are shown as pictures
     seed: int = 0
     random_seed: int = 0  # of the random players
 
@@ -68,6 +64,7 @@ class GameTurn:
 
     player: int = 0
     text: str = ""
+    picture: str = ""  # before the text: a PNG as a data URI
     over: bool = False
     rewards: dict[str, float] = field(default_factory=dict)  # by player; of this step, or at the end
     invalid: bool = False  # whether the last action was an invalid move
@@ -96,6 +93,8 @@ def open_game(spec: Spec) -> Game:
     Raises:
         GameError: an unknown game, or one that cannot be played here.
     """
+    from slime_gym.environments import GymnasiumGame, gymnasium_ids
+
     for module in spec.modules:
         import_module(module)
     library, _, name = spec.game.partition(":")
@@ -144,13 +143,6 @@ def textarena_ids() -> list[str]:
     from textarena.envs import registration
 
     return list(registration.ENV_REGISTRY)
-
-
-def gymnasium_ids() -> list[str]:
-    """The ids of Gymnasium's environments."""
-    import gymnasium
-
-    return list(gymnasium.registry)
 
 
 class TextArenaGame:
@@ -283,139 +275,6 @@ class TextArenaGame:
         return GameTurn(over=True, rewards=values, reason=reason, invalid=self._invalid)
 
 
-class GymnasiumGame:
-    """An environment of Gymnasium with a text or numbered actions for an answer, and texts or numbers to observe."""
-
-    library, players = "gymnasium", 1
-
-    def __init__(self, name: str, spec: Spec) -> None:
-        import gymnasium
-        from gymnasium import spaces
-
-        self._spec, self._name = spec, name
-        if spec.players > 1 or spec.random_players:
-            raise GameError(f"{name} has one player", fix="leave plugin.gym.players and opponent out")
-        try:
-            renders = not spec.template and "ansi" in render_modes(name)
-            options: dict[str, Any] = {"render_mode": "ansi"} if renders else {}
-            self._env: Any = gymnasium.make(name, **options, **spec.arguments)
-        except Exception as refused:
-            raise unplayable(name, refused) from refused
-        self._renders = renders
-        if not plain(self._env.observation_space) and not self._renders:
-            raise GameError(
-                f"{name} has observations other than text",
-                why=f"its observations are {shortened(self._env.observation_space)}",
-                fix="wrap them as Text or Discrete",
-            )
-        self._actions: list[str] | None = None
-        if isinstance(self._env.action_space, spaces.Discrete):
-            self._actions = self._named(int(self._env.action_space.n))
-        elif not isinstance(self._env.action_space, spaces.Text):
-            reason = f"its actions are {shortened(self._env.action_space)}"
-            raise GameError(f"{name} has actions other than text", why=reason, fix="wrap them as Text or Discrete")
-        allowance = spec.invalid_moves if spec.invalid_moves >= 0 else 1
-        self._allowance, self._errors = allowance, 0
-        self._reward, self._over, self._reason, self._invalid = 0.0, False, "", False
-        self._text = f"{self._instructions()}\n{self._observation(self._env.reset(seed=spec.seed)[0])}"
-
-    def turn(self) -> GameTurn:
-        """See `Game`."""
-        reward, self._reward = self._reward, 0.0
-        return GameTurn(
-            text=self._text,
-            over=self._over,
-            rewards={"0": reward},
-            invalid=self._invalid,
-            reason=self._reason,
-        )
-
-    def step(self, action: str) -> None:
-        """See `Game`."""
-        move = self._move(action)
-        self._invalid = move is None
-        if move is None:
-            self._errors += 1
-            self._text = f"This is not a valid action. {self._choices()}"
-            if self._errors > self._allowance:
-                self._over, self._reason, self._reward = True, "invalid action", -1.0
-            return
-        self._errors = 0
-        observation, reward, terminated, truncated, _ = self._env.step(move)
-        self._text, self._reward = self._observation(observation), float(reward)
-        self._over = bool(terminated or truncated)
-        self._reason = "terminated" if terminated else "truncated" if truncated else ""
-
-    def close(self) -> None:
-        """See `Game`."""
-        self._env.close()
-
-    def _named(self, count: int) -> list[str]:
-        defaults = next((names for kind, names in NAMES.items() if self._name.startswith(kind)), ())
-        names = list(self._spec.actions or defaults or map(str, range(count)))
-        if len(names) != count:
-            fix = f"give {count} names in plugin.gym.actions"
-            raise GameError(f"{self._name} has {count} actions, and {len(names)} have names", fix=fix)
-        return names
-
-    def _instructions(self) -> str:
-        return self._spec.instructions or f"You are playing {self._name}. {self._choices()}"
-
-    def _choices(self) -> str:
-        if self._actions is None:
-            return "Answer with your action in square brackets."
-        return f"Answer with one action in square brackets: {', '.join(f'[{name}]' for name in self._actions)}."
-
-    def _observation(self, observation: Any) -> str:
-        if self._renders:
-            return ANSI.sub(lambda code: "]" if code[1] in ("", "0") else "[", str(self._env.render())).strip("\n")
-        parts = observation if isinstance(observation, (tuple, list)) else (observation,)
-        template = self._spec.template or ("{0}" if isinstance(observation, str) else "Observation: {observation}")
-        try:
-            return template.format(*parts, observation=_plain(observation))
-        except (IndexError, KeyError, ValueError, AttributeError) as error:
-            fix = "use {observation}, or {0}, {1}, ... for its parts"
-            raise GameError("plugin.gym.template does not fit the observation", str(error), fix) from error
-
-    def _move(self, action: str) -> Any:
-        """The action that an answer names last, in brackets before others; None where it names none."""
-        texts = [text[1:-1].strip() for text in BRACKETED.findall(action)]
-        if self._actions is None:
-            text = texts[-1] if texts else action.strip()
-            return text if self._env.action_space.contains(text) else None
-        numbers = {name.lower(): number for number, name in enumerate(self._actions)}
-        named = [numbers[text.lower()] for text in texts if text.lower() in numbers]
-        if not named:
-            words = "|".join(sorted(map(re.escape, numbers), key=len, reverse=True))
-            named = [numbers[text] for text in re.findall(rf"(?<!\w)(?:{words})(?!\w)", action.lower())]
-        return named[-1] if named else None
-
-
-def render_modes(name: str) -> Sequence[str]:
-    """How an environment of Gymnasium can be drawn."""
-    import gymnasium
-
-    entry: Any = gymnasium.spec(name).entry_point
-    kind = gymnasium.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry
-    modes: Sequence[str] = getattr(kind, "metadata", {}).get("render_modes", ())
-    return modes
-
-
-def plain(space: Any) -> bool:
-    """Whether a space of Gymnasium is made of texts and numbers from a finite set."""
-    from gymnasium import spaces
-
-    if isinstance(space, spaces.Dict):
-        return all(map(plain, space.spaces.values()))
-    if isinstance(space, spaces.Tuple):
-        return all(map(plain, space.spaces))
-    return isinstance(space, (spaces.Text, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary))
-
-
-def _plain(value: Any) -> Any:
-    return tuple(map(_plain, value)) if isinstance(value, tuple) else value.item() if hasattr(value, "item") else value
-
-
 def shortened(value: Any) -> str:
     """A text of a value, at most 200 characters."""
     text = str(value)
@@ -448,13 +307,15 @@ def _nltk_resources(error: LookupError) -> list[str]:
 
 
 def checked(turn: GameTurn) -> GameTurn:
-    """A turn with an observation of sensible length and finite rewards.
+    """A turn with an observation of sensible size and finite rewards.
 
     Raises:
         GameError: it has neither.
     """
     if len(turn.text) > LONGEST:
         raise GameError(f"an observation has {len(turn.text):,} characters; {LONGEST:,} are allowed")
+    if len(turn.picture) > LONGEST_PICTURE:
+        raise GameError("a picture takes more than 6 MB as a PNG", fix="make the environment draw smaller ones")
     strange = [reward for reward in turn.rewards.values() if not math.isfinite(reward)]
     if strange:
         raise GameError(f"a reward is {strange[0]}")
@@ -466,4 +327,4 @@ def describe(spec: Spec) -> dict[str, Any]:
     game = open_game(spec)
     turn = checked(game.turn())
     game.close()
-    return {"library": game.library, "players": game.players, "text": turn.text}
+    return {"library": game.library, "players": game.players, "text": turn.text, "pictures": bool(turn.picture)}

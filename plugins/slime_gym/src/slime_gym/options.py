@@ -38,6 +38,9 @@ class Options(BaseModel):
     system_prompt: str = Field("", description="A system message before the game's first text.")
     instructions: str = Field("", description="In place of the game's own instructions.")
     template: str = Field("", description="Of Gymnasium's observations: {observation}, or {0}, {1} for its parts.")
+    pictures: bool = Field(
+        False, description="Show Gymnasium's environments as pictures: their drawing, render mode rgb_array."
+    )
     actions: tuple[str, ...] = Field((), description="Names of Gymnasium's numbered actions, in order.")
     between: str = Field("\n\n{{feedback}}\n\n", description="Text between two answers, without a chat template.")
     workers: int = Field(1, ge=1, le=64, description="GameProcesses that play the games.")

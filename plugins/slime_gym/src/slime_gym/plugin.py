@@ -46,6 +46,8 @@ class Gym:
 
         spec = spec_of(ctx.options, task)
         facts = self._describe(spec)
+        if facts["pictures"]:
+            require_sight(spec.game, ctx)
         players = int(facts["players"])
         if players > 1 and ctx.options.opponent_in(evaluation=ctx.evaluation) == "random":  # which must find a move
             self._describe(replace(spec, players=players, random_players=(0, *range(2, players))))
@@ -97,6 +99,24 @@ class Gym:
             ) from error
 
 
+def require_sight(game: str, ctx: Context) -> None:
+    """Refuse a game that shows pictures where the model cannot read them.
+
+    Raises:
+        ConfigError: CFG03.
+    """
+    template = ctx.config.data.apply_chat_template
+    if ctx.media is None or not template:
+        raise ConfigError(
+            f"{game} shows pictures, and " + ("the model takes none" if template else "no chat template is applied"),
+            code="CFG03",
+            where=f"plugin.gym, game {game}",
+            fix="a model that sees pictures (docs/images.md), or plugin.gym.pictures=false where the game has words"
+            if template
+            else "--apply-chat-template",
+        )
+
+
 def speech_of(ctx: Context) -> Speech:
     """How a run puts games into ids; one a stage, since it remembers what it has encoded."""
     from slime_core.data.turns import Speech
@@ -108,6 +128,7 @@ def speech_of(ctx: Context) -> Speech:
             template=data.apply_chat_template,
             kwargs=dict(data.apply_chat_template_kwargs),
             plain=ctx.options.between,
+            media=ctx.media,
         )
     speech: Speech = ctx.shared["gym"]
     return speech

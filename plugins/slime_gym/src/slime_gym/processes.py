@@ -233,6 +233,6 @@ def described(spec: Spec, seconds: float = START_SECONDS) -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """Variables of a process that plays: our import path, and sets in the same order in every process."""
-    path = os.pathsep.join(filter(None, sys.path))
-    return {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+    """Variables of a process that plays: our import path, sets in the same order in every process, no screen."""
+    fixed = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **fixed, "NO_COLOR": "1", "SDL_VIDEODRIVER": "dummy"}
