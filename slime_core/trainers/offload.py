@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +133,7 @@ class FileLayout:
     name: str
     tensors: dict[str, tuple[torch.Size, torch.dtype]]
     begin: int = 0
+    metadata: dict[str, str] = field(default_factory=dict)  # in the header
 
     @property
     def size(self) -> int:
@@ -149,7 +150,7 @@ class FileLayout:
 
     def parts(self, read: Callable[[int, int], Iterator[memoryview]]) -> Iterator[bytes | memoryview]:
         """The file; ``read`` gives host memory from one place to another in pieces. Another format is a subclass."""
-        yield header((name, dtype, shape) for name, (shape, dtype) in self.tensors.items())
+        yield header(((name, dtype, shape) for name, (shape, dtype) in self.tensors.items()), self.metadata)
         yield from read(self.begin, self.begin + self.size)
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MAX_HEADER_BYTES = 100_000_000
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+METADATA = "__metadata__"
 
 FP8 = "F8_E4M3"  # with scales beside it
 WIDE = {"F64": 8, "F32": 4, "I64": 8, "I32": 4}
@@ -131,10 +132,10 @@ class Shards(Mapping[str, "torch.Tensor"]):
                 while done < len(view):
                     count = file.readinto(view[done:])
                     if not count:
-                        raise _damaged(info.file, f"the file ends inside tensor {info.name}")
+                        raise damaged(info.file, f"the file ends inside tensor {info.name}")
                     done += count
         except OSError as error:
-            raise _damaged(info.file, f"tensor {info.name} cannot be read: {error}") from error
+            raise damaged(info.file, f"tensor {info.name} cannot be read: {error}") from error
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -184,7 +185,7 @@ def header(
     tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
     """What a file of these tensors (name, dtype, shape) begins with; their bytes follow, in this order."""
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    entries: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     short, place = {name: dtype for dtype, name in TORCH_NAMES.items()}, 0
     for name, dtype, shape in tensors:
         end = place + math.prod(shape) * dtype.itemsize
@@ -209,27 +210,44 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     Raises:
         DataError: TOK47 a damaged file, TOK48 a dtype that does not load here.
     """
+    header, start, size = _header_of(file)
+    infos = {name: _entry(file, name, item, start) for name, item in header.items() if name != METADATA}
+    _check_layout(file, infos, start, size)
+    return infos
+
+
+def read_metadata(file: Path) -> dict[str, Any]:
+    """What the header of a safetensors file says beside its tensors.
+
+    Raises:
+        DataError: TOK47 a damaged file.
+    """
+    metadata = _header_of(file)[0].get(METADATA, {})
+    if not isinstance(metadata, dict):
+        raise damaged(file, f"its {METADATA} is not a JSON object")
+    return metadata
+
+
+def _header_of(file: Path) -> tuple[dict[str, Any], int, int]:
+    """The header, where the bytes of tensors begin, and the file's size."""
     size = os.stat(file).st_size
     with file.open("rb") as stream:
         prefix = stream.read(8)
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8:
-            raise _damaged(file, f"it has {size} bytes, less than the 8 of a header's length")
+            raise damaged(file, f"it has {size} bytes, less than the 8 of a header's length")
         if length > min(MAX_HEADER_BYTES, size - 8):
-            raise _damaged(file, f"its header claims {length} bytes, the file has {size - 8} after the length")
-        header = _parse(file, stream.read(length))
-    infos = {name: _entry(file, name, item, 8 + length) for name, item in header.items() if name != "__metadata__"}
-    _check_layout(file, infos, 8 + length, size)
-    return infos
+            raise damaged(file, f"its header claims {length} bytes, the file has {size - 8} after the length")
+        return _parse(file, stream.read(length)), 8 + length, size
 
 
 def _parse(file: Path, text: bytes) -> dict[str, Any]:
     try:
         header = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise _damaged(file, f"its header is not JSON: {error}") from error
+        raise damaged(file, f"its header is not JSON: {error}") from error
     if not isinstance(header, dict):
-        raise _damaged(file, "its header is not a JSON object")
+        raise damaged(file, "its header is not a JSON object")
     return header
 
 
@@ -245,9 +263,9 @@ def _entry(file: Path, name: str, item: Any, start: int) -> TensorInfo:
         dtype, shape = item["dtype"], tuple(item["shape"])
         begin, end = item["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:
-        raise _damaged(file, f"the header's entry of tensor {name} is incomplete") from error
+        raise damaged(file, f"the header's entry of tensor {name} is incomplete") from error
     if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
-        raise _damaged(file, f"tensor {name} has shape {shape} and offsets [{begin}, {end}]")
+        raise damaged(file, f"tensor {name} has shape {shape} and offsets [{begin}, {end}]")
     if dtype not in SIZES:
         raise DataError(
             f"tensor {name} has dtype {dtype}, which cannot be trained here",
@@ -258,7 +276,7 @@ def _entry(file: Path, name: str, item: Any, start: int) -> TensorInfo:
         )
     needed = math.prod(shape) * SIZES[dtype]
     if end - begin != needed:
-        raise _damaged(file, f"tensor {name} of shape {list(shape)} {dtype} needs {needed} bytes, has {end - begin}")
+        raise damaged(file, f"tensor {name} of shape {list(shape)} {dtype} needs {needed} bytes, has {end - begin}")
     return TensorInfo(name=name, file=file, dtype=dtype, shape=shape, begin=start + begin, end=start + end)
 
 
@@ -266,13 +284,13 @@ def _check_layout(file: Path, infos: Mapping[str, TensorInfo], start: int, size:
     place = start
     for info in sorted(infos.values(), key=lambda info: (info.begin, info.end)):
         if info.end > size:
-            raise _damaged(file, f"tensor {info.name} ends at byte {info.end}, the file has {size}: it was cut short")
+            raise damaged(file, f"tensor {info.name} ends at byte {info.end}, the file has {size}: it was cut short")
         if info.begin != place:
             how = "overlaps the one before it" if info.begin < place else "leaves a gap before it"
-            raise _damaged(file, f"tensor {info.name} {how}: it begins at byte {info.begin}, expected {place}")
+            raise damaged(file, f"tensor {info.name} {how}: it begins at byte {info.begin}, expected {place}")
         place = info.end
     if place != size:
-        raise _damaged(file, f"{size - place} bytes after the last tensor belong to none")
+        raise damaged(file, f"{size - place} bytes after the last tensor belong to none")
 
 
 def _indexed(folder: Path) -> dict[str, TensorInfo]:
@@ -281,11 +299,11 @@ def _indexed(folder: Path) -> dict[str, TensorInfo]:
         weight_map = json.loads(index.read_bytes())["weight_map"]
         named = {str(name): str(shard) for name, shard in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _damaged(index, f"it has no readable weight_map: {error!r}") from error
+        raise damaged(index, f"it has no readable weight_map: {error!r}") from error
     infos: dict[str, TensorInfo] = {}
     for shard in sorted(set(named.values())):
         if Path(shard).name != shard:
-            raise _damaged(index, f"it names {shard!r}, which is not a file name inside the folder")
+            raise damaged(index, f"it names {shard!r}, which is not a file name inside the folder")
         if not (folder / shard).is_file():
             lost = [name for name, where in named.items() if where == shard]
             raise DataError(
@@ -382,7 +400,8 @@ def _scales(numbers: TensorInfo, scales: TensorInfo | None, form: BlockFormat | 
     return scales
 
 
-def _damaged(file: Path, why: str) -> DataError:
+def damaged(file: Path, why: str) -> DataError:
+    """TOK47."""
     return DataError(
         f"{file.name} is damaged",
         code="TOK47",

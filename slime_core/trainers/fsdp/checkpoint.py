@@ -1,13 +1,14 @@
 """A worker's state in a folder: safetensors by parameter name, and JSON; and the model folder at the end of a run.
 
 parameters moments (moment1.NAME, moment2.NAME) router_biases reference reference_router_biases critic critic_moments,
-each one file KIND.safetensors or, written by W ranks, files KIND-R-of-W.safetensors of whole tensors
+each one file KIND.safetensors or, written by W ranks, files KIND-R-of-W.safetensors of slices (`slices`)
 trainer.json   generators.json or -R-of-W.json
 
-No name stands in two files, so `torch.distributed.checkpoint` reads the folder with its HuggingFaceStorageReader.
+No element of a tensor stands in two files: `torch.distributed.checkpoint` reads the folder with its
+HuggingFaceStorageReader.
 
-save: gather each tensor on the rank that owns it -> host memory -> return; files are written behind (`offload`)
-restore: this rank's rows of every tensor, whatever the number of ranks that wrote them
+save: what this rank has of each tensor -> host memory -> return; files are written behind (`offload`)
+restore: this rank's part of every tensor, whatever ranks wrote it
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,15 +27,16 @@ from slime_core.durable import storage_error
 from slime_core.errors import DataError, StorageError, TrainerError
 from slime_core.seeds import generators, set_generators
 from slime_core.trainers.fsdp.model import Tensors
-from slime_core.trainers.fsdp.shards import first, full, like, local
+from slime_core.trainers.fsdp.shards import first, local
+from slime_core.trainers.fsdp.slices import SavedTensor, saved_tensors, slices_metadata
 from slime_core.trainers.offload import FileLayout
-from slime_core.weights.shards import Shards, TensorInfo, read_header
 
 if TYPE_CHECKING:
     from slime_core.trainers.fsdp.model import FsdpLearner
     from slime_core.trainers.worker import Worker
 
-FORMAT = 2
+FORMAT = 3
+READABLE = (2, FORMAT)  # 2: several ranks wrote whole tensors
 PARAMETERS, MOMENTS, REFERENCE, CRITIC, CRITIC_MOMENTS = (
     "parameters",
     "moments",
@@ -53,19 +55,25 @@ SHOWN = 4  # differences of each sort in a message
 class StatePart:
     """A tensor of a rank's state: this rank's ``shard`` of it, cut like ``parameter``.
 
-    Parts with the same ``owner`` are written by the same rank: a parameter with its moments.
+    Of copies of a shard one is written, the same for all parts with the same ``owner``: a parameter with its moments.
     """
 
     kind: str  # of the file
-    name: str  # in the file, behind the prefix of the kind
+    name: str  # behind the prefix of the kind
     owner: str
     shard: torch.Tensor
     parameter: torch.Tensor
+    copy: tuple[int, int] = (0, 1)  # which, of how many that ranks have
 
     @property
     def nbytes(self) -> int:
         """Of the whole tensor."""
         return self.parameter.numel() * self.shard.element_size()
+
+    @property
+    def full_name(self) -> str:
+        """In the file."""
+        return PREFIXES.get(self.kind, "") + self.name
 
 
 def file_name(kind: str, rank: int, world: int, suffix: str = ".safetensors") -> str:
@@ -73,22 +81,27 @@ def file_name(kind: str, rank: int, world: int, suffix: str = ".safetensors") ->
     return f"{kind}{suffix}" if world == 1 else f"{kind}-{rank + 1}-of-{world}{suffix}"
 
 
-def owners(parts: Sequence[StatePart], world: int) -> dict[str, int]:
-    """Which rank writes what, so that each has about as many bytes; the same answer on every rank."""
-    sizes: dict[str, int] = {}
+def writers(parts: Sequence[StatePart]) -> dict[str, int]:
+    """Which copy each owner's parts are written from, so that ranks with copies write about as many bytes each.
+
+    The answer is the same on every rank.
+    """
+    sizes: dict[tuple[str, int], int] = {}
     for part in parts:
-        sizes[part.owner] = sizes.get(part.owner, 0) + part.nbytes
-    loads, owner_of = [0] * world, {}
-    for owner in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        rank = loads.index(min(loads))
-        owner_of[owner] = rank
-        loads[rank] += sizes[owner]
-    return owner_of
+        key = part.owner, part.copy[1]
+        sizes[key] = sizes.get(key, 0) + part.nbytes
+    loads: dict[int, list[int]] = {count: [0] * count for _, count in sizes}
+    copy_of: dict[str, int] = {}
+    for (owner, count), size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+        load = loads[count]
+        copy_of[owner] = load.index(min(load))
+        load[copy_of[owner]] += size
+    return copy_of
 
 
 @torch.no_grad()
 def save(worker: Worker, path: Path) -> None:
-    """Copy the state and let it be written into ``path``; a collective. A save that is under way is waited for.
+    """Copy what this rank has of the state and let it be written into ``path``, after a save that is under way.
 
     What the trainer gave away is read where it is: the device need not have room for it.
 
@@ -103,20 +116,12 @@ def save(worker: Worker, path: Path) -> None:
         pass  # another rank made it
     except OSError as error:
         raise storage_error(error, path, "the trainer's state cannot be written") from error
-    parts = _parts(worker)
-    owner = owners(parts, worker.world)
-    layouts = _layouts(worker, [part for part in parts if owner[part.owner] == worker.rank])
+    parts = _own_parts(worker)
+    layouts = _layouts(worker, parts)
     staging.plan(list(layouts.values()))
     starts = {kind: layout.starts() for kind, layout in layouts.items()}
     for part in parts:
-        local_parts = owner[part.owner] == worker.rank
-        tensor = worker.offload.readable(part.shard)
-        if worker.world > 1:
-            tensor = full(like(tensor.to(worker.device), part.parameter))
-        if local_parts:
-            staging.copy(
-                starts[part.kind][PREFIXES.get(part.kind, "") + part.name], tensor, temporary=worker.world > 1
-            )
+        staging.copy(starts[part.kind][part.full_name], worker.offload.readable(part.shard))
     name = file_name(GENERATORS, worker.rank, worker.world, ".json")
     texts = {name: json.dumps(generators()).encode()}
     if worker.rank == 0:
@@ -126,11 +131,18 @@ def save(worker: Worker, path: Path) -> None:
 
 def reserve(worker: Worker) -> None:
     """Make the host memory of a save before it is due."""
+    parts, frozen = _own_parts(worker), worker.policy.frozen()
+    moments = sum(p.shard.nbytes for p in parts if p.kind in (PARAMETERS, CRITIC) and p.name not in frozen)
+    fixed = sum(part.shard.nbytes for part in parts if part.kind not in (MOMENTS, CRITIC_MOMENTS))
+    worker.staging.reserve(fixed + 2 * moments)
+
+
+def _own_parts(worker: Worker) -> list[StatePart]:
+    """What this rank writes."""
     parts = _parts(worker)
-    frozen = worker.policy.frozen()
-    moments = sum(p.nbytes for p in parts if p.kind in (PARAMETERS, CRITIC) and p.name not in frozen)
-    fixed = sum(part.nbytes for part in parts if part.kind not in (MOMENTS, CRITIC_MOMENTS))
-    worker.staging.reserve((fixed + 2 * moments) // worker.world)
+    copy_of = writers(parts)
+    parts = [part for part in parts if copy_of[part.owner] == part.copy[0]]
+    return [part for part in parts if part.shard.numel() or not part.parameter.numel()]
 
 
 def _parts(worker: Worker) -> list[StatePart]:
@@ -139,11 +151,13 @@ def _parts(worker: Worker) -> list[StatePart]:
     if worker.critic is not None:
         parts += _of(worker.critic.learner, CRITIC, CRITIC_MOMENTS)
     if worker.frozen.reference is not None:
-        reference = worker.frozen.reference
+        reference, module = worker.frozen.reference, worker.actor.module
         for name, parameter in worker.actor.parameters().items():
-            parts.append(StatePart(REFERENCE, name, f"{REFERENCE}.{name}", reference[name], parameter))
+            owner, copy = f"{REFERENCE}.{name}", module.copy_of(name, parameter)
+            parts.append(StatePart(REFERENCE, name, owner, reference[name], parameter, copy))
+    copy = worker.rank, worker.world
     for kind, biases in _biases(worker).items():
-        parts += [StatePart(kind, name, kind, bias, bias) for name, bias in biases.items()]
+        parts += [StatePart(kind, name, kind, bias, bias, copy) for name, bias in biases.items()]
     return parts
 
 
@@ -156,23 +170,29 @@ def _biases(worker: Worker) -> dict[str, Tensors]:
 
 
 def _of(learner: FsdpLearner, kind: str, moments: str) -> list[StatePart]:
-    parameters, shards = learner.parameters(), learner.locals()
-    parts = [StatePart(kind, name, f"{kind}.{name}", shards[name], parameters[name]) for name in parameters]
-    if learner.optimizer.steps:  # what had no gradient yet, or is empty on this rank, has moments of 0
-        learning = [name for name in parameters if name not in learner.module.frozen()]
+    parameters, shards, parts = learner.parameters(), learner.locals(), []
+    steps, frozen = learner.optimizer.steps, learner.module.frozen()
+    for name, parameter in parameters.items():
+        owner, copy, shard = f"{kind}.{name}", learner.module.copy_of(name, parameter), shards[name]
+        parts.append(StatePart(kind, name, owner, shard, parameter, copy))
+        if not steps or name in frozen:
+            continue
         for which, state in (("moment1", learner.optimizer.moment1), ("moment2", learner.optimizer.moment2)):
-            for name in learning:
-                moment = state[name] if name in state else torch.zeros_like(shards[name])
-                parts.append(StatePart(moments, f"{which}.{name}", f"{kind}.{name}", moment, parameters[name]))
+            moment = state[name] if name in state else torch.zeros(shard.shape)  # what had no gradient yet
+            parts.append(StatePart(moments, f"{which}.{name}", owner, moment, parameter, copy))
     return parts
 
 
 def _layouts(worker: Worker, parts: list[StatePart]) -> dict[str, FileLayout]:
+    """This rank's files by kind; those of several ranks say where slices begin."""
     layouts: dict[str, FileLayout] = {}
-    for part in parts:
-        if part.kind not in layouts:
-            layouts[part.kind] = FileLayout(file_name(part.kind, worker.rank, worker.world), {})
-        layouts[part.kind].tensors[PREFIXES.get(part.kind, "") + part.name] = (part.parameter.shape, part.shard.dtype)
+    for kind in dict.fromkeys(part.kind for part in parts):
+        of_kind = [part for part in parts if part.kind == kind]
+        tensors = {part.full_name: (part.shard.shape, part.shard.dtype) for part in of_kind}
+        layouts[kind] = FileLayout(file_name(kind, worker.rank, worker.world), tensors)
+        if worker.world > 1:
+            slices = {part.full_name: (first(part.parameter), part.parameter.shape) for part in of_kind}
+            layouts[kind].metadata = slices_metadata(slices)
     return layouts
 
 
@@ -259,44 +279,42 @@ def _generators(worker: Worker, path: Path) -> dict[str, Any]:
     return states
 
 
-def tensors_of(path: Path, kind: str) -> dict[str, TensorInfo]:
-    """Headers of all files of a kind, whoever wrote them, by name without the kind's prefix.
+def tensors_of(path: Path, kind: str) -> dict[str, SavedTensor]:
+    """All tensors of a kind, whichever ranks wrote them, by name without the kind's prefix.
 
     Raises:
-        StorageError: STO111 there is none, STO112 one is damaged.
+        StorageError: STO111 there is none or not all of one, STO112 a file is damaged.
     """
     form = re.compile(rf"{kind}(-[0-9]+-of-[0-9]+)?\.safetensors")
     try:
         files = sorted(file for file in path.iterdir() if form.fullmatch(file.name))
         if not files:
             raise StorageError(f"there is no {kind}.safetensors", code="STO111", where=str(path))
-        infos: dict[str, TensorInfo] = {}
-        for file in files:
-            infos |= {name.removeprefix(PREFIXES.get(kind, "")): info for name, info in read_header(file).items()}
+        tensors = saved_tensors(files)
     except DataError as error:
         raise StorageError(error.what, code="STO112", where=error.where, why=error.why) from error
     except OSError as error:
         if isinstance(error, StorageError):
             raise
         raise storage_error(error, path, f"{kind}.safetensors cannot be read") from error
-    return infos
+    return {name.removeprefix(PREFIXES.get(kind, "")): tensor for name, tensor in tensors.items()}
 
 
-def check_fit(path: Path, kind: str, infos: Mapping[str, TensorInfo], parameters: Mapping[str, torch.Tensor]) -> None:
+def check_fit(path: Path, kind: str, saved: Mapping[str, SavedTensor], parameters: Mapping[str, torch.Tensor]) -> None:
     """Refuse a file that is of another model: every difference in one message.
 
     Raises:
         TrainerError: TRN108 names, shapes or dtypes that differ.
     """
-    missing = [f"{name} is not in the checkpoint" for name in parameters if name not in infos]
-    extra = [f"{name} is not in the model" for name in infos if name not in parameters]
+    missing = [f"{name} is not in the checkpoint" for name in parameters if name not in saved]
+    extra = [f"{name} is not in the model" for name in saved if name not in parameters]
     other: list[str] = []
-    for name in sorted(infos.keys() & parameters.keys()):
-        shape, want = list(infos[name].shape), list(parameters[name].shape)
+    for name in sorted(saved.keys() & parameters.keys()):
+        shape, want = list(saved[name].shape), list(parameters[name].shape)
         if shape != want:
             other.append(f"{name} is {shape} in the checkpoint and {want} in the model")
-        if infos[name].dtype != "F32":
-            other.append(f"{name} is {infos[name].dtype} in the checkpoint and F32 in the model")
+        if saved[name].dtype != "F32":
+            other.append(f"{name} is {saved[name].dtype} in the checkpoint and F32 in the model")
     if missing or extra or other:
         shown = [line for lines in (missing, extra, other) for line in lines[:SHOWN]]
         count = len(missing) + len(extra) + len(other)
@@ -316,29 +334,16 @@ def read_shards(path: Path, kind: str, parameters: Mapping[str, torch.Tensor]) -
         StorageError: STO111, STO112 files missing or damaged.
         TrainerError: TRN108 other names, shapes or dtypes.
     """
-    infos = tensors_of(path, kind)
-    check_fit(path, kind, infos, parameters)
+    saved = tensors_of(path, kind)
+    check_fit(path, kind, saved, parameters)
     shards: Tensors = {}
     for name, parameter in parameters.items():
-        local_shard = local(parameter.detach())
+        shard = local(parameter.detach())
         try:
-            shards[name] = _shard(infos[name], first(parameter), local_shard.shape).to(local_shard.device)
+            shards[name] = saved[name].read(first(parameter), shard.shape).to(shard.device)
         except DataError as error:
             raise StorageError(error.what, code="STO112", where=error.where, why=error.why) from error
     return shards
-
-
-def _shard(info: TensorInfo, starts: Sequence[int], shape: torch.Size) -> torch.Tensor:
-    """The part of a stored tensor that begins at ``starts`` by axis; of other rows nothing is read."""
-    if not shape:
-        return Shards({info.name: info})[info.name]
-    row = 4 * (torch.Size(info.shape).numel() // info.shape[0]) if info.shape[0] else 0
-    begin = info.begin + starts[0] * row
-    rows = replace(info, shape=(shape[0], *info.shape[1:]), begin=begin, end=begin + shape[0] * row)
-    part = Shards({"rows": rows})["rows"]
-    for axis, (start, size) in enumerate(zip(starts[1:], shape[1:]), 1):
-        part = part.narrow(axis, start, size)
-    return part.contiguous()
 
 
 def write_folder(path: Path, hf: Any, tensors: Tensors, tokenizer: Any) -> None:
@@ -377,8 +382,9 @@ def read_state(path: Path) -> dict[str, Any]:
         state: dict[str, Any] = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise StorageError(f"{path.name} cannot be read", where=str(path), why=str(error)) from error
-    if state.get("format") != FORMAT:
+    if state.get("format") not in READABLE:
+        readable = " or ".join(map(str, READABLE))
         raise StorageError(
-            f"{path.name} has format {state.get('format')}, not {FORMAT}", code="STO113", where=str(path)
+            f"{path.name} has format {state.get('format')}, not {readable}", code="STO113", where=str(path)
         )
     return state

@@ -38,7 +38,7 @@ from slime_core.trainers.fsdp.masters import Masters
 from slime_core.trainers.fsdp.packs import RankPack, ResponseTokens
 from slime_core.trainers.fsdp.places import DevicePlace, HostPlace
 from slime_core.trainers.fsdp.ranks import FsdpRanks, check_packs
-from slime_core.trainers.fsdp.shards import by_rows, counts_once, first, local, shard_modules
+from slime_core.trainers.fsdp.shards import by_rows, copy_of, first, local, shard_modules
 from slime_core.trainers.fsdp.tensor_parallel import split_products
 from slime_core.trainers.fsdp.trial import PolicyTrial, close, picture_logits
 from slime_core.trainers.optimizer_step import LossSums, MicroBatchLoss, Schedule
@@ -179,9 +179,14 @@ class FsdpPolicy(nn.Module):
 
     def copies(self) -> set[str]:
         """Parameters whose shard on this rank is a copy of another's: that one counts in sums over ranks."""
-        lane = self.ranks.lane if self.ranks is not None else 0
-        named = self.learning().items()
-        return {name for name, p in named if not counts_once(p) or (lane and name in self.lane_copies)}
+        return {name for name, p in self.learning().items() if self.copy_of(name, p)[0]}
+
+    def copy_of(self, name: str, parameter: torch.Tensor) -> tuple[int, int]:
+        """Which copy of a parameter's shard this rank has, of how many on all ranks."""
+        number, count = copy_of(parameter)
+        if self.ranks is not None and name in self.lane_copies:
+            return number * self.ranks.lanes + self.ranks.lane, count * self.ranks.lanes
+        return number, count
 
     def _fusing_changes_nothing(self, trial: PolicyTrial) -> bool:
         """Whether fused layers give the model's own numbers and gradients; False where none is known."""
@@ -464,7 +469,7 @@ def fingerprint(tensors: Mapping[str, torch.Tensor], world: int, copies: Contain
         counts = name not in copies
         if isinstance(tensor, DTensor):
             tensor = by_rows(tensor)
-            counts = counts and counts_once(tensor)
+            counts = counts and copy_of(tensor)[0] == 0
         elif world > 1:
             counts = dist.get_rank() == 0
         width = tensor.shape[1:].numel()

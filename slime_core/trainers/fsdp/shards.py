@@ -120,12 +120,16 @@ def own_part(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return part.to(parameter.device)
 
 
-def counts_once(tensor: torch.Tensor) -> bool:
-    """Whether this rank's shard counts in a sum over ranks: of copies of a shard the first does."""
-    if not isinstance(tensor, DTensor):
-        return True
-    mesh = tensor.device_mesh
-    return all(mesh.get_local_rank(i) == 0 for i, one in enumerate(tensor.placements) if _axis(one) is None)
+def copy_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Which copy of its shard this rank has, of how many on the tensor's mesh."""
+    number, count = 0, 1
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        for mesh_dim, placement in enumerate(tensor.placements):
+            if _axis(placement) is None:
+                number = number * mesh.size(mesh_dim) + mesh.get_local_rank(mesh_dim)
+                count *= mesh.size(mesh_dim)
+    return number, count
 
 
 def by_rows(tensor: DTensor) -> DTensor:

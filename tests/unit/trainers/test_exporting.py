@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from slime_convert.folder_writing import How
 from slime_convert.fsdp_to_hf import fsdp_to_hf
+from slime_core.trainers.fsdp.slices import slices_metadata
 from slime_core.weights.shards import Shards
 
 pytestmark = pytest.mark.unit
@@ -31,6 +32,16 @@ def test_a_saved_trainer_gives_the_folder_that_it_would_export(bench, tmp_path, 
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert torch.equal(ours[name].to(tensor.dtype), tensor), name
+
+
+def save_in_slices(tensors, folder):
+    """Two files, with the first third of each tensor's rows and the rest: stacks are cut between matrices."""
+    for rank in range(2):
+        third = {name: -(-len(tensor) // 3) for name, tensor in tensors.items()}
+        parts = {name: tensor[third[name] :] if rank else tensor[: third[name]] for name, tensor in tensors.items()}
+        starts = {n: ((third[n] * rank, *[0] * (t.ndim - 1)), t.shape) for n, t in tensors.items()}
+        file = folder / f"parameters-{rank + 1}-of-2.safetensors"
+        save_file({name: part.contiguous() for name, part in parts.items()}, file, slices_metadata(starts))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
@@ -58,7 +69,7 @@ def test_stacks_of_experts_become_the_matrices_of_a_model_folder(tmp_path, famil
     model.save_pretrained(tmp_path / "origin")
     step = tmp_path / "step-3" / "trainer"
     step.mkdir(parents=True)
-    save_file({name: tensor.detach() for name, tensor in model.named_parameters()}, step / "parameters.safetensors")
+    save_in_slices({name: tensor.detach() for name, tensor in model.named_parameters()}, step)
     assert any(tensor.ndim == 3 for tensor in model.parameters())
     fsdp_to_hf(tmp_path / "step-3", tmp_path / "hf", tmp_path / "origin", How(verify=True, shard=20000))
     ours, theirs = Shards.open(tmp_path / "hf"), Shards.open(tmp_path / "origin")

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import splits
 import torch
+import torch.distributed.checkpoint as dcp
 import trainer_bench as made
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor.debug import CommDebugMode
 
 from slime_core.algorithms import OFFLINE, algorithms
 from slime_core.algorithms.shared.terms import role_columns
@@ -137,7 +139,9 @@ def save_and_resume(worker, stage, out, layout):
     if layout != "one":
         worker.restore(out / "one-saved")
     worker.step(batch)
-    worker.save(out / f"{layout}-saved")
+    with CommDebugMode() as talk:
+        worker.save(out / f"{layout}-saved")
+    assert talk.get_total_counts() == 0  # no rank sees what another one has
     worker.staging.wait()
     worker.barrier()
     saved = worker.fingerprint()
@@ -147,7 +151,13 @@ def save_and_resume(worker, stage, out, layout):
     assert worker.fingerprint() == saved
     worker.step(batch)
     assert worker.fingerprint() == after
-    (out / f"{layout}-fingerprint").write_text(saved)
+    for file in sorted(out.glob("*-fingerprint")):  # of other layouts
+        worker.restore(out / file.name.replace("fingerprint", "saved"))
+        assert worker.fingerprint() == file.read_text(), file.name
+    worker.barrier()
+    if worker.rank == 0:
+        (out / f"{layout}-fingerprint").write_text(saved)
+    worker.barrier()
 
 
 def check_exchange(worker):
@@ -218,11 +228,18 @@ def test_layouts_score_and_train_as_one_rank_by_every_algorithm(out, together):
                 )
 
 
-def test_one_rank_has_the_bits_that_a_layout_saved(out, together, bench, models):
-    for layout in LAYOUTS[together[0]]:
-        one = bench(folder=models[0], **TERMS)
-        one.call("restore", out / f"{layout}-saved")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_one_rank_and_torch_have_the_bits_that_a_layout_saved_in_even_shares(out, together, bench, models):
+    world = together[0]
+    for layout in LAYOUTS[world]:
+        one, saved = bench(folder=models[0], **TERMS), out / f"{layout}-saved"
+        one.call("restore", saved)
         assert one.call("fingerprint") == (out / f"{layout}-fingerprint").read_text()
+        read = {name: torch.empty_like(tensor) for name, tensor in one.parameters().items()}
+        dcp.load(read, storage_reader=dcp.HuggingFaceStorageReader(str(saved)), no_dist=True)
+        assert all(torch.equal(read[name], tensor) for name, tensor in one.parameters().items()), layout
+        sizes = [sum(file.stat().st_size for file in saved.glob(f"*-{n + 1}-of-{world}.*")) for n in range(world)]
+        assert max(sizes) < 1.3 * min(sizes), (layout, sizes)
 
 
 def test_families_share_sequences_and_products_compiled_or_are_refused_by_name(bench, zygote, tmp_path):

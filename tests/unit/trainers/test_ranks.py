@@ -17,6 +17,7 @@ from slime_core.testing import tiny_model
 from slime_core.threads import TorchThread
 from slime_core.trainers.fsdp import FsdpTrainer, worker as fsdp_worker
 from slime_core.trainers.fsdp.shards import like, local
+from slime_core.trainers.fsdp.slices import saved_tensors
 from slime_core.weights.folder import ModelFolder
 
 pytestmark = pytest.mark.integration
@@ -123,10 +124,10 @@ def together(request, folder, zygote, tmp_path_factory):
 
 
 def saved(folder, kind):
-    """All tensors of a kind, of whichever rank wrote them."""
+    """All tensors of a kind, whole, of whichever ranks wrote them."""
     files = [file for file in folder.iterdir() if re.fullmatch(rf"{kind}(-\d+-of-\d+)?\.safetensors", file.name)]
     assert files
-    return {name: tensor for file in files for name, tensor in load_file(str(file)).items()}
+    return {name: one.read((0,) * len(one.shape), one.shape) for name, one in saved_tensors(files).items()}
 
 
 @pytest.mark.parametrize("case", ["plain", "alone", "critic", "skipping"])

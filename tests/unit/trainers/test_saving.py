@@ -2,8 +2,10 @@
 
 import asyncio
 import errno
+import json
 import random
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from slime_core.plugins import load_plugins
 from slime_core.testing import tiny_model
 from slime_core.trainers.fsdp import checkpoint as files
 from slime_core.trainers.fsdp.checkpoint import StatePart
+from slime_core.trainers.fsdp.slices import KEY, slices_metadata
 from slime_core.trainers.offload import BLOCK, FileLayout, HostStaging
 
 pytestmark = pytest.mark.unit
@@ -196,18 +199,19 @@ def test_the_generators_of_another_number_of_ranks_are_left_alone(bench, tmp_pat
     assert torch.rand(1).item() == want
 
 
-def test_every_rank_writes_about_the_same():
+def test_ranks_with_copies_write_about_the_same():
     sizes = {"embed": 900, "a": 300, "b": 300, "c": 300, "norm": 4}
     parts = [
         StatePart(kind, name, name, torch.empty(0), torch.empty(size))
         for name, size in sizes.items()
         for kind in ("parameters", "moments", "moments")
     ]
-    for world in (1, 2, 3):
-        owner = files.owners(parts, world)
-        loads = [sum(size for name, size in sizes.items() if owner[name] == rank) for rank in range(world)]
-        assert max(loads) <= max(900, 1804 / world + 4)
-        assert owner == files.owners(list(reversed(parts)), world)
+    for copies in (1, 2, 3):
+        parts = [replace(part, copy=(0, copies)) for part in parts]
+        writer = files.writers(parts)
+        loads = [sum(size for name, size in sizes.items() if writer[name] == copy) for copy in range(copies)]
+        assert max(loads) <= max(900, 1804 / copies + 4)
+        assert writer == files.writers(list(reversed(parts)))
 
 
 def test_tensors_cross_the_borders_of_blocks(tmp_path, monkeypatch):
@@ -296,11 +300,9 @@ def test_the_number_of_ranks_may_change_and_change_back(bench, tmp_path):
     assert max(sizes) < 1.2 * min(sizes)
     for kind in (files.PARAMETERS, files.MOMENTS, files.REFERENCE, files.CRITIC, files.CRITIC_MOMENTS):
         saved = load_file(str(tmp_path / "one" / f"{kind}.safetensors"))
-        both = [load_file(str(tmp_path / "two" / f"{kind}-{rank}-of-2.safetensors")) for rank in (1, 2)]
-        assert not both[0].keys() & both[1].keys()
-        found = both[0] | both[1]
-        assert found.keys() == saved.keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in saved.items()), kind
+        both = {files.PREFIXES.get(kind, "") + name: t for name, t in files.tensors_of(tmp_path / "two", kind).items()}
+        assert both.keys() == saved.keys()
+        assert all(torch.equal(t.read([0] * len(t.shape), t.shape), saved[name]) for name, t in both.items()), kind
     again = bench(folder=folder, **SETTINGS)
     again.call("restore", tmp_path / "two")
     assert again.call("fingerprint") == want
@@ -327,8 +329,58 @@ def test_a_saver_of_its_own_thread_does_not_wait_for_torch(bench, tmp_path, held
     computing.result()
 
 
+def test_checkpoints_of_format_2_hold_whole_tensors_by_ranks(bench, tmp_path):
+    one = bench()
+    one.call("save", tmp_path)
+    tensors = list(load_file(str(tmp_path / "parameters.safetensors")).items())
+    (tmp_path / "parameters.safetensors").unlink()
+    for rank in range(2):
+        save_file(dict(tensors[rank::2]), str(tmp_path / f"parameters-{rank + 1}-of-2.safetensors"))
+    state = json.loads((tmp_path / files.STATE).read_text())
+    want = one.call("fingerprint")
+    one.call("step", made.batch_of())
+    for form in (4, 2):
+        (tmp_path / files.STATE).write_text(json.dumps({**state, "format": form}))
+        if form == 4:
+            with pytest.raises(StorageError, match=r"STO113.*format 4, not 2 or 3"):
+                one.call("restore", tmp_path)
+    one.call("restore", tmp_path)
+    assert one.call("fingerprint") == want
+
+
 def test_names_of_a_critic_have_no_prefix_for_readers_as_in_older_checkpoints(tmp_path):
     for folder, name in (("older", "score.weight"), ("newer", "critic.score.weight")):
         (tmp_path / folder).mkdir()
         save_file({name: torch.ones(1, 4)}, str(tmp_path / folder / "critic.safetensors"))
         assert list(files.tensors_of(tmp_path / folder, files.CRITIC)) == ["score.weight"]
+
+
+def test_slices_are_read_in_boxes_of_any_cut_and_missed_where_a_file_is_gone(tmp_path):
+    whole = torch.arange(4 * 6 * 5, dtype=torch.float32).reshape(4, 6, 5)
+    boxes = [((0, 0, 0), (3, 6, 2)), ((3, 0, 0), (1, 6, 2)), ((0, 0, 2), (4, 5, 3)), ((0, 5, 2), (4, 1, 3))]
+
+    def part(starts, shape):
+        return whole[tuple(slice(start, start + size) for start, size in zip(starts, shape))]
+
+    for number, (starts, shape) in enumerate(boxes):
+        metadata = slices_metadata({"a": (starts, whole.shape)})
+        save_file(
+            {"a": part(starts, shape).contiguous()},
+            str(tmp_path / f"parameters-{number + 1}-of-4.safetensors"),
+            metadata,
+        )
+    saved = files.tensors_of(tmp_path, files.PARAMETERS)["a"]
+    for starts, shape in (
+        *boxes,
+        ((0, 0, 0), whole.shape),
+        ((1, 2, 1), (3, 4, 3)),
+        ((2, 5, 4), (1, 1, 1)),
+        ((4, 0, 0), (0, 6, 5)),
+    ):
+        assert torch.equal(saved.read(starts, shape), part(starts, shape)), (starts, shape)
+    (tmp_path / "parameters-2-of-4.safetensors").unlink()
+    with pytest.raises(StorageError, match=r"STO111.*of 120 elements of a 108 are stored"):
+        files.tensors_of(tmp_path, files.PARAMETERS)
+    save_file({"a": whole}, str(tmp_path / "parameters-2-of-4.safetensors"), {KEY: '{"a": []}'})
+    with pytest.raises(StorageError, match="STO112"):
+        files.tensors_of(tmp_path, files.PARAMETERS)

@@ -1,13 +1,13 @@
 """Write a model folder from a checkpoint of the FSDP trainer, by rows: no model with weights is built.
 
-checkpoints/step-N/trainer/{parameters,router_biases}*.safetensors (float32, whole tensors, of any number of ranks)
+checkpoints/step-N/trainer/{parameters,router_biases}*.safetensors (float32, of any number of ranks)
     -> names and shapes compared with the model's -> experts' stacks cut -> shards, index, config, tokenizer
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,50 @@ from slime_convert.source import ANOTHER, manifest_of, origin_of, step_of
 from slime_core import durable
 from slime_core.errors import ConfigError, StorageError
 from slime_core.trainers.fsdp import checkpoint as files
+from slime_core.trainers.fsdp.slices import SavedTensor
 from slime_core.weights import prediction_layers
 from slime_core.weights.build import Fit, misfit, skeleton
 from slime_core.weights.folder import read_config
 from slime_core.weights.folder_layout import FolderLayout
-from slime_core.weights.shards import Shards, TensorInfo
+from slime_core.weights.shards import TORCH_NAMES, Shards, TensorInfo
 
 NAME_ONE = "name a run directory or checkpoints/step-N of the fsdp trainer; Megatron's: slime convert dist-to-hf"
+
+
+@dataclass(slots=True, frozen=True)
+class SavedRows:
+    """A tensor of a checkpoint, in slices of any number of files; a stack's matrices one below the other."""
+
+    saved: SavedTensor
+    name: str
+    stacked: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As in `TensorRows`."""
+        shape = self.saved.shape or (1,)
+        return (shape[0] * shape[1], *shape[2:]) if self.stacked else shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As in `TensorRows`."""
+        dtype: torch.dtype = getattr(torch, TORCH_NAMES[self.saved.dtype])
+        return dtype
+
+    def read(self, first: int, count: int, into: memoryview) -> None:
+        """As in `TensorRows`; TOK47 where a file is damaged."""
+        rows, done = torch.frombuffer(into, dtype=self.dtype).view(count, *self.shape[1:]), 0
+        axes = len(self.saved.shape)
+        if not self.stacked:
+            starts = (first, *[0] * (axes - 1)) if axes else ()
+            rows.copy_(self.saved.read(starts, rows.shape if axes else ()))
+            return
+        inner, rest = self.saved.shape[1], self.saved.shape[2:]
+        while done < count:
+            matrix, row = divmod(first + done, inner)
+            now = min(inner - row, count - done)
+            rows[done : done + now] = self.saved.read((matrix, row, *[0] * len(rest)), (1, now, *rest))[0]
+            done += now
 
 
 def fsdp_to_hf(checkpoint: Path, target: Path, origin: Path | None, how: How) -> Done:
@@ -42,23 +79,23 @@ def fsdp_to_hf(checkpoint: Path, target: Path, origin: Path | None, how: How) ->
     step = _step(checkpoint)
     trainer = step / "trainer" if (step / "trainer").is_dir() else step
     try:
-        infos = files.tensors_of(trainer, files.PARAMETERS)
+        saved = files.tensors_of(trainer, files.PARAMETERS)
         if any(trainer.glob(f"{files.BIASES}*.safetensors")):
-            infos |= files.tensors_of(trainer, files.BIASES)
+            saved |= files.tensors_of(trainer, files.BIASES)
     except StorageError as error:
         error.fix = NAME_ONE if error.code == "STO111" else ANOTHER
         raise
-    _check_marks(step, {info.file for info in infos.values()}, manifest_of(step), full=how.verify)
+    written = {file for tensor in saved.values() for file in tensor.files}
+    _check_marks(step, written, manifest_of(step), full=how.verify)
     folder = origin if origin is not None else origin_of(step)
     config = read_config(folder)
-    stored = {name: StoredRows(info) for name, info in infos.items()}
     model = skeleton(config)
-    stored |= _check_fit(model, infos, folder, trainer)
+    buffers = _check_fit(model, saved, folder, trainer)
     layout = FolderLayout(model)
-    beside = [StoredRows(info) for info in prediction_layers.stored(folder, config).values()]
-    tensors = [part for rows in stored.values() for part in _parts(layout, rows)]
+    beside = [StoredRows(info) for info in [*buffers, *prediction_layers.stored(folder, config).values()]]
+    tensors = [part for tensor in saved.values() for part in _parts(layout, tensor)]
     tensors = [cast(part, how.torch_dtype) for part in [*tensors, *beside]]
-    used = {rows.info.file for rows in [*stored.values(), *beside]}
+    used = written | {rows.info.file for rows in beside}
     return to_hf("fsdp-to-hf", tensors, target, folder, used, how)
 
 
@@ -87,30 +124,30 @@ def _check_marks(step: Path, used: set[Path], manifest: Mapping[str, Any], *, fu
             )
 
 
-def _check_fit(model: Any, infos: Mapping[str, TensorInfo], folder: Path, trainer: Path) -> dict[str, StoredRows]:
+def _check_fit(model: Any, saved: Mapping[str, SavedTensor], folder: Path, trainer: Path) -> list[TensorInfo]:
     """Buffers that the model's folder stores and the checkpoint does not; names and shapes must be the model's."""
     ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in ties}
     parameters = {name for name, _ in model.named_parameters()} - set(ties)
-    buffers = [name for name in expected if name not in parameters and name not in infos]
+    buffers = [name for name in expected if name not in parameters and name not in saved]
     fit = Fit(
-        missing=sorted(name for name in expected if name in parameters and name not in infos),
-        extra=sorted(name for name in infos if name not in expected),
-        shapes=[(n, infos[n].shape, shape) for n, shape in expected.items() if n in infos and infos[n].shape != shape],
+        missing=sorted(name for name in expected if name in parameters and name not in saved),
+        extra=sorted(name for name in saved if name not in expected),
+        shapes=[(n, saved[n].shape, shape) for n, shape in expected.items() if n in saved and saved[n].shape != shape],
     )
     stored = Shards.open(folder).infos if buffers else {}
     fit.missing += [name for name in buffers if name not in stored]
     if not fit:
         raise misfit(fit, trainer, str(folder / "config.json"))
-    return {name: StoredRows(stored[name]) for name in buffers}
+    return [stored[name] for name in buffers]
 
 
-def _parts(layout: FolderLayout, rows: StoredRows) -> list[TensorRows]:
+def _parts(layout: FolderLayout, saved: SavedTensor) -> list[TensorRows]:
     """What a parameter is in a model folder: one tensor, or the matrices of which it is a stack."""
-    parts = layout.parts(rows.name, torch.Size(rows.shape))
-    if parts[0].shape == rows.shape:
-        return [StoredRows(replace(rows.info, name=parts[0].name))]
-    stacked, inner, *rest = rows.shape
-    flat = StoredRows(replace(rows.info, shape=(stacked * inner, *rest)))  # one below the other
+    parts = layout.parts(saved.name, torch.Size(saved.shape))
+    if parts[0].shape == saved.shape:
+        return [SavedRows(saved, parts[0].name)]
+    stacked, inner, *_ = saved.shape
+    flat = SavedRows(saved, saved.name, stacked=True)
     numbers = torch.arange(stacked * inner).reshape(stacked, inner, 1)
     return [Moved(part.name, (flat,), moves_of(part.cut(numbers))) for part in parts]
