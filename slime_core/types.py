@@ -497,7 +497,7 @@ Checksum = Literal["sha256", "murmur"]
 class Piece:
     """Rows (or columns) ``start`` to ``stop`` along ``dim`` of a Hugging Face tensor; ``stop`` -1 is its end.
 
-    With an empty ``name``, ``stop`` rows of zeros, as wide as the piece before.
+    With an empty ``name``, ``stop`` rows (or columns) of zeros, otherwise as large as the piece before.
 
     Example: Piece(name="model.layers.0.self_attn.q_proj.weight", dim=0, start=0, stop=-1)
     """

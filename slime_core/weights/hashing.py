@@ -18,13 +18,18 @@ if TYPE_CHECKING:
 
 CHUNK = 1 << 22  # elements that are cast at once
 EITHER = " or "  # between the checksums of a row that an engine may keep in float32
-LANGUAGE = "model.language_model."
-"""Before the names of a text model's tensors in a folder that has layers for pictures too."""
+LANGUAGE, VISION = "model.language_model.", "model.visual."
+"""Before the names of a text model's tensors, and of those for pictures, in a folder that has both."""
 
 
 def text_name(name: str) -> str:
-    """A tensor's name in a folder of the text model alone, as layouts have it."""
+    """A tensor's name in a folder of the text model alone."""
     return name.replace(LANGUAGE, "model.", 1)
+
+
+def layout_name(name: str) -> str:
+    """A tensor's name in layouts: of the text model alone, and without ``model.`` where it is for pictures."""
+    return text_name(name).replace(VISION, "visual.", 1)
 
 
 def checksum(tensor: torch.Tensor) -> str:
@@ -100,7 +105,7 @@ def _parts(tensors: Mapping[str, torch.Tensor], check: RankTensor) -> list[torch
     """Views of the pieces of a row, zeros included, in order."""
     parts: list[torch.Tensor] = []
     for piece in check.pieces:
-        parts.append(_zeros(parts, piece) if not piece.name else _view(tensors, piece, check))
+        parts.append(_view(tensors, piece, check) if piece.name else _zeros(parts[-1], piece))
     if check.dim == 0 or len(parts) == 1:
         return parts
     import torch
@@ -128,9 +133,10 @@ def _view(tensors: Mapping[str, torch.Tensor], piece: Piece, check: RankTensor) 
     return whole.narrow(piece.dim, piece.start, end - piece.start)
 
 
-def _zeros(before: Sequence[torch.Tensor], piece: Piece) -> torch.Tensor:
-    """Rows of zeros that take no memory."""
-    return before[-1].new_zeros(()).expand(piece.stop, *before[-1].shape[1:])
+def _zeros(before: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """Rows (or columns) of zeros that take no memory."""
+    shape = [piece.stop if dim == piece.dim else size for dim, size in enumerate(before.shape)]
+    return before.new_zeros(()).expand(shape)
 
 
 def _blocks(part: torch.Tensor) -> Iterator[torch.Tensor]:

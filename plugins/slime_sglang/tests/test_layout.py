@@ -1,6 +1,7 @@
 """Names of an engine's tensors and a config in, pieces of Hugging Face tensors out: against loaders written apart."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from slime_core.types import Piece, RankTensor
 from slime_sglang.hashing import checksum, expected
 from slime_sglang.layout import layout, uncovered
 from slime_sglang.server_sizes import ServerSizes, unknown
+from slime_sglang.towers import TowerSizes
 
 pytestmark = pytest.mark.unit
 
@@ -209,3 +211,23 @@ def test_the_tensors_of_a_config_are_those_of_transformers_model(family, bias):
         else:
             names.append(name)
     assert sorted(ServerSizes.of(config, 1, 1).names()) == sorted(names)
+
+
+def test_the_width_of_a_published_tower_is_filled_up_with_zeros():
+    vision = SimpleNamespace(depth=1, hidden_size=1280, num_heads=16, intermediate_size=3420, spatial_merge_size=2)
+    config = SimpleNamespace(model_type="qwen2_5_vl", vision_config=vision)  # of Qwen2.5-VL-3B
+    tower = TowerSizes.of(config, 2, tp=2, cpu=False)
+    mlp = "visual.blocks.0.mlp."
+    down = tower.pieces(f"{mlp}down_proj.weight", 1)
+    assert [(piece.name, piece.dim, piece.start, piece.stop) for piece in down] == [
+        (f"{mlp}down_proj.weight", 1, 1712, 3420),
+        ("", 1, 0, 4),
+    ]
+    first, second = (tower.pieces(f"{mlp}gate_up_proj.weight", rank) for rank in range(2))
+    assert [(piece.name, piece.start, piece.stop) for piece in second] == [
+        (f"{mlp}gate_proj.weight", 1712, 3420),
+        ("", 0, 4),
+        (f"{mlp}up_proj.weight", 1712, 3420),
+        ("", 0, 4),
+    ]
+    assert [piece.stop - piece.start for piece in first] == [1712, 1712]

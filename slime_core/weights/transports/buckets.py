@@ -19,7 +19,7 @@ import torch
 
 from slime_core.errors import TrainerError
 from slime_core.weights.fp8 import SCALE
-from slime_core.weights.hashing import text_name
+from slime_core.weights.hashing import layout_name
 
 if TYPE_CHECKING:
     from slime_core.types import RankTensor, WeightRoute
@@ -218,7 +218,7 @@ class Tally:
 
         Scales come before the numbers that they belong to.
         """
-        name = text_name(name)
+        name = layout_name(name)
         weight = name.removesuffix(SCALE)
         if weight not in self._checks:
             return

@@ -9,7 +9,8 @@ vocabulary, which is padded with zeros to a multiple of 64. Norms, routers and t
 attention are whole on every rank. A tied output embedding has no name; where an engine keeps one all the same, it must
 hold what the input embedding holds. An engine may keep routers and their biases in float32. What it makes of a weight
 after loading (kv_b_proj's absorbed halves, 1 + a norm's weight) is not compared, but the weight is, as it was loaded.
-Layers for pictures are not trained and not compared. Pieces have the names of a folder of the text model alone.
+Layers for pictures are in `towers`; those of Qwen3.5 are not trained and not compared. Pieces have the names of
+`slime_core.weights.hashing.layout_name`.
 Read in SGLang 0.5.12.post1 and 0.5.23 (`srt/models`, `srt/layers/linear.py`, `vocab_parallel_embedding.py`).
 """
 
@@ -22,17 +23,19 @@ from typing import Any
 from slime_core.types import Piece, RankTensor
 from slime_core.weights.canary import EMBED, HEAD, LAYER
 from slime_sglang.server_sizes import ATTENTION, HYBRID, LINEAR, MLP, ServerSizes, layout_error
+from slime_sglang.towers import TOWER
 
 VOCAB_MULTIPLE = 64
-DERIVED = "gemma_weight"  # the last part of the name of 1 + a norm's weight
-VISUAL = "visual."  # layers for pictures
+DERIVED = ("gemma_weight", "axis_map")  # last parts of names: of 1 + a norm's weight, of axes of positions
 WIDE = ("gate.weight", "e_score_correction_bias", f"{LINEAR}A_log", f"{LINEAR}dt_bias", f"{LINEAR}norm.weight")
 """Ends of the names of tensors that an engine may keep in float32, by its version."""
 
 Pieces = tuple[Piece, ...]
 
 
-def layout(names: Sequence[str], config: Any, tp: int, *, ep: int = 1) -> tuple[RankTensor, ...]:
+def layout(
+    names: Sequence[str], config: Any, tp: int, *, ep: int = 1, tower_ranks: int = 0, cpu: bool = False
+) -> tuple[RankTensor, ...]:
     """What every rank holds under each name: rows in the order of ``names``, then of ranks.
 
     Args:
@@ -40,22 +43,20 @@ def layout(names: Sequence[str], config: Any, tp: int, *, ep: int = 1) -> tuple[
         config: the model's, from transformers.
         tp: tensor-parallel ranks of a server.
         ep: of those, how many groups share the experts out.
+        tower_ranks: that share layers for pictures, 0 for ``tp``.
+        cpu: whether the servers run on one, where layers for pictures are filled up further.
 
     Raises:
         EngineError: ENG86 a model family or a tensor that is not known here (named), a Hugging Face tensor that none
             of the names holds (named), or sizes that do not divide by the ranks.
     """
-    sizes = ServerSizes.of(config, tp, ep)
+    sizes = ServerSizes.of(config, tp, ep, tower_ranks=tower_ranks, cpu=cpu)
     if sizes.experts.shared and not any(f".{sizes.experts.shared}" in name for name in names):
         sizes = replace(sizes, fused=True)
-    stored, of_model = [name for name in names if name.rpartition(".")[2] != DERIVED], set(sizes.names())
+    stored, of_model = [name for name in names if name.rpartition(".")[2] not in DERIVED], set(sizes.names())
     if sizes.pictures:
-        stored = [name for name in stored if not name.startswith(VISUAL)]
-    rows = [
-        RankTensor(name=name, rank=rank, pieces=_model_pieces(name, sizes, of_model, rank), wide=name.endswith(WIDE))
-        for name in stored
-        for rank in range(tp)
-    ]
+        stored = [name for name in stored if not name.startswith(TOWER)]
+    rows = [_row(name, _model_pieces(name, sizes, of_model, rank), rank) for name in stored for rank in range(tp)]
     if lost := uncovered(rows, of_model):
         raise layout_error(
             f"{len(lost)} tensors of the model are in none that the engine holds: {', '.join(lost[:5])}",
@@ -63,6 +64,12 @@ def layout(names: Sequence[str], config: Any, tp: int, *, ep: int = 1) -> tuple[
             fix="serve the model that is trained; its config.json must be the same",
         )
     return tuple(rows)
+
+
+def _row(name: str, pieces: Pieces, rank: int) -> RankTensor:
+    """A rank's tensor; columns of zeros lie beside the columns before them."""
+    dim = 0 if pieces[-1].name else pieces[-1].dim
+    return RankTensor(name=name, rank=rank, pieces=pieces, dim=dim, wide=name.endswith(WIDE))
 
 
 def uncovered(rows: Iterable[RankTensor], names: Iterable[str]) -> list[str]:
@@ -87,6 +94,8 @@ def _pieces(name: str, sizes: ServerSizes, rank: int) -> Pieces:
     """The pieces of a tensor by its name alone; none where it is of no kind."""
     if name in (EMBED, HEAD):
         return _vocabulary(EMBED if sizes.tied else name, sizes, rank)
+    if sizes.tower is not None and name.startswith(TOWER):
+        return sizes.tower.pieces(name, rank)
     if name == "model.norm.weight":
         return (Piece(name=name),)
     match = LAYER.match(name)

@@ -8,12 +8,14 @@ from typing import Any
 from slime_core.errors import EngineError
 from slime_core.types import Piece
 from slime_core.weights.canary import EMBED, HEAD
+from slime_sglang.towers import TowerSizes
 
 PLAIN = ("qwen2", "mimo", "qwen3", "llama", "mistral", "glm4")
 LATENT = ("deepseek_v3", "kimi_k2", "glm4_moe_lite")
-PICTURES = ("qwen3_5", "qwen3_5_moe")  # beside the text model, whose config is its own
+TOWERS = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}  # that see pictures -> family of the text model
+PICTURES = ("qwen3_5", "qwen3_5_moe")  # of which the text model alone is trained
 HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # linear attention in some layers
-FAMILIES = (*PLAIN, "qwen3_moe", *HYBRID, *PICTURES, "glm4_moe", "minimax_m2", *LATENT)
+FAMILIES = (*PLAIN, "qwen3_moe", *HYBRID, *PICTURES, *TOWERS, "glm4_moe", "minimax_m2", *LATENT)
 OUTPUT_BIAS = ("qwen3", "qwen3_moe", "llama", "mistral")  # where attention_bias means the output too
 ATTENTION, LINEAR = "self_attn.", "linear_attn."
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -59,6 +61,7 @@ class ServerSizes:
 
     family: str
     pictures: bool  # the engine holds layers for them too, which are not trained
+    tower: TowerSizes | None  # of layers for pictures that are
     layers: int
     vocab: int
     heads: int
@@ -78,26 +81,29 @@ class ServerSizes:
     fused: bool = False  # shared experts lie behind the others, as one of them
 
     @classmethod
-    def of(cls, config: Any, tp: int, ep: int) -> ServerSizes:
+    def of(cls, config: Any, tp: int, ep: int, *, tower_ranks: int = 0, cpu: bool = False) -> ServerSizes:
         """Raises EngineError, ENG86, for a model that :func:`unknown` names."""
         if reason := unknown(config):
             raise layout_error(reason)
         tied, pictures = bool(config.tie_word_embeddings), config.model_type in PICTURES
+        sees = config.model_type in TOWERS
+        tower = TowerSizes.of(config, tower_ranks or tp, tp=tp, cpu=cpu) if sees else None
+        family = TOWERS.get(config.model_type) or str(_text(config).model_type)
         config = _text(config)
-        family = str(config.model_type)
         heads, layers = int(config.num_attention_heads), int(config.num_hidden_layers)
         bias = bool(getattr(config, "attention_bias", False))
         kinds = getattr(config, "layer_types", None) or () if family in HYBRID else ()
         return cls(
             family=family,
             pictures=pictures,
+            tower=tower,
             layers=layers,
             vocab=int(config.vocab_size),
             heads=heads,
             kv_heads=int(config.num_key_value_heads or heads),
             head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
             inner=int(getattr(config, "intermediate_size", 0)),
-            experts=_experts(config),
+            experts=_experts(config, family),
             latent=_latent(config) if family in LATENT else Latent(),
             linear=_linear(config) if kinds else Linear(),
             linear_layers=frozenset(n for n, kind in enumerate(kinds) if kind == "linear_attention"),
@@ -121,6 +127,7 @@ class ServerSizes:
         for number in range(self.layers):
             part = [*self._norms(), *self._attention(number), *self._mlp(number)]
             names += (f"model.layers.{number}.{name}" for name in part)
+        names += self.tower.names() if self.tower is not None else ()
         return names
 
     def _norms(self) -> list[str]:
@@ -166,8 +173,8 @@ class ServerSizes:
         return Piece(name=name, dim=dim, start=first + rank * size, stop=first + (rank + 1) * size)
 
 
-def _experts(config: Any) -> Experts:
-    family, layers = str(config.model_type), range(int(config.num_hidden_layers))
+def _experts(config: Any, family: str) -> Experts:
+    layers = range(int(config.num_hidden_layers))
     if family in (*PLAIN, "qwen3_5_text"):
         return Experts()
     if family == "minimax_m2":
@@ -220,7 +227,7 @@ def _linear(config: Any) -> Linear:
 
 def _text(config: Any) -> Any:
     """The config of the text model."""
-    return config.text_config if config.model_type in PICTURES else config
+    return config.text_config if config.model_type in (*PICTURES, *TOWERS) else config
 
 
 def unknown(config: Any) -> str:

@@ -20,7 +20,7 @@ from slime_core.errors import EngineError
 from slime_core.types import Transport, WeightRoute
 from slime_core.weights.canary import Choice
 from slime_core.weights.fp8 import SCALE
-from slime_core.weights.hashing import text_name
+from slime_core.weights.hashing import layout_name
 from slime_sglang import loading
 from slime_sglang.layout import layout
 from slime_sglang.server_sizes import unknown
@@ -183,7 +183,14 @@ class WeightRoutes:
                 "tensors of servers are not compared with the trainer's: this SGLang tells no checksums of values"
             )
             return None
-        rows = layout(list(ranks[0]), self._ways.model, lane.tp, ep=int(lane.fact("ep_size", 1) or 1))
+        rows = layout(
+            list(ranks[0]),
+            self._ways.model,
+            lane.tp,
+            ep=int(lane.fact("ep_size", 1) or 1),
+            tower_ranks=int(bool(lane.fact("mm_enable_dp_encoder"))),
+            cpu=self._ways.device == "cpu",
+        )
         if (count := _told_ranks(lane, len(ranks))) < lane.tp:
             self._note(f"this SGLang reports checksums only for the first of each server's {lane.tp} ranks")
             rows = tuple(row for row in rows if row.rank < count)
@@ -201,7 +208,7 @@ class WeightRoutes:
         from slime_sglang.hashing import expected
 
         kind, dtype = checksum_of(self._ways.device), getattr(torch, self._ways.dtype)
-        shards = Shards({text_name(name): info for name, info in Shards.open(folder).infos.items()})
+        shards = Shards({layout_name(name): info for name, info in Shards.open(folder).infos.items()})
         return expected(shards, self.all_checks(), dtype, kind)
 
 

@@ -18,7 +18,7 @@ from slime_core.errors import EngineError
 from slime_core.types import RankTensor
 from slime_core.weights.canary import compare
 from slime_core.weights.folder import read_config
-from slime_core.weights.hashing import text_name
+from slime_core.weights.hashing import layout_name, text_name
 from slime_core.weights.native_configs import native_config
 from slime_core.weights.shards import Shards
 from slime_core.weights.transports.buckets import TensorPart, lay_out
@@ -54,6 +54,10 @@ NEXT = {
     "linear_key_head_dim": 8, "linear_value_head_dim": 6, "partial_rotary_factor": 0.5,
 }  # fmt: skip
 PICTURES = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+OLD_TOWER = PICTURES | {"intermediate_size": 20, "window_size": 56, "fullatt_block_indexes": [0]}
+TOWER = PICTURES | {"depth": 2, "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 1]}
+AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+SEEN = ("qwen2_5_vl", "qwen3_vl")  # whose towers are trained
 EVERY = {"full_attention_interval": 4}
 DENSE = {name: value for name, value in NEXT.items() if "expert" not in name and "moe" not in name}
 FAMILIES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
@@ -70,6 +74,9 @@ FAMILIES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5", 1, {**DENSE, "vision_config": PICTURES, "tie_word_embeddings": True}, EVERY),
     "qwen3_5_moe": ("Qwen3_5Moe", 1, {**NEXT, "vision_config": PICTURES}, EVERY),
     "qwen3_5_moe_text": ("Qwen3_5Moe", 1, NEXT, EVERY),
+    "qwen2_5_vl": ("Qwen2_5_VL", 1, {"num_attention_heads": 4, "vision_config": OLD_TOWER, "rope_parameters": AXES,
+                                     "tie_word_embeddings": True}, {}),
+    "qwen3_vl": ("Qwen3VL", 1, {"vision_config": TOWER, "rope_parameters": AXES | {"mrope_interleaved": True}}, {}),
 }  # fmt: skip
 MIMO = "from transformers import Qwen2Config\n\n\nclass MiMoConfig(Qwen2Config):\n    model_type = 'mimo'\n"
 
@@ -99,8 +106,9 @@ def write_model(path: Path, family: str) -> None:
     if family == "qwen3_5_moe":
         tensors = stacked(tensors)
     save_file(tensors, file, metadata={"format": "pt"})
-    sent = Shards.open(path)  # FSDP sends a text model's names, Megatron those of the folder
-    names = {name if family == "qwen3_5" else text_name(name): name for name in sent if ".visual." not in name}
+    sent = Shards.open(path)  # of Qwen3.5 FSDP sends a text model's names, Megatron those of the folder
+    same = family in ("qwen3_5", *SEEN)
+    names = {name if same else text_name(name): name for name in sent if family in SEEN or ".visual." not in name}
     update = {name: -sent[stored] for name, stored in names.items()}
     save_file(update, path.with_suffix(".safetensors"))
     parts = [TensorPart(name, tuple(tensor.shape), lambda whole: whole) for name, tensor in update.items()]
@@ -142,10 +150,11 @@ def test_sglangs_ranks_hold_the_bytes_that_the_layout_says_and_any_damaged_tenso
     files = [held / f"{family}-{rank}.json" for rank in range(2)]
     assert all(file.is_file() for file in files), (held / "log.txt").read_text()[-4000:]
     ranks = [json.loads(file.read_text()) for file in files]
-    rows = layout(list(ranks[0][0]), read_config(held / family), 2, ep=FAMILIES[family][1])
+    rows = layout(list(ranks[0][0]), read_config(held / family), 2, ep=FAMILIES[family][1], cpu=True)
     stored, sent = Shards.open(held / family), load_file(held / f"{family}.safetensors")
     for number, tensors in enumerate((stored, sent)):
-        tensors = {text_name(name): tensor for name, tensor in tensors.items() if ".visual." not in name}
+        seen_by_layout = family in SEEN
+        tensors = {layout_name(name): t for name, t in tensors.items() if seen_by_layout or ".visual." not in name}
         served = {
             f"{name}@1" if rank else name: digest for rank in range(2) for name, digest in ranks[rank][number].items()
         }
