@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from slime_core.errors import TrainerError
 from slime_core.ledger.segments import read_array
-from slime_core.media.positions import GRIDS, PIXELS, SECONDS, Kind, MediaItem, MediaLayout
+from slime_core.media.positions import GRIDS, PIXELS, SECONDS, MediaItem, MediaLayout
 from slime_core.types import ArrayRef, Batch
 
 Arrays = Mapping[str, ArrayRef | NDArray[Any]]
@@ -43,43 +43,38 @@ class PackMedia:
     items: list[PlacedItem]
     folder: Path
 
-    def kinds(self) -> list[Kind]:
-        """Which kinds of items there are."""
-        return sorted({placed.item.kind for placed in self.items})
+    def rows(self) -> NDArray[np.int64]:
+        """The pack's rows of all placeholders, ascending."""
+        return np.concatenate([placed.row + np.arange(placed.item.tokens) for placed in self.items])
 
-    def rows(self, kind: Kind) -> NDArray[np.int64]:
-        """The pack's rows of all placeholders of a kind, ascending."""
-        return np.concatenate([placed.row + np.arange(placed.item.tokens) for placed in self._of(kind)])
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """The arrays of all items in order, pictures and videos end to end, for one pass of the tower.
 
-    def arrays(self, kind: Kind) -> dict[str, NDArray[Any]]:
-        """The arrays of all items of a kind, in order, as `media.features.features` takes them.
+        They have the names of pictures': a tower makes no difference between the kinds.
 
         Raises:
             StorageError: as `ledger.segments.read_array`.
         """
-        placed = self._of(kind)
-        arrays = {PIXELS[kind]: self._joined(placed, PIXELS[kind])}
-        if placed[0].item.grid is not None:
-            arrays[GRIDS[kind]] = np.array([one.item.grid for one in placed], dtype=np.int64)
-        elif MASK in placed[0].arrays:
-            arrays[MASK] = self._joined(placed, MASK)
+        first = self.items[0]
+        arrays = {PIXELS["images"]: self._joined([PIXELS[placed.item.kind] for placed in self.items])}
+        if first.item.grid is not None:
+            arrays[GRIDS["images"]] = np.array([placed.item.grid for placed in self.items], dtype=np.int64)
+        elif MASK in first.arrays:
+            arrays[MASK] = self._joined([MASK] * len(self.items))
         return arrays
 
-    def _joined(self, placed: list[PlacedItem], name: str) -> NDArray[Any]:
-        """Rows of all items of an array: patches [n, width], crops [n, 3, h, w], masks [n, h, w]; read once."""
+    def _joined(self, names: list[str]) -> NDArray[Any]:
+        """Rows of each item of its array: patches [n, width], crops [n, 3, h, w], masks [n, h, w]; read once."""
         wholes: dict[int, NDArray[Any]] = {}
         parts = []
-        for one in placed:
-            stored, item = one.arrays[name], one.item
+        for placed, name in zip(self.items, names, strict=True):
+            stored, item = placed.arrays[name], placed.item
             if id(stored) not in wholes:
                 wholes[id(stored)] = _read(self.folder, stored)
             inner = 1 if item.grid is not None else 2 if name == MASK else 3
             whole = wholes[id(stored)]
             parts.append(whole.reshape(-1, *whole.shape[-inner:])[item.begin : item.end])
         return np.concatenate(parts)
-
-    def _of(self, kind: Kind) -> list[PlacedItem]:
-        return [placed for placed in self.items if placed.item.kind == kind]
 
 
 @dataclass(slots=True, frozen=True)

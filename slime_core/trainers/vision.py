@@ -2,8 +2,9 @@
 
     pixels --tower--> features --in the places of placeholders--> embeddings, deeper features --> text model
 
-A tower that is sharded or learns is passed for a pack without pictures too, over one of zeros, so that every rank
-takes part in its collectives and a tower without pictures has a gradient of 0.
+Pictures and videos pass together. A tower that is sharded or learns is passed for a pack without any too, over a
+picture of zeros: every rank passes it once a pack, so that all take part in its collectives, and a tower without
+pictures has a gradient of 0.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 
 from slime_core.media.features import Features, embed, features, tower
-from slime_core.media.positions import GRIDS, PIXELS, Kind, MediaLayout
+from slime_core.media.positions import GRIDS, PIXELS, MediaLayout
 from slime_core.trainers.media import PackMedia
 from slime_core.trainers.optimizer_step import to_device
 
@@ -22,13 +23,13 @@ Arrays = dict[str, torch.Tensor]
 
 
 class PackPixels:
-    """Arrays of a pack's pictures, and which of their features are which rows. No dataclass, which FSDP would cast."""
+    """Arrays of a pack's pictures and videos, and which features are which rows. No dataclass, which FSDP would cast."""
 
     __slots__ = ("arrays", "features", "rows")
 
-    def __init__(self, arrays: dict[Kind, Arrays], features: torch.Tensor, rows: torch.Tensor) -> None:
+    def __init__(self, arrays: Arrays, features: torch.Tensor, rows: torch.Tensor) -> None:
         self.arrays = arrays
-        self.features = features  # [n], of those of all kinds end to end
+        self.features = features  # [n]
         self.rows = rows  # [n], ascending
 
     @classmethod
@@ -36,10 +37,9 @@ class PackPixels:
         """Read a pack's pictures to the device, for a rank that has every ``size``-th row from ``number`` on."""
         if media is None:
             return None
-        arrays = {kind: {n: to_device(a, device) for n, a in media.arrays(kind).items()} for kind in media.kinds()}
-        rows = np.concatenate([media.rows(kind) for kind in arrays])
+        arrays = {name: to_device(array, device) for name, array in media.arrays().items()}
+        rows = media.rows()
         features = np.flatnonzero(rows % size == number)
-        features = features[np.argsort(rows[features])]
         return cls(arrays, to_device(features, device), to_device(rows[features] // size, device))
 
 
@@ -63,18 +63,15 @@ class VisionTower:
         if pixels is None and self.frozen and not self.sharded:
             return embed(self._hf, tokens, no_rows, None)
         if pixels is None:
-            pixels = PackPixels({"images": smallest(self._hf.config, self.layout, tokens.device)}, no_rows, no_rows)
-        values = Features.joined([self._features(kind, arrays) for kind, arrays in pixels.arrays.items()])
+            pixels = PackPixels(smallest(self._hf.config, self.layout, tokens.device), no_rows, no_rows)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
+            values = features(self._hf, "images", pixels.arrays)
         parts = (one.index_select(0, pixels.features) for one in (values.rows, *values.deep))
         embeddings, options = embed(self._hf, tokens, pixels.rows, Features(next(parts), list(parts)))
         if not len(pixels.rows):
             unused = sum((one.sum() for one in (values.rows, *values.deep)), start=embeddings.new_zeros(()))
             embeddings = embeddings + 0 * unused
         return embeddings, options
-
-    def _features(self, kind: Kind, arrays: Arrays) -> Features:
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
-            return features(self._hf, kind, arrays)
 
 
 def tower_of(hf: Any) -> VisionTower | None:

@@ -1,4 +1,4 @@
-"""Batches whose samples have pictures of odd sizes, drawn from a seed, and transformers' own forward of one sample."""
+"""Batches whose samples have pictures of odd sizes, and a video where a family has them, drawn from a seed, and transformers' own forward of one sample."""
 
 import numpy as np
 import torch
@@ -21,19 +21,30 @@ def arrays_of(family, draw, sizes):
     return {"pixel_values": pixels, "image_grid_thw": grids}
 
 
+def video_of(family, draw, size):
+    """Arrays of a video of one frame in time; a crop for smolvlm, whose videos are pictures."""
+    arrays = arrays_of(family, draw, [size])
+    if family == "smolvlm":
+        return arrays
+    return {"pixel_values_videos": arrays["pixel_values"], "video_grid_thw": arrays["image_grid_thw"]}
+
+
 def joined(arrays):
     """Arrays of several, end to end."""
     axis = 1 if "pixel_attention_mask" in arrays[0] else 0
-    return {name: np.concatenate([one[name] for one in arrays], axis) for name in arrays[0]}
+    names = {name: None for one in arrays for name in one}
+    return {name: np.concatenate([one[name] for one in arrays if name in one], axis) for name in names}
 
 
-def run_of(family, config, size):
-    """The placeholders of a picture."""
-    return [config.image_token_id] * (CROP_TOKENS if family == "smolvlm" else size[0] * size[1])
+def run_of(family, config, size, video=False):
+    """The placeholders of a picture or a video."""
+    if family == "smolvlm":
+        return [config.image_token_id] * CROP_TOKENS
+    return [config.video_token_id if video else config.image_token_id] * (size[0] * size[1])
 
 
 def picture_groups(family, config, seed=0):
-    """Groups of three: two pictures, the same words and sizes with other pixels, words alone, a picture from a tool."""
+    """Groups of three: two pictures, the same with other pixels, words alone, a video and a picture from a tool."""
     draw = np.random.default_rng(seed)
     groups = []
 
@@ -66,7 +77,7 @@ def picture_groups(family, config, seed=0):
     group(tokens, arrays_of(family, draw, sizes))
     group(tokens, arrays_of(family, draw, sizes))
     group(words(5), None)
-    group([*words(1), *run_of(family, config, (3, 2)), *words(1)], arrays_of(family, draw, [(3, 2)]), tool=(1, 2))
+    group([*words(1), *run_of(family, config, (3, 2), video=True), *words(1)], video_of(family, draw, (3, 2)), (1, 2))
     return groups
 
 
@@ -83,6 +94,7 @@ def forward_of(model, batch, sample):
     tokens = torch.from_numpy(batch.tokens[batch.offsets[sample] : batch.offsets[sample + 1]].astype(np.int64))[None]
     arrays = (batch.multimodal[sample] if batch.multimodal is not None else None) or {}
     arguments = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    if "image_grid_thw" in arguments:
-        arguments["mm_token_type_ids"] = (tokens == model.config.image_token_id).int()
+    if "image_grid_thw" in arguments or "video_grid_thw" in arguments:
+        images, videos = (tokens == getattr(model.config, f"{kind}_token_id") for kind in ("image", "video"))
+        arguments["mm_token_type_ids"] = images.int() + 2 * videos.int()
     return model(input_ids=tokens, use_cache=False, **arguments).logits[0]

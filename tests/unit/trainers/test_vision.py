@@ -75,9 +75,10 @@ def test_pictures_of_a_shared_prompt_pass_the_tower_once_and_other_pictures_are_
     handle = tower.register_forward_pre_hook(lambda module, args: passes.append(len(args[0])))
     one.gradient(batch)
     handle.remove()
-    images = {id(arrays): len(arrays["pixel_values"]) for arrays in batch.multimodal if arrays}
-    assert len(images) == 5  # of two groups with one prompt each, and of three samples that differ
-    assert passes == [sum(images.values())]
+    pixels = ("pixel_values", "pixel_values_videos")
+    patches = {id(arrays): sum(len(arrays.get(name, ())) for name in pixels) for arrays in batch.multimodal if arrays}
+    assert len(patches) == 5  # of two groups with one prompt each, and of three samples that differ
+    assert passes == [sum(patches.values())]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,4 +1,4 @@
-"""Several ranks on samples with pictures, some of them without any in a micro-batch, do what one rank does."""
+"""Several ranks, with pictures, a video too or words alone in their micro-batches, do what one rank does."""
 
 import sys
 from pathlib import Path
@@ -52,7 +52,7 @@ def train_rank(folders, out, rank, world):
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
-def test_ranks_change_nothing_where_some_have_no_pictures(zygote, tmp_path, tmp_path_factory, world):
+def test_ranks_change_nothing_whatever_kinds_of_media_each_has(zygote, tmp_path, tmp_path_factory, world):
     place = tmp_path_factory.mktemp("models")
     for family in FAMILIES:
         tiny_vision_model(place / family, family)

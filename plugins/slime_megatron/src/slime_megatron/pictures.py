@@ -79,7 +79,7 @@ def make_pictures(
     for number, placed in enumerate(items):
         of_row[placed.row : placed.row + placed.item.tokens] = number
     needed = of_row[places if vision.frozen else shared]
-    chosen = sorted(np.unique(needed[needed >= 0]).tolist(), key=lambda number: items[number].item.kind)
+    chosen = np.unique(needed[needed >= 0]).tolist()
     before, count = np.zeros(len(items), np.int64), 0
     for number in chosen:
         before[number] = count - items[number].row
@@ -95,10 +95,9 @@ def make_pictures(
 
 
 def _inputs(media: PackMedia, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pixels and grids of all items, pictures before videos."""
-    arrays = [(media.arrays(kind), kind) for kind in media.kinds()]
-    pixels, grids = ([one[names[kind]] for one, kind in arrays] for names in (PIXELS, GRIDS))
-    return to_device(np.concatenate(pixels), device), to_device(np.concatenate(grids), device)
+    """Pixels and grids of all items."""
+    arrays = media.arrays()
+    return to_device(arrays[PIXELS["images"]], device), to_device(arrays[GRIDS["images"]], device)
 
 
 def _blank(vision: Vision, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
