@@ -183,11 +183,18 @@ class RequestTurn:
     request: GenerateRequest
     pieces: list[Completion] = field(default_factory=list)
     finish: Literal["stop", "length", "abort", ""] = ""  # empty while unfinished
+    media: str | None = ""  # of a turn from a ledger, `Media.digest` of its request; None where it was not kept
 
     @property
     def tokens(self) -> list[int]:
         """New tokens so far."""
         return [token for piece in self.pieces for token in piece.tokens]
+
+    def answers(self, request: GenerateRequest) -> bool:
+        """Whether this turn from a ledger is that of ``request``."""
+        media = request.media.digest() if request.media is not None else ""
+        same = (self.request.tokens, self.request.seed) == (request.tokens, request.seed)
+        return same and self.media in (None, media)
 
     def continuation(self, room: int | None = None) -> GenerateRequest:
         """The request for the tokens that are missing, ``room`` of them at most."""

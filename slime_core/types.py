@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from hashlib import blake2b
 from typing import Any, Literal
 
 import numpy as np
@@ -67,6 +68,18 @@ class Media:
     videos: tuple[bytes, ...] = ()
     audios: tuple[bytes, ...] = ()
     arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # by argument of the model's forward
+
+    def digest(self) -> str:
+        """Equal for equal files in equal places; of the arrays where there are no files."""
+        digest = blake2b(digest_size=16)
+        files = [(kind, one) for kind in ("images", "videos", "audios") for one in getattr(self, kind)]
+        for kind, one in files:
+            digest.update(f"{kind} {len(one)} ".encode())
+            digest.update(one)
+        for name, array in sorted(self.arrays.items()) if not files else ():
+            digest.update(f"{name} {array.dtype} {array.shape} ".encode())
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -204,6 +204,7 @@ def decode_turns(body: bytes) -> list[RequestTurn]:
         turn = RequestTurn(
             request=GenerateRequest(tokens=numbers["prompt"][prompt_at:end], params=params, **request),
             finish=header["finish"],
+            media=header.get("media"),
         )
         prompt_at = end
         for count, scalars in header["pieces"]:
@@ -256,10 +257,11 @@ def _pieces_before(pieces: Sequence[Completion], before: int) -> tuple[list[Comp
 
 
 def _header(turn: RequestTurn) -> dict[str, Any]:
+    media = turn.request.media.digest() if turn.request.media is not None else ""
     request = asdict(replace(turn.request, media=None))
     del request["media"]  # the sample has references to it
-    count = len(request.pop("tokens"))
-    return {"request": request, "prompt": count, "finish": turn.finish, "pieces": [_scalars(p) for p in turn.pieces]}
+    count, pieces = len(request.pop("tokens")), [_scalars(piece) for piece in turn.pieces]
+    return {"request": request, "prompt": count, "finish": turn.finish, "media": media, "pieces": pieces}
 
 
 def _scalars(piece: Completion) -> tuple[int, dict[str, Any]]:

@@ -124,7 +124,7 @@ class SuspendableEngine:
         if not restored:
             return RequestTurn(request=request)
         turn = restored.pop(0)
-        if (turn.request.tokens, turn.request.seed) != (request.tokens, request.seed):
+        if not turn.answers(request):
             restored.clear()  # the caller took another way this time
             return RequestTurn(request=request)
         return RequestTurn(request=request, pieces=list(turn.pieces), finish=turn.finish)

@@ -23,7 +23,7 @@ Arrays = dict[str, torch.Tensor]
 
 
 class PackPixels:
-    """Arrays of a pack's pictures and videos, and which features are which rows. No dataclass, which FSDP would cast."""
+    """Arrays of a pack's pictures and videos; which features are which rows. No dataclass, which FSDP would cast."""
 
     __slots__ = ("arrays", "features", "rows")
 

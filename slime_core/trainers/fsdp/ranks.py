@@ -95,8 +95,7 @@ def check_packs(model: Any, packs: bool, ranks: FsdpRanks) -> None:
             f"{type(model).__name__} computes each sequence on one rank",
             code="CFG04",
             where="train.context_parallel_size",
-            why="ranks share sequences of models of text alone, and only where packs of sequences work too "
-            "(the log says why they do not)",
+            why="ranks share the sequences of a pack, and this model cannot be packed (the log says why)",
             fix="--context-parallel-size 1 --tensor-parallel-size 1",
         )
 

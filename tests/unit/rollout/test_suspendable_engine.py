@@ -1,13 +1,17 @@
 """The engine that suspends requests between two tokens: they stop at a limit and continue with what they have."""
 
 import asyncio
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from slime_core.ledger.codec import decode_turns, encode_turns
 from slime_core.plugins.boundary import Deadline
+from slime_core.protocols import RequestTurn
 from slime_core.rollout.suspendable_engine import SuspendableEngine
 from slime_core.testing.fakes import CharTokenizer, FakeEngine
-from slime_core.types import GenerateRequest, SamplingParams, WeightUpdate
+from slime_core.types import Completion, GenerateRequest, Media, SamplingParams, WeightUpdate
 
 pytestmark = pytest.mark.unit
 
@@ -153,5 +157,32 @@ def test_the_hooks_deadline_does_not_count_while_it_waits():
             suspendable.more(20)
             await task
             assert deadline.runs
+
+    _suspendable(work)
+
+
+@pytest.mark.parametrize("by", ["file", "arrays"])
+def test_a_stored_answer_serves_a_request_with_the_same_picture_and_no_other(by):
+    """Both pictures take the same tokens; a ledger of before pictures had digests serves by tokens and seed."""
+
+    def asking(picture):
+        pixels = {"pixel_values": np.full((4, 3), picture, dtype=np.float32)}
+        media = Media(images=(bytes([picture]),), arrays=pixels) if by == "file" else Media(arrays=pixels)
+        return replace(_request(new=2), media=media)
+
+    async def work(suspendable, engine):
+        stored = Completion(
+            id="a", tokens=[7, 7], log_probs=[-1.0] * 2, plain_log_probs=[], finish="length", versions=[0, 0]
+        )
+        turn = RequestTurn(request=asking(1), pieces=[stored], finish="length")
+        (kept,) = decode_turns(b"".join(bytes(part) for part in encode_turns([turn])))
+        answers = []
+        for restored, picture in ((kept, 1), (kept, 2), (replace(kept, media=None), 2)):
+            suspendable.begin(None)
+            suspendable.watch(["a"])
+            suspendable.restore({"a": [restored]})
+            answers.append((await suspendable.generate(asking(picture))).tokens)
+            suspendable.forget(["a"])
+        assert [tokens == [7, 7] for tokens in answers] == [True, False, True]
 
     _suspendable(work)
