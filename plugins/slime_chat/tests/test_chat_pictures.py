@@ -7,12 +7,15 @@ import io
 import numpy as np
 import pytest
 from agent_session import Client, LineEngine
+from aiohttp import web
 from PIL import Image
 
 from slime_chat import open_session
+from slime_compat.handlers import HttpError
 from slime_core.config.schema import Config
 from slime_core.context import Context
 from slime_core.media.processor import MediaProcessor
+from slime_core.media.references import MediaLimits
 from slime_core.testing.vision import tiny_vision_model
 from slime_core.types import Sample, SamplingParams
 from slime_core.weights.folder import ModelFolder
@@ -73,19 +76,21 @@ class PictureEngine(LineEngine):
         tokenizer.ids = lambda text: tokenizer.encode(text, add_special_tokens=False)
 
 
-def context(folder, media=True):
+def context(folder, media=True, addresses=()):
     tokenizer = folder.tokenizer()
     engine = PictureEngine(tokenizer, ["ok\n"])
-    media = MediaProcessor.of(tokenizer) if media else None
+    media = MediaProcessor.of(tokenizer, MediaLimits(addresses=addresses)) if media else None
     sampling = SamplingParams(max_new_tokens=64)
     return Context(config=Config(), engine=engine, tokenizer=tokenizer, media=media, sampling=sampling)
 
 
-def talk(ctx, agent):
-    sample = Sample(id="main/5-0", prompt="hi", tokens=ctx.tokenizer.ids("user: hi"), index=0, rollout_id=0)
+def issued(ctx):
+    return Sample(id="main/5-0", prompt="hi", tokens=ctx.tokenizer.ids("user: hi"), index=0, rollout_id=0)
 
+
+def talk(ctx, agent):
     async def run():
-        async with open_session(sample, ctx) as session, Client(session) as client:
+        async with open_session(issued(ctx), ctx) as session, Client(session) as client:
             await agent(client)
         return session.samples()
 
@@ -150,3 +155,79 @@ def test_an_agent_names_no_file_of_this_machine_and_no_picture_to_a_model_of_tex
         assert "takes no pictures" in answer.text
 
     talk(context(folder, media=False), see)
+
+
+def test_an_answer_keeps_the_pictures_of_its_own_prompt_alone(folder):
+    ctx, pictures = context(folder), [picture(28 * width, 28) for width in range(1, 6)]
+
+    async def run():
+        async with open_session(issued(ctx), ctx) as session:
+            messages = []
+            for uri in (*pictures, None):
+                content = [FORMS["chat/completions"](uri)] if uri else "and?"
+                messages.append({"role": "user", "content": content})
+                messages.append((await session.complete({"messages": messages}))["choices"][0]["message"])
+            await session.complete({"messages": [*messages[:-2], {"role": "user", "content": "or?"}]})
+        return session
+
+    session = asyncio.run(run())
+    nodes = session._tree.nodes
+    assert [(node.pictures.multimodal_inputs or {}).get("images") for node in nodes] == [
+        *([p] for p in pictures),
+        None,
+        None,
+    ]
+    rows = [len((node.pictures.multimodal_train_inputs or {}).get("pixel_values", ())) for node in nodes]
+    assert rows == [4, 8, 12, 16, 20, 0, 0]
+    first, second = session.samples()
+    assert first.multimodal_inputs == second.multimodal_inputs == {"images": pictures}
+    expected = ctx.media.arrays({"images": pictures})
+    for name, value in expected.items():
+        assert np.array_equal(first.multimodal_train_inputs[name], value)
+        assert first.multimodal_train_inputs[name] is second.multimodal_train_inputs[name]  # stored once
+    assert [len(request.media.images) for request in ctx.engine.requests] == [1, 2, 3, 4, 5, 5, 5]
+    assert all(np.array_equal(ctx.engine.requests[-1].media.arrays[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_picture_is_fetched_beside_the_loop_and_not_for_a_session_that_ends_meanwhile(folder, ends):
+    """The address is served by this very loop: whoever waits for it there waits for himself."""
+    data = base64.b64decode(FIRST.partition(",")[2])
+
+    async def run():
+        asked, gate = asyncio.Event(), asyncio.Event()
+
+        async def give(request):
+            asked.set()
+            await gate.wait()
+            return web.Response(body=data)
+
+        app = web.Application()
+        app.router.add_get("/a.png", give)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        address = f"http://127.0.0.1:{runner.addresses[0][1]}/"
+        ctx = context(folder, addresses=(address,))
+        async with open_session(issued(ctx), ctx) as session:
+            opening, _ = dialogue("chat/completions", f"{address}a.png", SECOND)
+            answer = asyncio.ensure_future(session.complete(opening))
+            await asyncio.wait({answer, waiting := asyncio.ensure_future(asked.wait())}, return_when="FIRST_COMPLETED")
+            waiting.cancel()
+            if ends:
+                await session.close()
+            gate.set()
+            if ends:
+                with pytest.raises(HttpError, match="this session is over"):
+                    await answer
+            else:
+                await answer
+        await runner.cleanup()
+        return ctx, session.samples()
+
+    ctx, (sample,) = asyncio.run(run())
+    assert len(ctx.engine.requests) == (not ends)
+    assert bool(sample.response_length) == (not ends)
+    if not ends:
+        assert np.array_equal(sample.multimodal_train_inputs["image_grid_thw"], [[1, 2, 4]])

@@ -1,10 +1,13 @@
 """Pictures that tools return, read by a model that sees them."""
 
 import asyncio
+import base64
+import io
 import json
 
 import pytest
 from mcp_tasks import ASK, STDIO
+from PIL import Image
 
 from slime_core.config.schema import Config
 from slime_core.context import Context
@@ -39,9 +42,12 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def play(tokenizer, tmp_path):
-    """The sample of a dialogue whose answers are the given ones; ``full``: the context ends before that answer."""
+    """The sample of a dialogue whose answers are the given ones; ``full``: the context ends before that answer.
 
-    def play(*turns, full=-1):
+    ``video``: the prompt begins with one.
+    """
+
+    def play(*turns, full=-1, video=None):
         def say(request):
             ends = tokenizer.decode(request.tokens).count(ANSWER) - 1
             if ends == full:
@@ -58,9 +64,13 @@ def play(tokenizer, tmp_path):
             options=Options(servers=(STDIO,), describe="system", tool_parser="hermes"),
         )
         messages, _ = plugin.slime_messages(list(ASK), None, {}, ctx)
+        inputs = {"videos": [video]} if video else {}
+        if video:
+            messages = [{"role": "user", "content": [{"type": "video"}]}, *messages]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        sample = Sample(id="main/0-0", prompt=text, tokens=encode(tokenizer, text))
-        group = Group(prompt=Prompt(id="main/0", tokens=sample.tokens), samples=[sample], rollouts={0: [0]})
+        tokens = ctx.media.expand(encode(tokenizer, text), inputs)
+        sample = Sample(id="main/0-0", prompt=text, tokens=tokens, multimodal_inputs=inputs or None)
+        group = Group(prompt=Prompt(id="main/0", tokens=tokens), samples=[sample], rollouts={0: [0]})
         asyncio.run(plugin.slime_generate(group, ctx))
         return sample, ctx
 
@@ -97,3 +107,24 @@ def test_results_that_nobody_reads_take_their_pictures_with_them(play):
     sample, _ = play(calls(look(28, 56)), full=1)
     assert sample.multimodal_inputs is None
     assert sample.multimodal_train_inputs is None
+
+
+def test_a_prompts_video_stays_when_pictures_go_and_results_are_decoded_in_threads(play, monkeypatch):
+    loops, opened = [], Image.open
+    frame = io.BytesIO()
+    Image.new("RGB", (28, 28)).save(frame, "PNG")
+    video = ["data:image/png;base64," + base64.b64encode(frame.getvalue()).decode()] * 2
+
+    def see(*args, **kwargs):
+        loops.append(asyncio._get_running_loop())  # of this thread
+        return opened(*args, **kwargs)
+
+    monkeypatch.setattr(Image, "open", see)
+    sample, ctx = play(calls(look(28, 56)), full=1, video=video)
+    assert [loop for loop in loops if loop] == []
+    assert len(loops) > 3
+    assert sample.status is Status.TRUNCATED
+    assert sample.multimodal_inputs == {"videos": [video]}
+    assert sample.multimodal_train_inputs["video_grid_thw"].tolist() == [[1, 2, 2]]
+    assert "image_grid_thw" not in sample.multimodal_train_inputs
+    ctx.media.check(sample)

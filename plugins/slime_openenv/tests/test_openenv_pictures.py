@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from openenv_play import group_of, play, serving
 from openenv_protocol import Faulty
+from PIL import Image
 
 from slime_core.config.schema import Config
 from slime_core.context import Context
@@ -70,8 +71,17 @@ def episode(tmp_path, monkeypatch):
     return run
 
 
-def test_pictures_of_observations_come_in_order(episode):
+def test_pictures_of_observations_come_in_order_and_are_decoded_in_threads(episode, monkeypatch):
+    loops, opened = [], Image.open
+
+    def see(*args, **kwargs):
+        loops.append(asyncio._get_running_loop())  # of this thread
+        return opened(*args, **kwargs)
+
+    monkeypatch.setattr(Image, "open", see)
     sample, reward, ctx, tokenizer = episode("show")
+    assert [loop for loop in loops if loop] == []
+    assert len(loops) > 3
     assert (sample.status, reward.value) == (Status.COMPLETED, 3.0)
     assert sample.multimodal_train_inputs["image_grid_thw"].tolist() == [[1, 2, 2], [1, 2, 4], [1, 2, 6]]
     assert [len(request.media.images) for request in ctx.engine.requests] == [1, 2, 3]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slime_chat.tree import Node
+from slime_chat.tree import Node, joined_pictures
 from slime_core.context import FINISHED
 from slime_core.rollout.groups import sibling
 from slime_core.types import Sample, Status, joined_experts
@@ -42,12 +42,16 @@ def samples_of(
     """
     parts = _parts(leaves)
     samples = [issued, *(sibling(issued, number) for number in range(1, len(parts)))]
+    joined: dict[tuple[int, ...], Sample] = {}
     for number, sample in enumerate(samples):
         _empty(sample, prompt)
         sample.metadata[CHAT] = {**facts, "branches": len(leaves), "branch": 0, "answer": ""}
         if parts:
             branch, path, trained = parts[number]
             _fill(sample, path, trained, tokenizer)
+            pictures = _pictures(path, joined)
+            sample.multimodal_inputs = pictures.multimodal_inputs
+            sample.multimodal_train_inputs = pictures.multimodal_train_inputs
             sample.metadata[CHAT] |= {"branch": branch, "answer": path[-1].message["content"]}
         else:
             sample.status = Status.COMPLETED
@@ -76,6 +80,15 @@ def _empty(sample: Sample, prompt: Sequence[int]) -> None:
     sample.weight_versions, sample.rollout_routed_experts = [], None
 
 
+def _pictures(path: Sequence[Node], joined: dict[tuple[int, ...], Sample]) -> Sample:
+    """The pictures of a dialogue; those with the same ones share the arrays, which ``joined`` keeps by prompts."""
+    nodes = [node for node in path if node.pictures.multimodal_inputs]
+    key = tuple(id(node.pictures) for node in nodes)
+    if key not in joined:
+        joined[key] = joined_pictures(node.pictures for node in nodes)
+    return joined[key]
+
+
 def _fill(sample: Sample, path: Sequence[Node], trained: set[int], tokenizer: Any) -> None:
     first = next(place for place, node in enumerate(path) if node.number in trained)
     before = [token for node in path[:first] for token in (*node.prompt, *node.answer)]
@@ -94,11 +107,6 @@ def _fill(sample: Sample, path: Sequence[Node], trained: set[int], tokenizer: An
         mask += [*([0] * len(words)), *([int(node.number in trained)] * count)]
         versions += [*([-1] * len(words)), *node.done.versions]
         texts += [tokenizer.decode(words, skip_special_tokens=True) if words else "", node.done.text]
-    pictures = path[-1].pictures
-    sample.multimodal_inputs, sample.multimodal_train_inputs = (
-        pictures.multimodal_inputs,
-        pictures.multimodal_train_inputs,
-    )
     experts = joined_experts(node.done for node in path if node.done is not None)
     sample.append_response(tokens, log_probs, mask, text="".join(texts), version=versions, routed_experts=experts)
     last = path[-1].done

@@ -24,7 +24,7 @@ from slime_chat import answers, messages_api, request, responses_api
 from slime_chat.messages import bad, call_of
 from slime_chat.reply import ChatReply
 from slime_chat.samples import samples_of
-from slime_chat.tree import Node, Tree
+from slime_chat.tree import Node, Tree, joined_pictures
 from slime_compat.handlers import LOOPBACK, HttpError
 from slime_core.data.chat import encode, render
 from slime_core.data.turns import split_reasoning
@@ -154,7 +154,7 @@ class Session:
     async def count_tokens(self, payload: Mapping[str, Any], role: str = "") -> Any:
         """Answer the body of `/v1/messages/count_tokens`; errors are those of :meth:`complete`."""
         ask = self._read(messages_api.to_chat(self._fields(payload)), role)
-        parent, _, prompt = self._place(ask)
+        parent, _, prompt = await self._place(ask)
         return {"input_tokens": len(parent.tokens()) + len(prompt)}
 
     async def respond(self, payload: Mapping[str, Any], role: str = "") -> Any:
@@ -198,17 +198,23 @@ class Session:
         assert defaults is not None
         return request.read(fields, defaults, training=training, role=role, object_arguments=object_arguments)
 
-    def _place(self, ask: ChatRequest) -> tuple[Node, int, list[int]]:
+    async def _place(self, ask: ChatRequest) -> tuple[Node, int, list[int]]:
         """The deepest answer of a history, how many messages lead there, and the ids of those that follow."""
         parent, start = self._tree.find(ask.messages, ask.keys, ask.tools_key)
-        return parent, start, self._words(ask.messages[start:], parent, ask)
+        new = ask.messages[start:]
+        try:
+            await self._open_pictures(new)
+            return parent, start, self._words(new, parent, ask)
+        except DataError as error:
+            raise _refused(error) from error
 
     async def _reply(self, ask: ChatRequest) -> ChatReply:
         """Draw a request's answers and hang them into the tree."""
-        parent, start, prompt = self._place(ask)
+        parent, start, prompt = await self._place(ask)
         tokens = [*parent.tokens(), *prompt]
-        pictures = await self._pictures(parent, ask.messages[start:])
-        media = await self._ctx.request_media(pictures)
+        pictures = await self._pictures(ask.messages[start:])
+        media = await self._media(parent, pictures)
+        self._require_open()
         seeds = [self._draw(tokens, ask.seed) for _ in range(ask.n)]
         works = [self._generate(tokens, ask.params, seed, media) for seed in seeds]
         completions = await together(works) if ask.n > 1 else [await works[0]]
@@ -232,43 +238,47 @@ class Session:
     def _words(self, new: Sequence[Message], parent: Node, ask: ChatRequest) -> list[int]:
         """Ids of the messages after ``parent``'s answer, up to where the next one begins."""
         speech = self._speech
-        try:
-            self._check_pictures(new)
-            if parent.done is not None:
-                return speech.between(new, parent.answer)
-            where, kwargs = f"the agent's messages of {self.sample.id}", speech.kwargs
-            messages = [speech.without_specials(one) if one["role"] == "tool" else one for one in bare(new)]
-            text = render(messages, speech.tokenizer, template=True, where=where, kwargs=kwargs, tools=ask.tools)
-            ids = encode(speech.tokenizer, text)
-            return ids if speech.media is None else speech.media.expand(ids, inputs_of(new), where)
-        except DataError as error:
-            raise _refused(error) from error
+        if parent.done is not None:
+            return speech.between(new, parent.answer)
+        where, kwargs = f"the agent's messages of {self.sample.id}", speech.kwargs
+        messages = [speech.without_specials(one) if one["role"] == "tool" else one for one in bare(new)]
+        text = render(messages, speech.tokenizer, template=True, where=where, kwargs=kwargs, tools=ask.tools)
+        ids = encode(speech.tokenizer, text)
+        return ids if speech.media is None else speech.media.expand(ids, inputs_of(new), where)
 
-    def _check_pictures(self, new: Sequence[Message]) -> None:
+    async def _open_pictures(self, new: Sequence[Message]) -> None:
         """An agent sends pictures themselves, or names addresses that the run may fetch: never a file of this machine.
 
+        They are fetched and decoded in a thread; ids can then be made at once.
+
         Raises:
-            DataError: DAT33.
+            DataError: DAT33, DAT39, DAT40.
             HttpError: 400, the model takes none.
         """
-        for reference in inputs_of(new).get("images", []):
-            if self._speech.media is None:
-                raise bad("the model takes no pictures", "messages")
-            checked(reference, "the agent's messages", Access(limits=self._speech.media.limits))
+        inputs, media, where = inputs_of(new), self._speech.media, "the agent's messages"
+        if not inputs:
+            return
+        if media is None:
+            raise bad("the model takes no pictures", "messages")
+        for reference in inputs.get("images", []):
+            checked(reference, where, Access(limits=media.limits))
+        await asyncio.to_thread(media.open, inputs, where)
 
-    async def _pictures(self, parent: Node, new: Sequence[Message]) -> Sample:
-        """The pictures of a dialogue up to its next answer."""
-        before = parent.pictures
-        pictures = Sample(
-            id=self.sample.id,
-            multimodal_inputs=before.multimodal_inputs,
-            multimodal_train_inputs=before.multimodal_train_inputs,
-        )
+    async def _pictures(self, new: Sequence[Message]) -> Sample:
+        """The pictures of messages."""
+        pictures = Sample(id=self.sample.id)
         try:
             await self._ctx.append_media(pictures, new)
         except DataError as error:
             raise _refused(error) from error
         return pictures
+
+    async def _media(self, parent: Node, pictures: Sample) -> Media | None:
+        """The pictures of a dialogue up to its next answer, as the engine takes them."""
+        parts = [*(node.pictures for node in parent.path()), pictures]
+        if not any(part.multimodal_inputs for part in parts):
+            return None
+        return await self._ctx.request_media(await asyncio.to_thread(joined_pictures, parts))
 
     def _draw(self, tokens: Sequence[int], chosen: int | None) -> int:
         """The seed of a draw: of the sample, its tokens so far, the client's own seed and its number of requests."""

@@ -11,11 +11,14 @@ over becomes the prompt of a new node, including assistant messages that the eng
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from slime_chat.messages import Key, key_of, sameness
-from slime_core.types import Completion, Message, Sample
+from slime_core.types import Completion, MediaInputs, Message, Sample
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -30,7 +33,7 @@ class Node:
     role: str = "policy"  # that the agent played
     message: Message = field(default_factory=dict)  # the message that the client was given
     stop: str = ""  # the text that ended it
-    pictures: Sample = field(default_factory=Sample)  # those of the dialogue up to here
+    pictures: Sample = field(default_factory=Sample)  # those of ``prompt`` alone
     rewritten: int = 0  # assistant messages in the prompt that are no answer of ours there
     children: dict[tuple[Key, ...], list[Node]] = field(default_factory=dict)  # by messages, the answer's own the last
     spans: set[int] = field(default_factory=set)  # lengths of those keys
@@ -51,6 +54,19 @@ class Node:
     def tokens(self) -> list[int]:
         """Ids of the whole dialogue up to the end of this answer."""
         return [token for node in self.path() for part in (node.prompt, node.answer) for token in part]
+
+
+def joined_pictures(parts: Iterable[Sample]) -> Sample:
+    """The pictures of a dialogue from those of its prompts, in order; arrays of one prompt alone are not copied."""
+    inputs: MediaInputs = {}
+    arrays: dict[str, list[Any]] = {}
+    for part in parts:
+        for kind, items in (part.multimodal_inputs or {}).items():
+            inputs.setdefault(kind, []).extend(items)
+        for name, array in (part.multimodal_train_inputs or {}).items():
+            arrays.setdefault(name, []).append(array)
+    whole = {name: same[0] if len(same) == 1 else np.concatenate(same) for name, same in arrays.items()}
+    return Sample(multimodal_inputs=inputs or None, multimodal_train_inputs=whole or None)
 
 
 class Tree:

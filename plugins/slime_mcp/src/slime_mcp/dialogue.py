@@ -112,8 +112,7 @@ async def _turns(
             if not error.context_full or not sample.response_length:
                 raise
             sample.status = Status.TRUNCATED
-            _drop_unread(sample, ctx.tokenizer)
-            await _keep_pictures(sample, state.get("pictures", 0), ctx)
+            await _drop_unread(sample, state.get("pictures", 0), ctx)
             return
         if done.finish == "abort":
             return
@@ -130,7 +129,7 @@ async def _turns(
             sample.status = Status.TRUNCATED
             return
         work = [_result(call, number, sample, servers, tools, options) for number, call in enumerate(calls)]
-        results = [_visible(result, ctx) for result in await asyncio.gather(*work)]
+        results = [await _visible(result, ctx) for result in await asyncio.gather(*work)]
         state["calls"] += len(calls)
         for result in results:
             if result.error:
@@ -182,14 +181,14 @@ def _content(result: ToolResult) -> str | list[dict[str, Any]]:
     return list(result.parts) or result.text
 
 
-def _visible(result: ToolResult, ctx: Context) -> ToolResult:
+async def _visible(result: ToolResult, ctx: Context) -> ToolResult:
     """The result as the model of this run reads it: without pictures, or with those that can be read."""
     if not result.parts:
         return result
     if ctx.media is None:
         return replace(result, parts=())
     try:
-        ctx.media.open(inputs_of([{"content": list(result.parts)}]), "a tool's result")
+        await asyncio.to_thread(ctx.media.open, inputs_of([{"content": list(result.parts)}]), "a tool's result")
     except DataError as error:
         return ToolResult(text=f"Error: {error.what}: {error.why}", error="failed")
     return result
@@ -197,19 +196,27 @@ def _visible(result: ToolResult, ctx: Context) -> ToolResult:
 
 async def _keep_pictures(sample: Sample, count: int, ctx: Context) -> None:
     """Leave a sample its first pictures: those whose placeholders it still has."""
-    images = (sample.multimodal_inputs or {}).get("images", [])
+    inputs = sample.multimodal_inputs or {}
+    images = inputs.get("images", [])
     if len(images) > count:
-        sample.multimodal_inputs = {"images": images[:count]} if count else None
+        remaining = {**inputs, "images": images[:count]}
+        sample.multimodal_inputs = {kind: items for kind, items in remaining.items() if items} or None
         sample.multimodal_train_inputs = None
         await ctx.prepare_media([sample])
 
 
-def _drop_unread(sample: Sample, tokenizer: Any) -> None:
-    """Remove the results at a sample's end: with them it is longer than the context, which a trainer may not hold."""
+async def _drop_unread(sample: Sample, pictures: int, ctx: Context) -> None:
+    """Remove the results at a sample's end: with them it is longer than the context, which a trainer may not hold.
+
+    ``pictures`` are those before the results. There are no results after an answer that the run stopped.
+    """
     mask = sample.loss_mask or []
     count = next((number for number, trains in enumerate(reversed(mask)) if trains), len(mask))
-    text = decode(tokenizer, sample.tokens[len(sample.tokens) - count :])
+    if not count:
+        return
+    text = decode(ctx.tokenizer, sample.tokens[len(sample.tokens) - count :])
     sample.truncate_response(sample.response_length - count, sample.response.removesuffix(text))
+    await _keep_pictures(sample, pictures, ctx)
 
 
 def _begin_again(sample: Sample) -> None:

@@ -232,7 +232,7 @@ class EpisodePlayer:
                 if result.done:
                     turns.ended = "done"
                     return messages, True
-                content = self._parts(_result_content(result.observation))
+                content = await self._parts(_result_content(result.observation))
             messages.append({"role": "tool", "name": call["tool_name"], "content": content})
         if not calls:
             turns.ended = "answer"
@@ -254,12 +254,12 @@ class EpisodePlayer:
         """What an observation says, as a text, or as parts where ``observation_path`` returns pictures."""
         if self._observe is not None:
             value = await _called(self._observe, result.observation)
-            return self._parts(value if isinstance(value, list) else str(value))
+            return await self._parts(value if isinstance(value, list) else str(value))
         parts = {"observation": result.observation, "reward": result.reward, "done": result.done}
         values = {**result.observation, **parts, "text": plain(result.observation)}
         return _sound(rendered("observation_template", self._options.observation_template, values))
 
-    def _parts(self, content: Content) -> Content:
+    async def _parts(self, content: Content) -> Content:
         """A content that can be used: pictures are files themselves, never paths of this machine.
 
         Raises:
@@ -272,7 +272,7 @@ class EpisodePlayer:
         where, access = "an observation", Access(limits=self._ctx.media.limits)
         try:
             parts = checked_parts([{**part} for part in content], where, access)
-            self._ctx.media.open(inputs_of([{"content": parts}]), where)
+            await asyncio.to_thread(self._ctx.media.open, inputs_of([{"content": parts}]), where)
         except DataError as error:
             raise EnvFault(f"its picture cannot be used: {error.what}") from error
         return [part if part["type"] != "text" else {**part, "text": _sound(part["text"])} for part in parts]
