@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from slime_core.errors import ConfigError
 from slime_core.trainers.fsdp.shards import local
+from slime_core.weights.vision import sees
 
 if TYPE_CHECKING:
     from slime_core.trainers.fsdp.ranks import FsdpRanks
@@ -67,6 +68,8 @@ def _plan(hf: Any) -> dict[re.Pattern[str], str]:
     if plan and not odd and hasattr(hf.base_model, "rotary_emb"):
         return {re.compile(re.escape(name).replace(r"\*", r"\d+")): style for name, style in plan.items()}
     reason = f"its plan has {', '.join(odd)}, which {COLUMN} and {ROW} products do not cover" if odd else ""
+    if sees(hf.config):
+        reason = "it sees pictures, whose features are not divided among the ranks of a product"
     raise ConfigError(
         f"{type(hf).__name__} cannot be trained with tensor_parallel_size",
         code="CFG04",

@@ -5,6 +5,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import pictures
 import pytest
 import splits
 import torch
@@ -17,7 +18,7 @@ from slime_core.algorithms import OFFLINE, algorithms
 from slime_core.algorithms.shared.terms import role_columns
 from slime_core.errors import ConfigError
 from slime_core.plugins import load_plugins
-from slime_core.testing import tiny_model
+from slime_core.testing import tiny_model, tiny_vision_model
 from slime_core.testing.families import family_model
 from slime_core.threads import TorchThread
 from slime_core.trainers.fsdp import FsdpTrainer
@@ -84,6 +85,7 @@ REFUSED = {
     "qwen3-next": ({"context_parallel_size": 2}, "computes each sequence on one rank"),
     "qwen3-moe": ({"tensor_parallel_size": 2}, "its plan has moe_tp_experts, packed_colwise"),
     "gpt2": ({"tensor_parallel_size": 2}, "no plan"),
+    **{family: ({"tensor_parallel_size": 2}, "it sees pictures") for family in pictures.FAMILIES},
 }
 
 
@@ -244,7 +246,7 @@ def test_one_rank_and_torch_have_the_bits_that_a_layout_saved_in_even_shares(out
 
 def test_families_share_sequences_and_products_compiled_or_are_refused_by_name(bench, zygote, tmp_path):
     for family in {*FAMILY_LAYOUTS, *REFUSED}:
-        family_model(tmp_path / family, family)
+        (tiny_vision_model if family in pictures.FAMILIES else family_model)(tmp_path / family, family)
     ranks = [[__file__, tmp_path, tmp_path, rank, 2] for rank in range(2)]
     zygote.together(tmp_path, ranks)
     one, batch = (
