@@ -81,12 +81,36 @@ def picture_groups(family, config, seed=0):
     return groups
 
 
-def picture_batch(family, config, seed=0):
+def picture_batch(family, config, seed=0, groups=picture_groups):
     """The groups' Batch with an ``advantages`` column."""
-    batch = make_batch(0, "main", picture_groups(family, config, seed))
+    batch = make_batch(0, "main", groups(family, config, seed))
     draw = np.random.default_rng(99)
     batch.columns["advantages"] = draw.normal(size=len(batch.loss_mask)).astype(np.float32)
     return batch
+
+
+def video_groups(family, config, seed=7):
+    """Groups of one: a video of four frames behind a picture, the same video alone and faster, words."""
+    draw, tile, groups = np.random.default_rng(seed), (1, 2), []
+    frames = [[config.video_token_id] * 2] * 2 if family == "qwen3_vl" else [[config.video_token_id] * 4]
+    run = [token for one in frames for token in (9, *one)]  # of qwen3_vl each row in time has a run of its own
+    picture = arrays_of(family, draw, [tile])
+    grids = np.array([[2, 2, 4]], dtype=np.int64)
+    pixels = draw.normal(size=(int(grids.prod()), PATCH_WIDTH[family])).astype(np.float32)
+    video = {"pixel_values_videos": pixels, "video_grid_thw": grids}
+    for number, seconds in enumerate((2.0, 1.0, None)):
+        tokens, arrays = draw.integers(3, 60, 3).tolist(), None
+        if seconds:
+            arrays = video if family == "qwen3_vl" else video | {"second_per_grid_ts": np.array([seconds])}
+            tokens += [*run, *draw.integers(3, 60, 2).tolist()]
+        if not number:
+            tokens, arrays = [5, *run_of(family, config, tile), *tokens], arrays | picture
+        s = Sample(id=f"main/{number}-0", tokens=list(tokens), rollout_id=number, group_index=number)
+        s.append_response(draw.integers(3, 60, 5).tolist(), (-draw.random(5) * 4).tolist(), version=0)
+        s.multimodal_train_inputs, s.status, s.reward = arrays, Status.COMPLETED, float(number)
+        prompt = Prompt(id=f"main/{number}", position=number, tokens=tokens)
+        groups.append(Group(prompt=prompt, samples=[s], rollouts={number: [0]}))
+    return groups
 
 
 def forward_of(model, batch, sample):

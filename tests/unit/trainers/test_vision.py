@@ -5,7 +5,7 @@ import pytest
 import ref_grpo
 import torch
 import trainer_bench as made
-from pictures import FAMILIES, forward_of, picture_batch, picture_groups
+from pictures import FAMILIES, forward_of, picture_batch, picture_groups, video_groups
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
@@ -66,6 +66,18 @@ def test_log_probs_and_gradients_are_those_of_transformers_however_packed(bench,
     checkpointing = {"gradient_checkpointing": True, "gradient_checkpointing_layers": 2}
     for max_tokens, more in ((1, {}), (10_000, checkpointing)):
         assert_close(bench(max_tokens_per_gpu=max_tokens, **settings, **more).gradient(batch), want)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_log_probs_and_gradients_of_videos_are_those_of_transformers(bench, folders, family):
+    settings = {"folder": folders[family], "eps_clip_high": 0.28, "freeze_vision_tower": False}
+    one = bench(max_tokens_per_gpu=10_000, **settings)
+    batch = picture_batch(family, one.folder.config, groups=video_groups)
+    log_probs, want = reference(folders[family], batch)
+    scored = one.call("score", batch, frozenset({"policy"}))["policy"]["log_probs"]
+    np.testing.assert_allclose(scored, log_probs, atol=3e-5)
+    assert_close(one.gradient(batch), want)
+    assert_close(bench(max_tokens_per_gpu=1, **settings).gradient(batch), want)
 
 
 def test_pictures_of_a_shared_prompt_pass_the_tower_once_and_other_pictures_are_no_shared_prompt(bench, folders):
