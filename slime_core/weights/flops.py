@@ -37,7 +37,7 @@ class Flops:
     def of(cls, config: Any) -> Flops:
         """Of a Hugging Face config: an estimate, whatever sizes it names.
 
-        Windows, sparse attention and state-space layers count as full attention.
+        Windows, sparse attention and state-space layers count as full attention; towers of pictures do not count.
         """
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         sizes = _Sizes(text)
