@@ -25,7 +25,7 @@ from slime_core.data.strict import converted
 from slime_core.data.supply import BadRows, FileSupply, PluginSupply, Supply, changed, nothing_left, say_grown
 from slime_core.durable import replace_file, storage_error
 from slime_core.errors import ConfigError, DataError
-from slime_core.media.processor import MediaProcessor, not_taken
+from slime_core.media.processor import MediaProcessor, blindness, not_taken
 from slime_core.seeds import seed_of
 from slime_core.types import Prompt
 
@@ -216,15 +216,16 @@ def _supply(
     mark: Mapping[str, Any] | None = None,
 ) -> Supply:
     encoder.rewrite = partial(plugins.messages, ctx=ctx)
+    if encoder.media is None and not _by_function(plugins, task, config):
+        encoder.blindness = f"{blindness(encoder.tokenizer)}, and no function generates"
     source = None if ctx.evaluation and task.prompt_data else plugins.prompts(task, ctx)
     if source is not None:
         return PluginSupply(source, task.name, encoder, bad)
     if not task.prompt_data:
         raise no_data(task.name, key)
     keys = Keys.of(config, task)
-    if keys.media and encoder.media is None and not _by_function(plugins, task, config):
-        reason = "it is a model of text, and no function generates"
-        raise not_taken(" or ".join(keys.media), "data.multimodal_keys", reason)
+    if keys.media and encoder.blindness:
+        raise not_taken(" or ".join(keys.media), "data.multimodal_keys", encoder.blindness)
 
     def opened(mark: Mapping[str, Any] | None) -> DataRows:
         limit = config.data.max_line_bytes

@@ -21,7 +21,8 @@ from slime_core.data.strict import check_value
 from slime_core.data.template_trial import try_template
 from slime_core.errors import DataError, nearest
 from slime_core.media.placing import MARK, bare, placed, plainly, references_of
-from slime_core.media.references import TRUSTED, Access, MediaLimits, checked, kind_of, plain_inputs
+from slime_core.media.processor import refuse_unseen
+from slime_core.media.references import TRUSTED, Access, MediaLimits, checked, kind_of, parts_of, plain_inputs
 from slime_core.types import MediaInputs, Message, Prompt
 
 if TYPE_CHECKING:
@@ -195,6 +196,7 @@ class Encoder:
     rewrite: Rewrite | None = None  # `slime_messages`
     keeps_messages: bool = False  # without a template a function gets them; they are rendered for their length alone
     media: MediaProcessor | None = None  # of a model that takes pictures
+    blindness: str = ""  # why pictures are refused; without it and ``media`` a function gets their references
     dropped: tuple[int, int] = (0, 0)  # tokens of the shortest and the longest prompt that were dropped
 
     def __post_init__(self) -> None:
@@ -219,11 +221,13 @@ class Encoder:
             parsed.prompt, parsed.media, parsed.tools, prompt, template=self.template or messages
         )
         tokens = self._tokens(text, inputs, parsed.where)
-        prompt = replace(prompt, multimodal_inputs=self._references(inputs))
+        prompt = replace(prompt, multimodal_inputs=self._references(inputs, parsed.where))
         return self._filled(prompt, parsed.prompt if messages else text, tokens, parsed.where)
 
     def _with_replies(self, prompt: Prompt, parsed: Parsed, encoder: ReplyEncoder) -> Prompt | None:
         where, inputs = parsed.where, parsed.media
+        for content in (parsed.prompt, *parsed.replies):
+            refuse_unseen([kind for kind, _ in parts_of(content)], where, self.blindness)
         if self.media is not None:
             messages = placed(parsed.prompt, parsed.media, where)
             inputs, plain = references_of(messages), isinstance(parsed.prompt, str) and not self.template
@@ -255,7 +259,7 @@ class Encoder:
         metadata = {**prompt.metadata, REPLIES: encoded}
         text = decode(self.tokenizer, first)
         return replace(
-            prompt, prompt=text, tokens=first, metadata=metadata, multimodal_inputs=self._references(inputs)
+            prompt, prompt=text, tokens=first, metadata=metadata, multimodal_inputs=self._references(inputs, where)
         )
 
     def _encoded(self, parsed: Parsed, encoder: ReplyEncoder) -> list[EncodedReply]:
@@ -298,9 +302,10 @@ class Encoder:
             self.media.open(parsed.media, parsed.where)
             self.media.open(references_of(parsed.prompt) if isinstance(parsed.prompt, list) else {}, parsed.where)
 
-    def _references(self, inputs: MediaInputs) -> MediaInputs | None:
+    def _references(self, inputs: MediaInputs, where: str) -> MediaInputs | None:
         """References that can be read again later."""
         references = {kind: values for kind, values in inputs.items() if values}
+        refuse_unseen(references, where, self.blindness)
         return (references if self.media is None else self.media.fetch(references)) or None
 
     def _tokens(self, text: str, inputs: MediaInputs, where: str) -> list[int]:
@@ -321,6 +326,7 @@ class Encoder:
             messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
             content, tools = self.rewrite(messages, tools, prompt)
         where, inputs = prompt.where, media
+        refuse_unseen([kind for kind, _ in parts_of(content)], where, self.blindness)
         if self.media is not None and (not isinstance(content, str) or MARK.search(content)):
             messages = placed(content, media, where)
             inputs = references_of(messages)
@@ -347,7 +353,7 @@ class Encoder:
             tokens = self._tokens(text, inputs, where)
         elif isinstance(text, str):
             check_text(text, where)
-        return self._filled(replace(prompt, multimodal_inputs=self._references(inputs)), text, tokens, where)
+        return self._filled(replace(prompt, multimodal_inputs=self._references(inputs, where)), text, tokens, where)
 
     def _filled(self, prompt: Prompt, text: str | list[Message], tokens: list[int], where: str) -> Prompt | None:
         fitted = self.fit(tokens, where, prompt.metadata, whole=bool(prompt.multimodal_inputs))

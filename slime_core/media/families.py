@@ -160,11 +160,15 @@ def family_of(folder: Path, model_type: str, layout: MediaLayout, tokenizer: Any
 
 def _video_pixels(folder: Path, default: Any) -> dict[str, int]:
     """Fewest and most pixels of a video's frame, as the folder states them; a picture's, where it states none."""
-    path = folder / "video_preprocessor_config.json"
-    stated = json.loads(path.read_text()) if path.is_file() else {}
+    stated = _json(folder / "processor_config.json").get("video_processor")  # which transformers reads first
+    stated = _json(folder / "video_preprocessor_config.json") if stated is None else stated
     size = stated.get("size") or {}
     names = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
     return {edge: int(size.get(edge) or stated.get(name) or default[edge]) for edge, name in names.items()}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text())) if path.is_file() else {}
 
 
 def _numpy(arrays: Any) -> Arrays:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slime_core.errors import DataError
-from slime_core.media.references import KINDS, Access, checked, kind_of, parts_of, value_of
+from slime_core.media.references import KINDS, Access, checked, kind_of, kind_of_part, parts_of, text_part, value_of
 from slime_core.types import MediaInputs, Message
 
 MARK = re.compile(r"<(image|video|audio)>")
@@ -33,8 +33,7 @@ def placed(content: str | list[Message], columns: Mapping[str, Sequence[Any]], w
         return remaining[kind].pop(0) if remaining.get(kind) else None
 
     def filled(part: dict[str, Any]) -> list[dict[str, Any]]:
-        kind = next((kind for kind, _ in parts_of([{"content": [part]}])), "")
-        if kind:
+        if kind := kind_of_part(part):
             value = value_of(kind, part)
             single = kind.removesuffix("s")
             return [{"type": single, single: next_of(kind) if value is None else value}]
@@ -79,8 +78,8 @@ def bare(messages: Sequence[Message]) -> list[Message]:
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):
-            kinds = [next((kind for kind, _ in parts_of([{"content": [part]}])), "") for part in content]
-            parts = [{"type": kind.removesuffix("s")} if kind else part for kind, part in zip(kinds, content)]
+            kinds = map(kind_of_part, content)
+            parts = [{"type": k.removesuffix("s")} if k else text_part(part) for k, part in zip(kinds, content)]
             message = {**message, "content": parts}
         whole.append(message)
     return whole
@@ -105,10 +104,11 @@ def checked_parts(content: Sequence[dict[str, Any]], where: str, access: Access)
     """
     parts = []
     for part in content:
-        kind = next((kind for kind, _ in parts_of([{"content": [part]}])), "")
+        kind = kind_of_part(part)
         value = value_of(kind, part) if kind else None
         single = kind.removesuffix("s")
-        parts.append(part if value is None else {"type": single, single: checked(value, where, access)})
+        bare_part = part if kind else text_part(part)
+        parts.append(bare_part if value is None else {"type": single, single: checked(value, where, access)})
     return parts
 
 

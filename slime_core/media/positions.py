@@ -95,6 +95,12 @@ class MediaLayout:
                     begin = end
         return items
 
+    def count(self, kind: Kind, arrays: Mapping[str, Any]) -> int:
+        """Pictures or videos of a processor's arrays; crops, for a model without grids."""
+        if not self.merge:
+            return _crops(arrays.get(PIXELS[kind]))
+        return int(arrays[GRIDS[kind]].shape[0]) if GRIDS[kind] in arrays else 0
+
     def _parts(self, kind: Kind, grid: Sequence[int]) -> list[tuple[int, int, int]]:
         time, height, width = grid
         single = kind == "videos" and not self.seconds

@@ -13,7 +13,9 @@ import asyncio
 import json
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +35,7 @@ from slime_core.media.references import (
     picture,
     plain_sample,
     read,
+    rgb,
     shown,
     with_reference,
 )
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SIZES = 1 << 14  # of references whose sizes are kept
+FETCHED = 1 << 28  # characters of data URIs that are kept of addresses
 
 
 class MediaProcessor:
@@ -56,7 +60,7 @@ class MediaProcessor:
     def __init__(self, family: PictureFamily, layout: MediaLayout, limits: MediaLimits) -> None:
         self.layout, self.limits, self._family = layout, limits, family
         self._sizes: OrderedDict[str, list[Size]] = OrderedDict()
-        self._fetched: dict[str, str] = {}  # address -> data URI, until :meth:`fetch` hands it over
+        self._fetched: OrderedDict[str, str] = OrderedDict()  # address -> data URI, until :meth:`fetch` hands it over
         self._lock = threading.Lock()
 
     @classmethod
@@ -113,11 +117,14 @@ class MediaProcessor:
         arrays: Arrays = {}
         for kind in self._kinds(inputs, where):
             if kind == "images":
-                arrays |= self._family.images([self._picture(item, where) for item in inputs[kind]])
+                images = [self._picture(item, where) for item in inputs[kind]]
+                with _accepted(inputs[kind], where):
+                    arrays |= self._family.images(images)
                 continue
             for video in inputs[kind]:
                 frames = [self._picture(frame, where) for frame in _frames(video, where)]
-                arrays = joined(arrays, self._family.video(frames))
+                with _accepted(video, where):
+                    arrays = joined(arrays, self._family.video(frames))
         return arrays
 
     def open(self, inputs: Mapping[str, Sequence[Any]], where: str = "") -> None:
@@ -146,29 +153,45 @@ class MediaProcessor:
         return references
 
     def check(self, sample: Sample) -> None:
-        """Compare the placeholders of a sample's tokens with its arrays.
+        """Compare the references of a sample, its arrays and the placeholders of its tokens.
+
+        A placeholder that the model drew needs no picture: it is trained, or has a version of weights.
 
         Raises:
-            DataError: DAT38.
+            DataError: DAT38; where sizes are no longer known, as :meth:`arrays`.
         """
-        items = self.layout.items(sample.multimodal_train_inputs or {})  # type: ignore[arg-type]
-        self.layout.starts(np.asarray(sample.tokens), items, f"sample {sample.id}")
+        arrays, where = sample.multimodal_train_inputs or {}, f"sample {sample.id}"
+        for kind, count, made in self._counts(sample):
+            if count != made:
+                raise _blind(f"references to {count} {kind} or their crops, and arrays of {made}", where)
+        items = self.layout.items(arrays)  # type: ignore[arg-type]
+        unbound = np.isin(sample.tokens, self.layout.ids)
+        for start, item in zip(self.layout.starts(np.asarray(sample.tokens), items, where), items, strict=True):
+            unbound[start : start + item.tokens] = False
+        length = sample.response_length
+        trained, versions = sample.loss_mask or [1] * length, sample.weight_versions or [-1] * length
+        drawn = [mask == 1 or version >= 0 for mask, version in zip(trained, versions, strict=True)]
+        unbound[len(unbound) - length :] &= ~np.array(drawn, dtype=bool)
+        if unbound.any():
+            raise _blind(f"{unbound.sum()} placeholders without a picture, the first at {unbound.argmax()}", where)
 
     async def prepare(self, samples: Iterable[Sample]) -> None:
-        """Make the arrays of samples that have references alone; equal references have one set of arrays.
+        """Make the arrays of samples whose references have none, or others; equal references have one set of arrays.
 
         Raises:
-            DataError: as :meth:`arrays`.
+            DataError: as :meth:`arrays` and :meth:`fetch`.
         """
-        arrays_of: dict[str, Arrays] = {}
+        made: dict[str, tuple[MediaInputs, Arrays]] = {}
         for sample in samples:
             plain_sample(sample)
-            if not sample.multimodal_inputs or sample.multimodal_train_inputs:
+            if not sample.multimodal_inputs or await asyncio.to_thread(self._has_arrays, sample):
                 continue
             key = json.dumps(sample.multimodal_inputs)
-            if key not in arrays_of:
-                arrays_of[key] = await asyncio.to_thread(self.arrays, sample.multimodal_inputs, f"sample {sample.id}")
-            sample.multimodal_train_inputs = dict(arrays_of[key])
+            if key not in made:
+                made[key] = await asyncio.to_thread(self._made, sample.multimodal_inputs, f"sample {sample.id}")
+            inputs, arrays = made[key]
+            sample.multimodal_inputs = deepcopy(inputs)
+            sample.multimodal_train_inputs = {**(sample.multimodal_train_inputs or {}), **arrays}
 
     async def request(self, sample: Sample) -> Media | None:
         """What a request of a sample brings to the engine; None of text alone.
@@ -206,10 +229,30 @@ class MediaProcessor:
         if not inputs:
             return
         await self.prepare([sample])
-        arrays = await asyncio.to_thread(self.arrays, inputs, where)
+        inputs, arrays = await asyncio.to_thread(self._made, inputs, where)
         before = sample.multimodal_inputs or {}
         sample.multimodal_inputs = {kind: [*before.get(kind, []), *inputs.get(kind, [])] for kind in before | inputs}
         sample.multimodal_train_inputs = dict(joined(sample.multimodal_train_inputs or {}, arrays))
+
+    def _made(self, inputs: MediaInputs, where: str) -> tuple[MediaInputs, Arrays]:
+        """References that can be read again, and their arrays."""
+        inputs = self.fetch(inputs, where)
+        return inputs, self.arrays(inputs, where)
+
+    def _has_arrays(self, sample: Sample) -> bool:
+        return bool(sample.multimodal_train_inputs) and all(count == made for _, count, made in self._counts(sample))
+
+    def _counts(self, sample: Sample) -> Iterator[tuple[str, int, int]]:
+        """Of every kind with references: pictures or videos that they make, and those of the arrays; crops as well."""
+        for kind, placeholder in self.layout.placeholders.items():
+            items = (sample.multimodal_inputs or {}).get(kind)
+            if not items:
+                continue
+            count = len(items)
+            if not self.layout.merge:
+                runs = chain(*self._runs(kind, items, f"sample {sample.id}"))
+                count = [*runs].count(placeholder) // self.layout.crop_tokens
+            yield kind, count, self.layout.count(kind, sample.multimodal_train_inputs or {})
 
     def _request(self, sample: Sample) -> Media:
         inputs, where = sample.multimodal_inputs or {}, f"sample {sample.id}"
@@ -225,10 +268,14 @@ class MediaProcessor:
         return kinds
 
     def _runs(self, kind: str, items: Sequence[Any], where: str) -> list[list[int]]:
-        if kind == "images":
-            return [self._family.image_tokens(self._size(item, where)[0]) for item in items]
-        videos = [_frames(item, where) for item in items]
-        return [self._family.video_tokens(len(video), self._size(video, where)[0]) for video in videos]
+        runs = []
+        for item in items:
+            size = self._size(item if kind == "images" else _frames(item, where), where)[0]
+            with _accepted(item, where):
+                runs.append(
+                    self._family.image_tokens(size) if kind == "images" else self._family.video_tokens(len(item), size)
+                )
+        return runs
 
     def _size(self, item: Any, where: str) -> list[Size]:
         """Sizes of a picture, or of a video's frames, which are equal."""
@@ -260,7 +307,7 @@ class MediaProcessor:
 
     def _picture(self, reference: Any, where: str) -> Image:
         if not isinstance(reference, str):  # a picture of a user's function
-            return reference.convert("RGB")  # type: ignore[no-any-return]
+            return rgb(reference)
         return picture(self._read(reference, where), shown(reference), where, self.limits)
 
     def _read(self, reference: str, where: str) -> bytes:
@@ -270,15 +317,59 @@ class MediaProcessor:
         """The reference, or the data URI of an address, which is fetched once."""
         if not is_address(reference):
             return reference
-        if reference not in self._fetched:
-            self._fetched[reference] = data_uri(read(reference, where, self.limits))
-        return self._fetched[reference]
+        with self._lock:
+            data = self._fetched.get(reference)
+        if data is None:
+            data = data_uri(read(reference, where, self.limits))
+            with self._lock:
+                self._fetched[reference] = data
+                while sum(map(len, self._fetched.values())) > FETCHED:
+                    self._fetched.popitem(last=False)
+        return data
+
+
+def blindness(tokenizer: Any) -> str:
+    """Why :meth:`MediaProcessor.of` has none of this tokenizer's folder."""
+    folder = Path(getattr(tokenizer, "name_or_path", "") or "")
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    if config.get("model_type") in FAMILIES:
+        return f"{folder} has no preprocessor_config.json, which says how the model sees pictures"
+    if "vision_config" in config:
+        return f"{config.get('model_type')} is none of the families of pictures: {', '.join(FAMILIES)}"
+    return "it is a model of text"
 
 
 def joined(arrays: Mapping[str, Any], more: Arrays) -> Arrays:
     """Arrays of media, then those of more media, end to end."""
     both = {name: np.concatenate([arrays[name], more[name]]) for name in more if name in arrays}
     return {**arrays, **more, **both}
+
+
+@contextmanager
+def _accepted(item: Any, where: str) -> Iterator[None]:
+    """Make a ValueError of transformers' processors DAT39, such as that of a picture of 10 x 3000 pixels."""
+    try:
+        yield
+    except ValueError as error:
+        raise DataError(
+            f"the model's image processor refuses {shown(str(item))}",
+            code="DAT39",
+            where=where,
+            why=str(error),
+            fix="resize or crop the picture, or leave such rows out with data.max_bad_rows",
+        ) from error
+
+
+def _blind(found: str, where: str) -> DataError:
+    """DAT38, of a sample that would train without seeing its pictures."""
+    return DataError(
+        f"the sample has {found}",
+        code="DAT38",
+        where=where,
+        why="the model would not see what its tokens stand for",
+        fix="add pictures by ctx.append_media, or name them in sample.multimodal_inputs and await ctx.prepare_media",
+    )
 
 
 def mismatch(kind: str, count: int, placeholders: int, where: str) -> DataError:
@@ -292,6 +383,16 @@ def mismatch(kind: str, count: int, placeholders: int, where: str) -> DataError:
     )
 
 
+def refuse_unseen(kinds: Collection[str], where: str, why: str) -> None:
+    """Refuse media where nothing would see them, for the reason ``why``, if there is one.
+
+    Raises:
+        DataError: DAT41.
+    """
+    if kinds and why:
+        raise not_taken(" and ".join(dict.fromkeys(kinds)), where, why)
+
+
 def not_taken(kind: str, where: str, why: str) -> DataError:
     """DAT41."""
     return DataError(
@@ -299,7 +400,8 @@ def not_taken(kind: str, where: str, why: str) -> DataError:
         code="DAT41",
         where=where,
         why=why,
-        fix=f"set rollout.hf_checkpoint to a model of {kind} (families of pictures: {', '.join(FAMILIES)})\n"
+        fix=f"set rollout.hf_checkpoint to the whole folder of a model of {kind}\n"
+        f"(families of pictures: {', '.join(FAMILIES)})\n"
         "or train on text: leave them out of data.multimodal_keys and the messages",
     )
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import posixpath
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.error import URLError
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 import numpy as np
@@ -47,7 +48,7 @@ class MediaLimits:
 
     pixels: int = 1 << 26
     nbytes: int = 1 << 26
-    addresses: tuple[str, ...] = ()  # beginnings of those that may be fetched
+    addresses: tuple[str, ...] = ()  # what lies at and below them may be fetched
 
 
 NO_ADDRESS = MediaLimits()
@@ -88,7 +89,7 @@ def checked(value: Any, where: str, access: Access) -> str | list[Any]:
         raise _unusable(value, where)
     if value.startswith("data:"):
         return value
-    if is_address(value) and value.startswith(access.limits.addresses):
+    if is_allowed(value, access.limits.addresses):
         return value
     return str(_below(value, where, access.folder))
 
@@ -111,7 +112,7 @@ def reference(value: Any, where: str = "") -> str | list[Any]:
         if source and pixels == _digest(value):
             return str(source)
         buffer = io.BytesIO()
-        (value if value.mode in ("RGB", "RGBA", "L") else value.convert("RGB")).save(buffer, format="PNG")
+        (value if value.mode in ("RGB", "RGBA", "L") else rgb(value)).save(buffer, format="PNG")
         return data_uri(buffer.getvalue())
     if isinstance(value, str) and value:
         return value.removeprefix("file://")
@@ -137,6 +138,18 @@ def data_uri(data: bytes) -> str:
 def is_address(reference: str) -> bool:
     """Whether it is fetched from a network."""
     return reference.startswith(("http://", "https://"))
+
+
+def is_allowed(address: str, allowed: Iterable[str]) -> bool:
+    """Whether an address is an allowed one, or lies below its path on the same scheme, host and port.
+
+    One with a user's name is never allowed.
+    """
+    try:
+        place = _place(address)
+        return place is not None and any(_lies_below(place, _place(one)) for one in allowed)
+    except ValueError:  # a port that is no number, half an IPv6 address
+        return False
 
 
 def read(reference: str, where: str = "", limits: MediaLimits = NO_ADDRESS) -> bytes:
@@ -179,13 +192,26 @@ def picture(data: bytes, name: str, where: str = "", limits: MediaLimits = NO_AD
         if width * height > limits.pixels:
             raise over_limit(name, where, f"{width} x {height} pixels", "data.max_image_pixels", limits.pixels)
         image.load()
-        return ImageOps.exif_transpose(image).convert("RGB")
+        return rgb(ImageOps.exif_transpose(image))
     except DataError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:  # Pillow's own limits
         raise over_limit(name, where, str(error), "data.max_image_pixels", limits.pixels) from error
     except Exception as error:  # decoders raise whatever they meet in a broken file
         raise unreadable(name, where, f"{type(error).__name__}: {error}") from error
+
+
+def rgb(image: Image) -> Image:
+    """A picture in RGB: what is transparent lies on white, 16 bits of grey become 8."""
+    from PIL import Image
+
+    if image.mode.startswith("I"):
+        grey = np.clip(np.asarray(image).astype(np.int64), 0, 65535)
+        return Image.fromarray(((grey + 128) // 257).astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        white = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
+    return image.convert("RGB")
 
 
 def shown(reference: str) -> str:
@@ -198,9 +224,21 @@ def parts_of(messages: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     for message in messages if isinstance(messages, Sequence) and not isinstance(messages, str) else ():
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
-            kind = kind_of(str(part.get("type", ""))) or next(filter(None, map(kind_of, part)), "")
-            if kind:
+            if kind := kind_of_part(part):
                 yield kind, part
+
+
+def kind_of_part(part: Mapping[str, Any]) -> str:
+    """The kind of media of a part of a message, by its type or by a key that has a value; "" of a text."""
+    if part.get("type") == "text":
+        return ""
+    filled = (name for name, value in part.items() if value not in (None, ""))
+    return kind_of(str(part.get("type", ""))) or next(filter(None, map(kind_of, filled)), "")
+
+
+def text_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    """A part that is no media without the keys of media, in which chat templates see a picture even where empty."""
+    return {name: value for name, value in part.items() if not kind_of(name)}
 
 
 def value_of(kind: str, part: Mapping[str, Any]) -> Any:
@@ -305,12 +343,29 @@ def _refused(value: str, where: str, reason: str) -> DataError:
         where=where,
         why=reason,
         fix="copy the file beside the data and name it by a relative path, or set data.media_folder\n"
-        "an address: name its beginning in data.media_addresses",
+        "an address: name it, or its folder, in data.media_addresses",
     )
 
 
 def _inside(path: Path, folder: Path) -> bool:
     return path.resolve().is_relative_to(folder.resolve())
+
+
+def _place(address: str) -> tuple[str, str, int | None, str] | None:
+    """Scheme, host, port and plain path of an address; None where a user's name is in it, or it is none."""
+    if not is_address(address):
+        return None
+    parts = urlsplit(address)
+    if "@" in parts.netloc or not parts.hostname:
+        return None
+    path = posixpath.normpath("/" + unquote(parts.path).replace("\\", "/").lstrip("/"))
+    return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}[parts.scheme], path
+
+
+def _lies_below(place: tuple[Any, ...], allowed: tuple[Any, ...] | None) -> bool:
+    if allowed is None or place[:3] != allowed[:3]:
+        return False
+    return bool(place[3] == allowed[3] or place[3].startswith(allowed[3].rstrip("/") + "/"))
 
 
 class _SameAddresses(HTTPRedirectHandler):
@@ -322,14 +377,14 @@ class _SameAddresses(HTTPRedirectHandler):
     def redirect_request(self, req: Request, *answer: Any) -> Request | None:
         """Raise URLError for another address."""
         target = str(answer[-1])
-        if not target.startswith(self._addresses):
+        if not is_allowed(target, self._addresses):
             answer[0].close()
             raise URLError(f"redirected to {target[:100]}, which data.media_addresses does not allow")
         return super().redirect_request(req, *answer)
 
 
 def _fetched(address: str, where: str, limits: MediaLimits) -> bytes:
-    if not address.startswith(limits.addresses):
+    if not is_allowed(address, limits.addresses):
         raise _refused(address, where, "data.media_addresses does not allow it")
     try:
         with build_opener(_SameAddresses(limits.addresses)).open(address, timeout=SECONDS) as answer:

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -146,7 +147,7 @@ def pending_group(prompt: Prompt, config: Config, *, count: int = 0, attempt: in
             tokens=list(prompt.tokens),
             label=prompt.label,
             metadata=dict(prompt.metadata),
-            multimodal_inputs=prompt.multimodal_inputs,
+            multimodal_inputs=deepcopy(prompt.multimodal_inputs),
             group_index=prompt.position,
             index=first + j,
             rollout_id=first + j,

@@ -71,7 +71,7 @@ class DataSection(Section):
         path="input",
     )
     media_addresses: tuple[str, ...] = key(
-        (), "Beginnings of addresses that rows may name, such as https://images.example.org/.", PROMPTS
+        (), "Addresses at and below which rows may name media, such as https://images.example.org/a/.", PROMPTS
     )
     max_image_pixels: int = key(1 << 26, "Largest picture that is decoded.", LIMIT, ge=1)
     max_media_bytes: int = key(1 << 26, "Largest file of media that is read or fetched.", LIMIT, ge=1)

@@ -251,6 +251,7 @@ BAD = {
     "half a file": ({"images": ["half.jpg"], "problem": "<image>"}, "DAT39", "half.jpg cannot be decoded"),
     "not base64": ({"images": ["data:image/png;base64,@@"], "problem": "<image>"}, "DAT39", "cannot be decoded"),
     "a bomb": ({"images": ["bomb.png"], "problem": "<image>"}, "DAT40", "too large"),
+    "a strip": ({"images": ["strip.png"], "problem": "<image>"}, "DAT39", "image processor refuses"),
     "many pixels": ({"images": ["large.png"], "problem": "<image>"}, "DAT40", "700 x 600 pixels"),
     "many bytes": ({"images": ["long.bmp"], "problem": "<image>"}, "DAT40", "more than 1000000 bytes"),
     "a number": ({"images": [3], "problem": "<image>"}, "DAT24", "a reference to media is a int"),
@@ -270,6 +271,7 @@ def test_a_row_whose_pictures_cannot_be_used_is_a_bad_row(
     (tmp_path / "bomb.png").write_bytes(png_header(60_000, 60_000))
     Image.new("L", (700, 600)).save(tmp_path / "large.png")
     Image.new("RGB", (600, 600)).save(tmp_path / "long.bmp")
+    Image.new("L", (3000, 10)).save(tmp_path / "strip.png")
     good = {"images": ["flat.png"], "problem": "<image>1+1=", "answer": "2"}
     path = write({**row, "answer": "1"}, good)
     options = {"tok": tokenizers["qwen2_5_vl"], "max_image_pixels": 400_000, "max_media_bytes": 1_000_000, **KEYS}
