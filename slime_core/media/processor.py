@@ -161,17 +161,17 @@ class MediaProcessor:
             DataError: DAT38; where sizes are no longer known, as :meth:`arrays`.
         """
         arrays, where = sample.multimodal_train_inputs or {}, f"sample {sample.id}"
-        for kind, count, made in self._counts(sample):
-            if count != made:
-                raise _blind(f"references to {count} {kind} or their crops, and arrays of {made}", where)
+        for kind, count, of_arrays in self._counts(sample):
+            if count != of_arrays:
+                raise _blind(f"references to {count} {kind} or their crops, and arrays of {of_arrays}", where)
         items = self.layout.items(arrays)  # type: ignore[arg-type]
         unbound = np.isin(sample.tokens, self.layout.ids)
         for start, item in zip(self.layout.starts(np.asarray(sample.tokens), items, where), items, strict=True):
             unbound[start : start + item.tokens] = False
         length = sample.response_length
         trained, versions = sample.loss_mask or [1] * length, sample.weight_versions or [-1] * length
-        drawn = [mask == 1 or version >= 0 for mask, version in zip(trained, versions, strict=True)]
-        unbound[len(unbound) - length :] &= ~np.array(drawn, dtype=bool)
+        draws = [mask == 1 or version >= 0 for mask, version in zip(trained, versions, strict=True)]
+        unbound[len(unbound) - length :] &= ~np.array(draws, dtype=bool)
         if unbound.any():
             raise _blind(f"{unbound.sum()} placeholders without a picture, the first at {unbound.argmax()}", where)
 
@@ -181,15 +181,17 @@ class MediaProcessor:
         Raises:
             DataError: as :meth:`arrays` and :meth:`fetch`.
         """
-        made: dict[str, tuple[MediaInputs, Arrays]] = {}
+        by_references: dict[str, tuple[MediaInputs, Arrays]] = {}
         for sample in samples:
             plain_sample(sample)
             if not sample.multimodal_inputs or await asyncio.to_thread(self._has_arrays, sample):
                 continue
             key = json.dumps(sample.multimodal_inputs)
-            if key not in made:
-                made[key] = await asyncio.to_thread(self._made, sample.multimodal_inputs, f"sample {sample.id}")
-            inputs, arrays = made[key]
+            if key not in by_references:
+                by_references[key] = await asyncio.to_thread(
+                    self._storable, sample.multimodal_inputs, f"sample {sample.id}"
+                )
+            inputs, arrays = by_references[key]
             sample.multimodal_inputs = deepcopy(inputs)
             sample.multimodal_train_inputs = {**(sample.multimodal_train_inputs or {}), **arrays}
 
@@ -229,18 +231,20 @@ class MediaProcessor:
         if not inputs:
             return
         await self.prepare([sample])
-        inputs, arrays = await asyncio.to_thread(self._made, inputs, where)
+        inputs, arrays = await asyncio.to_thread(self._storable, inputs, where)
         before = sample.multimodal_inputs or {}
         sample.multimodal_inputs = {kind: [*before.get(kind, []), *inputs.get(kind, [])] for kind in before | inputs}
         sample.multimodal_train_inputs = dict(joined(sample.multimodal_train_inputs or {}, arrays))
 
-    def _made(self, inputs: MediaInputs, where: str) -> tuple[MediaInputs, Arrays]:
+    def _storable(self, inputs: MediaInputs, where: str) -> tuple[MediaInputs, Arrays]:
         """References that can be read again, and their arrays."""
         inputs = self.fetch(inputs, where)
         return inputs, self.arrays(inputs, where)
 
     def _has_arrays(self, sample: Sample) -> bool:
-        return bool(sample.multimodal_train_inputs) and all(count == made for _, count, made in self._counts(sample))
+        return bool(sample.multimodal_train_inputs) and all(
+            count == of_arrays for _, count, of_arrays in self._counts(sample)
+        )
 
     def _counts(self, sample: Sample) -> Iterator[tuple[str, int, int]]:
         """Of every kind with references: pictures or videos that they make, and those of the arrays; crops as well."""
@@ -361,10 +365,10 @@ def _accepted(item: Any, where: str) -> Iterator[None]:
         ) from error
 
 
-def _blind(found: str, where: str) -> DataError:
+def _blind(difference: str, where: str) -> DataError:
     """DAT38, of a sample that would train without seeing its pictures."""
     return DataError(
-        f"the sample has {found}",
+        f"the sample has {difference}",
         code="DAT38",
         where=where,
         why="the model would not see what its tokens stand for",
