@@ -1,6 +1,7 @@
 """Observations with pictures, read by a model that sees them."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from openenv_play import group_of, play, serving
@@ -31,6 +32,9 @@ def show(observation):
     uri = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
     return [{"type": "image", "image": uri}, {"type": "text", "text": observation["hint"]}]
 
+def words(observation):
+    return observation["hint"]
+
 def steal(observation):
     return [{"type": "image", "image": "/etc/hostname"}]
 """
@@ -44,7 +48,7 @@ def episode(tmp_path, monkeypatch):
     model = tiny_vision_model(tmp_path / "model", weights=False)
     tokenizer = ModelFolder.open(model, init_weights="random").tokenizer()
 
-    def run(name, room=9):
+    def run(name, room=9, group=None):
         def say(request):
             if len(engine.requests) >= room:
                 raise EngineError("no room", code="ENG72")
@@ -63,7 +67,7 @@ def episode(tmp_path, monkeypatch):
                     media=MediaProcessor.of(tokenizer),
                     sampling=SamplingParams(max_new_tokens=256),
                 )
-                ((sample, reward),) = await play(ctx, group_of(reset={"seed": 0}))
+                ((sample, reward),) = await play(ctx, group or group_of(reset={"seed": 0}))
                 return sample, reward, ctx
 
         return (*asyncio.run(inside()), tokenizer)
@@ -102,3 +106,25 @@ def test_pictures_that_nobody_reads_go_with_their_words_and_no_file_is_read(epis
     sample, reward, _, _ = episode("steal")
     assert reward.kind == "infra_error"
     assert "cannot be used" in reward.reason
+
+
+@pytest.mark.parametrize("form", ["text", "messages"])
+@pytest.mark.parametrize("name", ["show", "words"])
+def test_pictures_of_a_row_come_before_those_of_observations(episode, tmp_path, form, name):
+    path, mark = str(tmp_path / "row.png"), "<|vision_start|>{}<|vision_end|>"
+    Image.new("RGB", (28, 84), "blue").save(path)
+    question = mark.format("<|image_pad|>") + "find it"
+    if form == "messages":
+        question = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "find it"}]}]
+    group = group_of(prompt=question, reset={"seed": 0})
+    group.prompt = replace(group.prompt, multimodal_inputs={"images": [path]})
+    sample, reward, ctx, tokenizer = episode(name, group=group)
+    assert (sample.status, reward.value) == (Status.COMPLETED, 3.0)
+    grids = [[1, 2, 2], [1, 2, 4], [1, 2, 6]] if name == "show" else []
+    assert sample.multimodal_train_inputs["image_grid_thw"].tolist() == [[1, 6, 2], *grids]
+    assert sample.multimodal_inputs["images"][0] == path
+    ctx.media.check(sample)
+    first, _, following = tokenizer.decode(sample.tokens).partition(mark.format("<|image_pad|>" * 3) + "find it")
+    assert "<|image_pad|>" not in first
+    assert following.count("<|image_pad|>") == (6 if grids else 0)
+    assert following.index("say: a") < following.index("say: b")

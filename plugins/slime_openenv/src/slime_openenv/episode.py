@@ -28,7 +28,7 @@ from slime_core.data.turns import Speech, unspecial
 from slime_core.media.placing import bare, checked_parts
 from slime_core.media.references import Access, inputs_of
 from slime_core.plugins.locate import locate
-from slime_core.types import Message
+from slime_core.types import Message, Prompt
 from slime_openenv.actions import to_action, to_calls
 from slime_openenv.options import AUTO, Options
 from slime_openenv.servers import POLL, EnvServer, EnvServers
@@ -86,8 +86,8 @@ class EpisodePlayer:
         self._act = _function(options.action_path, "action_path")
         self._parser = parser_for(options, ctx) if options.tools else None
 
-    async def play(self, sample: Sample, row: str | list[Message]) -> None:
-        """Fill a sample with an episode of a row's prompt; one that a fault ends is FAILED."""
+    async def play(self, sample: Sample, row: Prompt) -> None:
+        """Fill a sample with an episode of a row; one that a fault ends is FAILED."""
         _clear(sample)
         turns = Turns()
         try:
@@ -124,9 +124,9 @@ class EpisodePlayer:
             await asyncio.sleep(wait)
             waited, wait = waited + wait, min(2 * wait, 1.0)
 
-    async def _open(self, sample: Sample, row: str | list[Message], start: Start) -> None:
-        """Make the prompt's tokens of the row and the first observation."""
-        messages, question = ([], row) if isinstance(row, str) else (list(row), "")
+    async def _open(self, sample: Sample, row: Prompt, start: Start) -> None:
+        """Make the prompt's tokens of the row and the first observation, whose pictures follow those of the row."""
+        messages, question = ([], row.prompt) if isinstance(row.prompt, str) else (list(row.prompt), "")
         if messages and messages[-1]["role"] == "user" and isinstance(messages[-1]["content"], str):
             question = messages.pop()["content"]
         content = await self._content(start.result)
@@ -135,8 +135,11 @@ class EpisodePlayer:
         values: dict[str, Any] = {"prompt": question, "text": text, "observation": start.result.observation}
         values |= {"schema": start.schema, "tools": start.tools}
         first = rendered("prompt_template", self._options.prompt_template, values)
-        whole = [*pictures, {"type": "text", "text": first}] if pictures else first
-        opening: list[Message] = [*messages, {"role": "user", "content": whole}]
+        row_inputs = row.multimodal_inputs or inputs_of(messages)
+        part = {"type": "text", "text": first}
+        question_first = bool(row_inputs) and not messages  # the row's placeholders are in its text
+        whole = [part, *pictures] if question_first else [*pictures, part]
+        opening: list[Message] = [*messages, {"role": "user", "content": whole if pictures else first}]
         prompt = bare(opening) if messages or self._speech.template else first
         words = render(
             prompt,
@@ -146,9 +149,12 @@ class EpisodePlayer:
             kwargs=self._speech.kwargs,
             tools=start.tools,
         )
-        inputs, ids = inputs_of(opening), encode(self._ctx.tokenizer, words)
+        first_inputs, ids, media = inputs_of(opening[-1:]), encode(self._ctx.tokenizer, words), self._ctx.media
+        inputs = {kind: [*row_inputs.get(kind, []), *first_inputs.get(kind, [])] for kind in row_inputs | first_inputs}
         sample.prompt, sample.multimodal_inputs = prompt, inputs or None
-        sample.tokens = ids if self._ctx.media is None else self._ctx.media.expand(ids, inputs, f"sample {sample.id}")
+        if media is not None:
+            ids = await asyncio.to_thread(media.expand, ids, inputs, f"sample {sample.id}")
+        sample.tokens = ids
 
     async def _converse(self, sample: Sample, start: Start, turns: Turns) -> None:
         options, act = self._options, self._step if self._parser is None else self._call

@@ -97,7 +97,7 @@ class OpenEnv:
 
         player = EpisodePlayer(self._of(group, ctx), ctx)
         waiting = [sample for sample in group.samples if sample.status in (Status.PENDING, Status.ABORTED)]
-        await together(player.play(sample, group.prompt.prompt) for sample in waiting)
+        await together(player.play(sample, group.prompt) for sample in waiting)
         return group
 
     @hookimpl
