@@ -15,6 +15,9 @@ from slime_core.kernels.attention_batch import AttentionBatch as AttentionBatch,
 
 Tensor = torch.Tensor
 
+SCORES = 1 << 24
+"""Scores that the reference has in memory at once, unless one row has more."""
+
 
 def paged_attention(
     query: Tensor,
@@ -91,7 +94,15 @@ def varlen_attention(
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, form: ScoreForm, sinks: Tensor | None) -> Tensor:
-    """Reference for one sequence: the last rows of ``key`` [L, Hkv, D] are those of ``query`` [n, Hq, D]."""
+    """Reference for one sequence: the last rows of ``key`` [L, Hkv, D] are those of ``query`` [n, Hq, D].
+
+    Rows are halved until there are few scores at once.
+    """
+    if len(query) > 1 and query.shape[1] * len(query) * len(key) > SCORES:
+        half = len(query) // 2
+        end = len(key) - len(query) + half
+        parts = (query[:half], key[:end], value[:end]), (query[half:], key, value)
+        return torch.cat([_attend(*part, form, sinks) for part in parts])
     group = query.shape[1] // key.shape[1]
     wide = torch.promote_types(query.dtype, torch.float32)
     q, k, v = query.to(wide), *(one.to(wide).repeat_interleave(group, 1) for one in (key, value))

@@ -1,0 +1,64 @@
+"""Prompts of many thousand tokens over pages: computed in chunks within memory, shared by samples, refused by name."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from slime_core.engines.local import paged
+from slime_core.engines.local.pages import PAGE, pages_of
+from slime_core.errors import EngineError
+
+pytestmark = pytest.mark.unit
+
+SAMPLES, NEW, TAIL = 4, 6, 5
+ONE_LAYER = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "layer_types": None}
+
+
+def resident(field):
+    """Bytes of this process in memory: VmRSS now, VmHWM at most since `forget_peak`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) << 10
+
+
+def forget_peak():
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+@pytest.mark.parametrize(("length", "chunk"), [(1 << 14, 1 << 12)], ids=["16k"])
+def test_samples_of_a_long_prompt_share_chunks_of_it_within_memory(bench, ask, monkeypatch, length, chunk):
+    """Pages for one prompt and a few more: four samples run at once, and a longer prompt is refused."""
+    monkeypatch.setattr(paged, "PASS_ROWS", chunk)
+    b = bench("qwen3", max_position_embeddings=2 * length, **ONE_LAYER)
+    prompt = np.random.default_rng(3).integers(3, b.folder.vocab_size, length + TAIL).tolist()
+    asked = [ask(str(i), prompt, new=NEW) for i in range(SAMPLES)]
+
+    async def go(b):
+        async with b.engine(slots=SAMPLES, context_len=2 * length, paged=True, share=1.0) as engine:
+            plan, rows = engine._scheduler.served.plan, []
+            forward = plan.forward
+            plan.forward = lambda packed, *args, **more: rows.append(len(packed)) or forward(packed, *args, **more)
+            size = engine._scheduler.served.position_bytes * PAGE
+            pages = pages_of(length) + 2 * SAMPLES + 1
+            monkeypatch.setattr(paged, "free_memory", lambda device, own: pages * size)
+            forget_peak()
+            before = resident("VmRSS")
+            done = await asyncio.gather(*(engine.generate(one) for one in asked))
+            growth = resident("VmHWM") - before
+            assert engine._scheduler._pool.count == pages
+            assert max(rows) == chunk
+            assert sum(rows) <= length + SAMPLES * (TAIL + NEW + 2)
+            assert growth < 3 << 28, f"{growth >> 20} MiB"
+            with pytest.raises(EngineError, match=r"ENG05.*GiB are free"):
+                await engine.generate(ask("longer", prompt + prompt[: length // 2], new=1))
+            assert (await engine.generate(asked[0])).tokens == done[0].tokens
+            return done
+
+    for one in b.run(go):
+        tokens = torch.tensor([[*prompt, *one.tokens]])
+        with torch.no_grad():
+            logits = b.model(tokens, use_cache=False, logits_to_keep=NEW + 1).logits[0, :-1]
+        at = (torch.arange(NEW), torch.tensor(one.tokens))
+        np.testing.assert_allclose(one.plain_log_probs, torch.log_softmax(logits, -1)[at], atol=2e-4)
