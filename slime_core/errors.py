@@ -114,9 +114,10 @@ class EngineError(SlimeError, RuntimeError):
     default_code = "ENG00"
 
     @property
-    def context_full(self) -> bool:
-        """Whether the prompt leaves no room for an answer in the model's context."""
-        return self.code == "ENG72"
+    def ends_dialogue(self) -> bool:
+        """Whether a dialogue has no next turn: no room in the model's context (ENG72), or a placeholder that the model
+        drew, which the engine would take for a picture (ENG08)."""
+        return self.code in ("ENG72", "ENG08")
 
 
 class TrainerError(SlimeError, RuntimeError):

@@ -51,7 +51,7 @@ async def converse(sample: Sample, ctx: Context, settings: Settings) -> None:
         try:
             done = await ctx.generate(sample, params)
         except EngineError as error:
-            if not error.context_full:
+            if not error.ends_dialogue:
                 raise
             sample.status = Status.TRUNCATED
             return

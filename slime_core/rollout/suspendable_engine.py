@@ -137,7 +137,7 @@ class SuspendableEngine:
         try:
             piece = await self._engine.generate(request)
         except EngineError as error:
-            if not turn.pieces or not error.context_full:
+            if not turn.pieces or not error.ends_dialogue:
                 raise
             turn.finish = "length"
             return

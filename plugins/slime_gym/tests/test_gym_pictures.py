@@ -136,7 +136,7 @@ def play(ctx):
 def test_a_sample_has_the_pictures_that_its_turns_showed_and_none_that_found_no_room(model, room):
     def script(request, tokenizer):
         if len(ctx.engine.requests) >= room:
-            raise EngineError("no room", code="ENG72")
+            raise EngineError("a placeholder that the model drew", code="ENG08")
         return [*encode(tokenizer, PATH[len(ctx.engine.requests)]), tokenizer.eos_token_id], "stop"
 
     ctx = context(model, script, pictures=True, max_turns=len(PATH), system_prompt="Walk.")

@@ -51,7 +51,7 @@ def play(tokenizer, tmp_path):
         def say(request):
             ends = tokenizer.decode(request.tokens).count(ANSWER) - 1
             if ends == full:
-                raise EngineError("the prompt fills the context", code="ENG72")
+                raise EngineError("a placeholder that the model drew", code="ENG08")
             return encode(tokenizer, turns[min(ends, len(turns) - 1)]), "stop"
 
         ctx = Context(

@@ -51,7 +51,7 @@ def episode(tmp_path, monkeypatch):
     def run(name, room=9, group=None):
         def say(request):
             if len(engine.requests) >= room:
-                raise EngineError("no room", code="ENG72")
+                raise EngineError("a placeholder that the model drew", code="ENG08")
             text = tokenizer.decode(request.tokens)
             return [*encode(tokenizer, text.rpartition("say: ")[2][0]), tokenizer.eos_token_id], "stop"
 

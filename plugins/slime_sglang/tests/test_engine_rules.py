@@ -1,5 +1,7 @@
 """Rules of rollout servers' keys: what contradicts, and what has no effect."""
 
+import json
+
 import pytest
 
 from slime_core.backends import Planning
@@ -16,8 +18,8 @@ from slime_sglang.planning import plan
 pytestmark = pytest.mark.unit
 
 
-def config_of(cluster=None, sglang=None, engine="sglang", train=None, **rollout):
-    tables = {"cluster": cluster or {}, "sglang": sglang or {}, "train": train or {}}
+def config_of(cluster=None, sglang=None, engine="sglang", train=None, data=None, **rollout):
+    tables = {"cluster": cluster or {}, "sglang": sglang or {}, "train": train or {}, "data": data or {}}
     return Config.model_validate({**tables, "rollout": {"rollout_engine": engine, **rollout}})
 
 
@@ -317,6 +319,33 @@ def test_options_of_sglang_without_sglang_are_said():
 )
 def test_options_with_an_unexpected_effect_have_a_notice(rollout, sglang, said):
     assert [text for text in engine_rules.notices(config_of(sglang=sglang, **rollout)) if said in text]
+
+
+def test_a_trained_tower_needs_a_variable_on_servers_that_run_already():
+    def said(**train):
+        texts = engine_rules.notices(config_of(train=train, rollout_external_engine_addrs=ONE))
+        return [text for text in texts if "SGLANG_VLM_CACHE_SIZE_MB=0" in text]
+
+    assert said(freeze_vision_tower=False)
+    assert not said()
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "fault"),
+    [
+        ("smolvlm", "image", "a model of the family smolvlm"),
+        ("qwen2_vl", "image", "a model of the family qwen2_vl"),
+        ("qwen3_vl", "video", "multimodal_keys names video"),
+        ("qwen2_5_vl", "images", None),
+        ("qwen3", "image", None),  # of text: a function may want the references
+    ],
+)
+def test_media_that_servers_would_refuse_are_refused_before_they_start(tmp_path, family, kind, fault):
+    vision = {} if family == "qwen3" else {"vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **vision}))
+    problems = [*engine_rules.conflicts(config_of(data={"multimodal_keys": {kind: "c"}}, hf_checkpoint=str(tmp_path)))]
+    assert [fault in problem.what and "local" in problem.fix for problem in problems] == [True] * (fault is not None)
+    assert not [*engine_rules.conflicts(config_of(hf_checkpoint=str(tmp_path)))]
 
 
 def test_gpus_that_are_counted_on_a_cpu_are_said():

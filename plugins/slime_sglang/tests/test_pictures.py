@@ -1,7 +1,9 @@
 """Pictures of a request on their way to SGLang: one id for each, and a file whose pixels are those that train."""
 
 import asyncio
+import gc
 import io
+import threading
 from base64 import b64decode
 from dataclasses import replace
 
@@ -16,7 +18,7 @@ from slime_core.errors import EngineError
 from slime_core.testing.vision import tiny_vision_model
 from slime_core.types import Media
 from slime_core.weights.folder import ModelFolder
-from slime_sglang.pictures import PictureCodec
+from slime_sglang.pictures import PictureCodec, PictureFiles
 
 pytestmark = pytest.mark.unit
 
@@ -61,24 +63,66 @@ def asked(folder, tokens, arrays, **more):
     return replace(request(tokens=tokens, **more), media=Media(arrays=arrays))
 
 
+def fields(codec, tokens, arrays):
+    """The fields of one request."""
+    return asyncio.run(codec.fields(tokens, Media(arrays=arrays), "x"))
+
+
 def test_files_have_the_pixels_that_train_and_ids_go_out_once_a_picture(folder):
     codec, short = PictureCodec.of(folder), dialogue(folder)
     tokens, arrays = expanded(folder, short, pictures())
     assert len(tokens) > len(short)
-    sent = codec.fields(tokens, Media(arrays=arrays), "x")
+    sent = fields(codec, tokens, arrays)
     assert sent["input_ids"] == short
     files = [opened(file) for file in sent["image_data"]]
     again, made = expanded(folder, sent["input_ids"], files)
     assert again == tokens
     assert all(np.array_equal(made[name], arrays[name]) for name in arrays)  # bit for bit
-    assert codec.fields(tokens, Media(arrays=arrays), "x")["image_data"] is sent["image_data"]  # made once a prompt
-    longer = codec.fields([*tokens, 20, 21], Media(arrays=arrays), "x")  # what was made before goes with them
+    longer = fields(codec, [*tokens, 20, 21], arrays)  # what was made before goes with them
     assert longer["input_ids"] == [*short, 20, 21]
     for pad in (folder.config.image_token_id, folder.config.video_token_id):
-        with pytest.raises(EngineError, match="drew"):
-            codec.fields([*tokens, pad], Media(arrays=arrays), "x")
+        with pytest.raises(EngineError, match="drew") as caught:
+            fields(codec, [*tokens, pad], arrays)
+        assert caught.value.ends_dialogue
     with pytest.raises(EngineError, match="videos"):
-        codec.fields(tokens, Media(arrays={**arrays, "pixel_values_videos": arrays["pixel_values"]}), "x")
+        fields(codec, tokens, {**arrays, "pixel_values_videos": arrays["pixel_values"]})
+
+
+def test_a_picture_is_made_in_a_thread_once_for_all_samples_and_turns(folder, monkeypatch):
+    """A later turn has arrays of its own, which begin with the same pictures."""
+    codec, short, threads = PictureCodec.of(folder), dialogue(folder), []
+    tokens, arrays = expanded(folder, short, pictures())
+    before, first = expanded(folder, dialogue(folder, 2), pictures()[:2])
+
+    def picture(self, pixels, grid, whole=PictureCodec.picture):
+        threads.append(threading.get_ident())
+        return whole(self, pixels, grid)
+
+    monkeypatch.setattr(PictureCodec, "picture", picture)
+
+    async def run():
+        group = [codec.fields(before, Media(arrays=dict(first)), "x") for _ in range(4)]
+        sent = [one["image_data"] for one in await asyncio.gather(*group)]
+        assert len(threads) == 2
+        later = (await codec.fields(tokens, Media(arrays=arrays), "x"))["image_data"]
+        assert len(threads) == 3
+        return sent, later
+
+    sent, later = asyncio.run(run())
+    assert threading.get_ident() not in threads
+    assert all(files == later[:2] for files in sent)
+    arrays.clear(), first.clear()
+    gc.collect()
+    assert not codec._files
+
+
+def test_files_that_were_not_used_for_long_are_dropped():
+    files = PictureFiles(10)
+    files.add(b"a", "1234")
+    files.add(b"b", "5678")
+    assert files.get(b"a") == "1234"
+    files.add(b"c", "9012")
+    assert [files.get(key) for key in (b"a", b"b", b"c")] == ["1234", None, "9012"]
 
 
 def test_an_aborted_request_goes_on_with_its_pictures_and_ends_at_a_placeholder(folder):

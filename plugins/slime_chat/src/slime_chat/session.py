@@ -306,7 +306,7 @@ class Session:
             self._require_open()
             raise
         except EngineError as error:
-            if error.context_full:
+            if error.ends_dialogue:
                 raise bad(error.what, "messages", "context_length_exceeded") from error
             self.error = error
             raise HttpError(500, str(error), code=error.code) from error

@@ -218,7 +218,7 @@ class EpisodeTable:
         try:
             done = await player.context.generate(player.sample, request_id=self._issued.id)
         except EngineError as error:
-            if not error.context_full or not player.answer:
+            if not error.ends_dialogue or not player.answer:
                 raise
             self._take_back(player)
             return None

@@ -109,7 +109,7 @@ async def _turns(
         try:
             done = await ctx.generate(sample)
         except EngineError as error:
-            if not error.context_full or not sample.response_length:
+            if not error.ends_dialogue or not sample.response_length:
                 raise
             sample.status = Status.TRUNCATED
             await _drop_unread(sample, state.get("pictures", 0), ctx)

@@ -165,7 +165,7 @@ class EpisodePlayer:
             try:
                 done = await self._ctx.generate(sample)
             except EngineError as error:
-                if not error.context_full:
+                if not error.ends_dialogue:
                     raise
                 if not turn:
                     raise EnvFault(f"its first message of {begin} tokens leaves no room for an answer") from None

@@ -123,6 +123,7 @@ class Client(HttpCalls):
             return self._came(self._cut(done, request), entry, 0)
 
         with self._tracked(entry):
+            entry.media = await self._media_fields(request.tokens, request.media, f"request {request.id}")
             if not await self._admitted(entry):
                 return self._nothing(request, "abort")
             try:
@@ -144,6 +145,7 @@ class Client(HttpCalls):
             return
         entry = InFlightRequest(request.id)
         with self._tracked(entry):
+            entry.media = await self._media_fields(request.tokens, request.media, f"request {request.id}")
             if not await self._admitted(entry):
                 yield self._nothing(request, "abort")
                 return
@@ -168,13 +170,13 @@ class Client(HttpCalls):
             raise too_long(f"{len(tokens)} tokens do not fit the context of {self._context_len}", "score")
         if start == len(tokens):
             return np.empty(0, dtype=np.float32)
-        entry, fields = InFlightRequest("score", scores=True), self._media_fields(tokens, media, "score")
+        entry = InFlightRequest("score", scores=True)
 
         async def one_try(end: float) -> NDArray[Any]:
             body = bodies.score_body(tokens, start, rid=self._rid(entry), features=self.features)
-            answer = await self._request(dumps(body | fields), None, end=end, cap=_cap(len(tokens) - start))
+            answer = await self._request(dumps(body | entry.media), None, end=end, cap=_cap(len(tokens) - start))
             self._check_answer(answer, entry)
-            unnamed = self._pictures.layout.ids if fields and self._pictures is not None else ()
+            unnamed = self._pictures.layout.ids if entry.media and self._pictures is not None else ()
             scores = wire.scores(answer, tokens, start, unnamed=(self._vocab_size - 1, *unnamed))
             self._note_tokens(0)
             self.progress.replies += 1
@@ -182,6 +184,7 @@ class Client(HttpCalls):
             return scores
 
         with self._tracked(entry):
+            entry.media = await self._media_fields(tokens, media, "score")
             await self._admitted(entry)
             try:
                 scores = await self._tried(one_try, entry)
@@ -289,8 +292,8 @@ class Client(HttpCalls):
             )
         return self._pictures
 
-    def _media_fields(self, tokens: Sequence[int], media: Media | None, where: str) -> dict[str, Any]:
-        return {} if media is None else self._require_pictures(where).fields(tokens, media, where)
+    async def _media_fields(self, tokens: Sequence[int], media: Media | None, where: str) -> dict[str, Any]:
+        return {} if media is None else await self._require_pictures(where).fields(tokens, media, where)
 
     async def _streamed(
         self,
@@ -348,7 +351,7 @@ class Client(HttpCalls):
         options: dict[str, Any] = {"features": self.features, "dp_rank": dp_rank}
         experts = self._experts_of(request) is not None
         body = bodies.body(request, rid=rid, limit=limit, stream=stream, experts=experts, **options)
-        return dumps(body | self._media_fields(request.tokens, request.media, f"request {request.id}"))
+        return dumps(body | entry.media)
 
     def _experts_of(self, request: GenerateRequest) -> tuple[int, int] | None:
         return None if request.id.startswith("eval/") else self._experts

@@ -171,7 +171,8 @@ def command(
         name: value for name, value in defaults.items() if name in installation.options and name not in written
     }
     env = {**installation.env, **group.env}
-    if "vision_config" in _raw_config(group.model) and not (group.frozen or config.train.freeze_vision_tower):
+    trains_tower = not (group.frozen or config.train.freeze_vision_tower)
+    if trains_tower and "vision_config" in engine_rules.raw_config(group.model):
         env = {**UNKEPT, **env}
     if config.cluster.device == "cpu":
         env = {"SGLANG_USE_CPU_ENGINE": "1", **env}
@@ -196,7 +197,7 @@ def own_options(config: Config, group: ServerGroup, server: ServerPlace, tp_size
         options["device"] = device
     if device == "cpu":
         options |= ON_CPU
-    if "vision_config" in _raw_config(group.model):
+    if "vision_config" in engine_rules.raw_config(group.model):
         options |= PICTURE_OPTIONS
     if group.mode != "regular":
         options["disaggregation_mode"] = group.mode
@@ -218,7 +219,7 @@ def stored_otherwise(config: Config, model: str) -> dict[str, Any]:
 
     It starts without the folder's weights: the trainer's come before the first token.
     """
-    stored = storage_form(_raw_config(model))
+    stored = storage_form(engine_rules.raw_config(model))
     sent = rollout_form(config.rollout.rollout_quantization, stored)
     if sent == stored:
         return {}
@@ -243,19 +244,10 @@ def _check_draft(options: Mapping[str, Any]) -> None:
         )
 
 
-def _raw_config(model: str) -> dict[str, Any]:
-    """config.json of a model folder; empty where it is not on this machine."""
-    try:
-        raw = json.loads((Path(model) / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return raw if isinstance(raw, dict) else {}
-
-
 def _context(model: str) -> int:
     """Positions of a model folder, from its config; 0 where that is not told."""
     try:
-        raw = _raw_config(model)
+        raw = engine_rules.raw_config(model)
         return int((raw.get("text_config") or raw)["max_position_embeddings"])
     except (KeyError, TypeError, ValueError, AttributeError):
         return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True, eq=False)
@@ -17,6 +18,7 @@ class InFlightRequest:
     aborted: bool = False  # an abort was requested
     stop: asyncio.Event = field(default_factory=asyncio.Event)  # set with ``aborted``, and when the client closes
     permit: asyncio.Future[bool] | None = None  # while it waits for one
+    media: dict[str, Any] = field(default_factory=dict)  # fields of its body, for pictures
 
     def end(self) -> None:
         """Stop waiting."""

@@ -10,11 +10,15 @@ repeated the ids, and every answer is checked against the tokens that were sent.
 
 from __future__ import annotations
 
+import asyncio
 import struct
+import threading
 import zlib
 from base64 import b64encode
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
@@ -36,6 +40,35 @@ OPTIONS: Mapping[str, Any] = {"mm_preprocess_cache_size_mb": 512, "image_process
 """SGLang's options for such models: token ids stay what they are, and the pictures of a group are read once."""
 UNKEPT: Mapping[str, str] = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
 """SGLang keeps pictures' features when weights change: where the vision tower is trained, it must keep none."""
+KEPT_BYTES = 1 << 28
+"""Of PNGs that are kept: the pictures of a dialogue go out again with every turn."""
+
+
+class PictureFiles:
+    """Files of pictures by key, of at most ``limit`` characters together; the least recently used go first.
+
+    Example: PictureFiles(1 << 28).get(key)
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._size = limit, 0
+        self._files: OrderedDict[bytes, str] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: bytes) -> str | None:
+        """The file, None where there is none (any more)."""
+        with self._lock:
+            if key in self._files:
+                self._files.move_to_end(key)
+            return self._files.get(key)
+
+    def add(self, key: bytes, file: str) -> None:
+        """Keep a file."""
+        with self._lock:
+            self._size += len(file) - len(self._files.pop(key, ""))
+            self._files[key] = file
+            while self._size > self._limit:
+                self._size -= len(self._files.popitem(last=False)[1])
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +82,8 @@ class PictureCodec:
     mean: NDArray[np.float64]  # 3, of the model's normalisation
     std: NDArray[np.float64]
     patch: int  # pixels a side
-    _files: dict[int, list[str]] = field(default_factory=dict)  # by the id of an array of pixels that lives
+    _files: dict[int, asyncio.Future[list[str]]] = field(default_factory=dict)  # by the id of an array that lives
+    _recent: PictureFiles = field(default_factory=lambda: PictureFiles(KEPT_BYTES))
 
     @classmethod
     def of(cls, folder: ModelFolder) -> PictureCodec | None:
@@ -68,12 +102,12 @@ class PictureCodec:
         stops = dict.fromkeys((*request.params.stop_token_ids, *self.layout.ids))
         return replace(request, params=replace(request.params, stop_token_ids=tuple(stops)))
 
-    def fields(self, tokens: Sequence[int], media: Media, where: str) -> dict[str, Any]:
+    async def fields(self, tokens: Sequence[int], media: Media, where: str) -> dict[str, Any]:
         """``input_ids`` and ``image_data`` of a request.
 
         Raises:
             DataError: DAT38 placeholders that do not match its arrays.
-            EngineError: ENG03 videos or sounds; a placeholder that the model drew before.
+            EngineError: ENG03 videos or sounds, ENG08 a placeholder that the model drew.
         """
         if media.videos or media.audios or PIXELS["videos"] in media.arrays:
             raise EngineError(
@@ -93,26 +127,34 @@ class PictureCodec:
             mask[start + 1 : start + item.tokens] = False
         if int(np.isin(ids[mask], self.layout.ids).sum()) != len(items):
             raise EngineError(
-                "a placeholder that the model drew lies before the next turn",
-                code="ENG03",
+                "a placeholder that the model drew lies in the prompt",
+                code="ENG08",
                 where=where,
                 why="SGLang would look for its picture",
                 fix="end the dialogue where a response has a placeholder",
             )
-        return {"input_ids": ids[mask].tolist(), "image_data": self._pictures(media.arrays)}
+        return {"input_ids": ids[mask].tolist(), "image_data": await self._pictures(media.arrays)}
 
-    def _pictures(self, arrays: Mapping[str, NDArray[Any]]) -> list[str]:
-        """Of an array as long as it lives: the samples of a prompt share theirs."""
-        pixels, begin = arrays[PIXELS["images"]], 0
-        if id(pixels) in self._files:
-            return self._files[id(pixels)]
-        files = []
-        for grid in np.asarray(arrays[GRIDS["images"]]).tolist():
-            end = begin + int(np.prod(grid))
-            files.append(f"data:image/png;base64,{b64encode(png(self.picture(pixels[begin:end], grid))).decode()}")
-            begin = end
-        self._files[id(pixels)] = files
-        finalize(pixels, self._files.pop, id(pixels), None)
+    async def _pictures(self, arrays: Mapping[str, NDArray[Any]]) -> list[str]:
+        """Made in a thread, once for an array as long as it lives: the samples of a prompt share theirs."""
+        pixels = arrays[PIXELS["images"]]
+        if id(pixels) not in self._files:
+            grids = np.asarray(arrays[GRIDS["images"]]).tolist()
+            self._files[id(pixels)] = asyncio.ensure_future(asyncio.to_thread(self._encode, pixels, grids))
+            finalize(pixels, self._files.pop, id(pixels), None)
+        return await asyncio.shield(self._files[id(pixels)])  # one of several who wait may be cancelled
+
+    def _encode(self, pixels: NDArray[Any], grids: list[list[int]]) -> list[str]:
+        """A file for each grid; those of pictures that were met before, such as in an earlier turn, are kept."""
+        files, begin = [], 0
+        for grid in grids:
+            rows = np.ascontiguousarray(pixels[begin : begin + int(np.prod(grid))])
+            key = blake2b(rows.data, digest_size=16).digest() + bytes(str(grid), "ascii")
+            if (file := self._recent.get(key)) is None:
+                file = f"data:image/png;base64,{b64encode(png(self.picture(rows, grid))).decode()}"
+                self._recent.add(key, file)
+            files.append(file)
+            begin += len(rows)
         return files
 
     def picture(self, pixels: NDArray[Any], grid: list[int]) -> NDArray[np.uint8]:

@@ -188,7 +188,7 @@ class Requests:
             await self._failed(lane, error, job.failed, f"request {job.id}")
         elif lane.fenced is not None:  # its client was closed under the request
             await self._failed(lane, ServerFault(**lane.fenced.as_dict()), job.failed, f"request {job.id}")
-        elif job.turn.pieces and error.context_full:
+        elif job.turn.pieces and error.ends_dialogue:
             job.turn.finish = "length"
         else:
             raise error

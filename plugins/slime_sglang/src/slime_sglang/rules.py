@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -38,6 +40,7 @@ def conflicts(config: Config) -> Iterator[Problem]:
         )
     yield from _options(config)
     yield from _fp8(config)
+    yield from _pictures(config)
 
 
 def notices(config: Config) -> Iterator[str]:
@@ -64,6 +67,15 @@ def count(config: Config) -> int:
     if rollout.rollout_num_engines or config.cluster.device == "cpu":
         return rollout.rollout_num_engines or 1
     return max(1, rollout.rollout_num_gpus // rollout.rollout_num_gpus_per_engine)
+
+
+def raw_config(model: str) -> dict[str, Any]:
+    """config.json of a model folder; empty where it is not on this machine."""
+    try:
+        raw = json.loads((Path(model).expanduser() / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return raw if isinstance(raw, dict) else {}
 
 
 def _default(rollout: RolloutSection, name: str) -> Any:
@@ -276,6 +288,31 @@ def _fp8(config: Config) -> Iterator[Problem]:
             )
 
 
+def _pictures(config: Config) -> Iterator[Problem]:
+    """Media of rows that the servers would refuse with the first request."""
+    columns, raw = config.data.multimodal_keys, raw_config(config.rollout.hf_checkpoint)
+    if not columns or "vision_config" not in raw or config.rollout.debug_train_only:
+        return
+    from slime_core.media.references import kind_of
+    from slime_sglang.pictures import FAMILIES
+
+    keys, family = ["data.multimodal_keys", "rollout.rollout_engine"], raw.get("model_type")
+    if family not in FAMILIES:
+        yield conflict(
+            f"multimodal_keys with rollout_engine = sglang and a model of the family {family}",
+            [*keys, "rollout.hf_checkpoint"],
+            why=f"SGLang takes pictures beside token ids for {', '.join(FAMILIES)}",
+            fix="--rollout-engine local",
+        )
+    elif others := [kind for kind in columns if kind_of(kind) != "images"]:
+        yield conflict(
+            f"multimodal_keys names {', '.join(others)} with rollout_engine = sglang",
+            keys,
+            why="SGLang takes pictures from slime; it would choose the frames of a video by itself",
+            fix="--rollout-engine local   or   give the frames as pictures",
+        )
+
+
 def _options(config: Config) -> Iterator[Problem]:
     """Options of SGLang that contradict keys of slime."""
     table = {name.replace("-", "_"): (name, value) for name, value in config.table("sglang").items()}
@@ -307,6 +344,14 @@ def _without_effect(config: Config) -> Iterator[str]:
         yield "[sglang.router]: no effect; slime's own router spreads the requests (rollout_router = sglang)"
     if external and set(config.table("sglang")) - (set() if direct else {"python", "env"}) - {"router"}:
         yield "[sglang]: no effect on servers that run already; their options were given where they were started"
+    if external and not config.train.freeze_vision_tower and not rollout.debug_rollout_only:
+        from slime_sglang.pictures import UNKEPT
+
+        yield (
+            "freeze_vision_tower = false with rollout_external_engine_addrs: start the servers with "
+            + " ".join(f"{name}={value}" for name, value in UNKEPT.items())
+            + ", or SGLang keeps features of pictures from older weights"
+        )
     if external and _set(config, "rollout_max_restarts"):
         yield "rollout_max_restarts: slime starts no servers that run already; it is how often one may come back"
     if external and any(

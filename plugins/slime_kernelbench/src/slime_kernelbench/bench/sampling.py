@@ -54,7 +54,7 @@ async def sample(
             try:
                 return BenchAnswer.of(problem, _text(serving.tokenizer, await serving.engines.generate(request)))
             except EngineError as error:
-                if not error.context_full:
+                if not error.ends_dialogue:
                     raise
                 return BenchAnswer(
                     problem=problem, text="", source=None, why=error.what

@@ -118,7 +118,7 @@ async def converse(issued: Sample, problem: KernelProblem, room: Room) -> list[A
         try:
             done = await room.ctx.generate(sample, room.params(spent), request_id=issued.id)
         except EngineError as error:
-            if not error.context_full or not attempts:
+            if not error.ends_dialogue or not attempts:
                 raise
             ended = "context"
             break
