@@ -61,6 +61,12 @@ class NoPlugins:
         """No: every task generates."""
         return False
 
+    def replaces_rollout(self, task: str, config: Config) -> bool:
+        """No: the core generates."""
+        return False
+
+    generates_itself = replaces_rollout
+
 
 def block(first: int = 0) -> bytes:
     """20,000 rows of about 330 bytes."""

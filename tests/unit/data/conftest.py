@@ -3,34 +3,13 @@
 import json
 
 import pytest
+from stand_ins import NoPlugins
 
 from slime_core.config.schema import Config
 from slime_core.context import Context
 from slime_core.data.opening import open_source
 from slime_core.errors import ConfigError, DataError
 from slime_core.testing.models import CHAT_TEMPLATE, char_tokenizer
-
-
-class NoPlugins:
-    """Plugins that bring no prompts, or the sources they were given by task."""
-
-    def __init__(self, **sources):
-        self.sources = sources
-
-    def prompts(self, task, ctx):
-        return self.sources.get(task.name)
-
-    def messages(self, messages, tools, prompt, ctx):
-        return messages, tools
-
-    def takes_replies(self, task, config):
-        return config.train.offline
-
-    def replaces_rollout(self, task, config):
-        return bool(config.rollout.rollout_function_path)
-
-    def generates_itself(self, task, config):
-        return False
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from stand_ins import NoPlugins
 
 from slime_core.config.schema import Config
 from slime_core.config.sections.evaluation import EvalSection, EvalTask
@@ -20,19 +21,6 @@ pytestmark = pytest.mark.unit
 
 def texts(prompts):
     return [p.prompt for p in prompts]
-
-
-class Plain:
-    """Plugins that bring no prompts."""
-
-    def prompts(self, task, ctx):
-        return None
-
-    def messages(self, messages, tools, prompt, ctx):
-        return messages, tools
-
-    def takes_replies(self, task, config):
-        return config.train.offline
 
 
 @pytest.fixture
@@ -193,7 +181,7 @@ class Endless(Squares):
 
 
 def with_source(rows):
-    class Plugins(Plain):
+    class Plugins(NoPlugins):
         def prompts(self, task, ctx):
             return rows
 
@@ -236,7 +224,7 @@ def test_an_endless_source_that_ends_gives_fewer(source):
 
 
 def test_a_source_that_has_ended_stays_so_after_a_restore(source):
-    class ByTask(Plain):
+    class ByTask(NoPlugins):
         def prompts(self, task, ctx):
             return {"short": Endless(2), "b": Squares(7), "c": Squares(9)}[task.name]
 
@@ -271,7 +259,7 @@ def test_a_plugin_prepares_the_rows_that_are_drawn_next_and_no_others(source):
 
     sources = {"a": Prepared(5), "b": EndlessPrepared(1000), "plain": Squares(3)}
 
-    class ByTask(Plain):
+    class ByTask(NoPlugins):
         def prompts(self, task, ctx):
             return sources[task.name]
 
@@ -339,7 +327,7 @@ def evaluation(tmp_path, tokenizer):
     def make(*, plugins=None, sections=None, **keys):
         config = Config(eval=keys, **(sections or {}))
         ctx = Context(config=config, run_dir=tmp_path, evaluation=True)
-        return eval_sets(config, plugins or Plain(), tokenizer, ctx)
+        return eval_sets(config, plugins or NoPlugins(), tokenizer, ctx)
 
     return make
 
@@ -395,7 +383,7 @@ def test_an_evaluation_set_has_its_own_template_category_and_limit(write, tmp_pa
             eval=EvalSection(eval_tasks=tasks, eval_category_key="kind"),
         )
         ctx = Context(config=config, run_dir=tmp_path, evaluation=True)
-        return eval_sets(config, Plain(), chat_tokenizer, ctx)
+        return eval_sets(config, NoPlugins(), chat_tokenizer, ctx)
 
     one, two = sets(plain, chat)
     assert texts(one.prompts) == ["1", "22"]
