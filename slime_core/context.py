@@ -11,6 +11,8 @@ from slime_core.seeds import seed_of
 from slime_core.types import Completion, GenerateRequest, Media, Message, Sample, SamplingParams, Status
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from slime_core.config.schema import Config
     from slime_core.media.processor import MediaProcessor
     from slime_core.protocols import Engine, GroupRecord
@@ -97,6 +99,18 @@ class Context:
             DataError: as :meth:`prepare_media`.
         """
         return None if self.media is None else await self.media.request(sample)
+
+    async def score(self, engine: Engine, sample: Sample, start: int) -> NDArray[Any]:
+        """The engine's log-probs of a sample's tokens from ``start`` on.
+
+        Engines get an argument for pictures only where there are some: those of plugins may take none.
+
+        Raises:
+            DataError: as :meth:`prepare_media`.
+            EngineError: the engine could not serve it.
+        """
+        media = await self.request_media(sample)
+        return await engine.score(sample.tokens, start, *([] if media is None else [media]))
 
     async def append_media(self, sample: Sample, words: str | Sequence[Message]) -> None:
         """Add the pictures of what an environment or a tool says; their placeholders are appended as ids before.

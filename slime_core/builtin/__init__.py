@@ -186,5 +186,5 @@ async def score_by_teacher(sample: Sample, ctx: Context) -> None:
     if not sample.response_length:
         sample.teacher_log_probs = []
         return
-    scored = await teacher.score(sample.tokens, sample.prompt_length, await ctx.request_media(sample))
+    scored = await ctx.score(teacher, sample, sample.prompt_length)
     sample.teacher_log_probs = [float(value) for value in scored]

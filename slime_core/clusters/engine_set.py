@@ -129,7 +129,7 @@ class EngineSet:
         number = self._loads.least()
         self._loads.add(number, len(tokens))
         try:
-            return await self._engines[number].score(tokens, start, media)
+            return await self._engines[number].score(tokens, start, *([] if media is None else [media]))
         finally:
             self._loads.add(number, -len(tokens))
 

@@ -208,8 +208,7 @@ async def _with_log_probs(sample: CoreSample, ctx: Context) -> CoreSample:
         return sample
     count = sample.response_length
     if 0 < count < len(sample.tokens) and (params.temperature, params.top_p, params.top_k) == (1.0, 1.0, 0):
-        media = await ctx.request_media(sample)
-        scored = await engine.score(sample.tokens, len(sample.tokens) - count, media)
+        scored = await ctx.score(engine, sample, len(sample.tokens) - count)
         mask = sample.loss_mask if sample.loss_mask is not None else [1] * count
         sample.rollout_log_probs = [float(value) if on else 0.0 for value, on in zip(scored, mask, strict=True)]
     return sample

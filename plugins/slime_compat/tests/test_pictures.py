@@ -8,10 +8,16 @@ import matplotlib.cbook
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 
 from slime_compat.http import HttpStatusError, post
-from slime_compat.served.processing import PictureProcessor, load_processor, prepare_model_inputs
+from slime_compat.served.processing import (
+    PictureProcessor,
+    build_processor_kwargs,
+    load_processor,
+    prepare_model_inputs,
+    process_vision_info,
+)
 from slime_core.compat.session import CompatSession
 from slime_core.config.schema import Config
 from slime_core.context import Context
@@ -138,6 +144,13 @@ def test_a_text_with_placeholders_is_expanded_by_the_server_and_other_pictures_a
             session.close()
 
 
+def turn_of(orientation):
+    """EXIF that says so."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    return exif
+
+
 def test_the_processor_of_a_folder_is_ours_and_a_text_model_has_none(tokenizer, tmp_path):
     processor = load_processor(tokenizer.name_or_path)
     assert isinstance(processor, PictureProcessor)
@@ -151,8 +164,21 @@ def test_the_processor_of_a_folder_is_ours_and_a_text_model_has_none(tokenizer, 
     assert isinstance(extra["multimodal_inputs"]["pixel_values"], torch.Tensor)
     np.testing.assert_array_equal(extra["multimodal_inputs"]["pixel_values"].numpy(), arrays["pixel_values"])
     assert processor(text="1", return_tensors="pt")["input_ids"].tolist() == [encode(tokenizer, "1")]
-    with pytest.raises(ValueError, match="one text at a time"):
-        processor(text=["1", "2"])
+    alone = processor(images=image, text="<|image_pad|>", **build_processor_kwargs())
+    np.testing.assert_array_equal(alone["pixel_values"].numpy(), arrays["pixel_values"])
+    assert isinstance(alone["input_ids"], list)
+    for options in ({"padding": True}, {"images_kwargs": {"max_pixels": 784}}, {"return_mm_token_type_ids": True}):
+        name = next(iter(options.get("images_kwargs", options)))
+        with pytest.raises(ValueError, match=f"{name} = .* cannot be an option"):
+            processor(text="1", **options)
+    for texts in (["1", "2"], None):
+        with pytest.raises(ValueError, match="one text at a time"):
+            processor(images=image, text=texts)
+    upright, turned = Image.new("RGB", (60, 40), "red"), Image.new("RGB", (40, 60), "red")
+    upright.save(tmp_path / "turned.png", exif=turn_of(6))
+    message = [{"role": "user", "content": [{"type": "image", "image": str(tmp_path / "turned.png")}]}]
+    (read,) = process_vision_info(message, processor)["images"]
+    assert (read.size, read.tobytes()) == (turned.size, turned.tobytes())
     assert load_processor(str(tiny_model(tmp_path / "text", weights=False))) is None
     plain, extra = prepare_model_inputs("1+1=", tokenizer, None, apply_chat_template=False)
     assert (plain, extra["multimodal_inputs"]) == (encode(tokenizer, "1+1="), None)

@@ -43,6 +43,13 @@ pytestmark = pytest.mark.unit
             "command line: --tensor-parallel-size, command line: --train-backend",
             id="another-backends-tensor-parallelism",
         ),
+        pytest.param(
+            ["--context-parallel-size", "2", "megatron.context_parallel_size=4"],
+            "train.context_parallel_size = 2 with megatron.context_parallel_size = 4",
+            "remove one of them",
+            "command line: --context-parallel-size, command line: megatron.context_parallel_size",
+            id="two-numbers-of-ranks-that-share-a-sequence",
+        ),
     ],
 )
 def test_keys_that_cannot_hold_where_megatron_trains(recipe, refused, words, what, fix, where):

@@ -14,6 +14,7 @@ from PIL import Image
 
 from slime_core.ledger.codec import unpack
 from slime_core.ledger.ledger import SqliteLedger
+from slime_core.media.references import data_uri
 from slime_core.report.rundir import RunDir
 from slime_core.types import Group, Prompt, Sample
 from slime_report.data import notices_of, overview, unique_names
@@ -59,12 +60,13 @@ def test_differences_of_runs_are_their_keys_and_runs_of_one_name_are_told_apart(
     assert unique_names(["/a/x-0", "/b/x-0", "/b/y-0"]) == ["a/x-0", "b/x-0", "y-0"]
 
 
-def test_a_sample_shows_small_pictures_and_names_one_that_is_gone(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "a", "")
-    photograph, lost = tmp_path / "a.png", tmp_path / "lost.png"
-    for path in (photograph, lost):
-        Image.new("RGB", (600, 300), (200, 10, 10)).save(path)
-    inputs = {"images": [str(photograph), str(lost)], "videos": [[str(photograph)]]}
+def test_a_sample_shows_small_pictures_and_names_those_that_are_gone_or_too_large(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", "", "[data]\nmax_image_pixels = 200_000\n")
+    photograph, lost, large = (tmp_path / name for name in ("a.png", "lost.png", "large.png"))
+    for path, width in ((photograph, 600), (lost, 300), (large, 900)):
+        Image.new("RGB", (width, 300), (200, 10, 10)).save(path)
+    stored = data_uri(photograph.read_bytes())
+    inputs = {"images": [str(photograph), str(lost), str(large), stored], "videos": [[str(photograph)]]}
     samples = [Sample(id=f"main/0-{j}", rollout_id=j, group_index=0, multimodal_inputs=inputs) for j in (0, 1)]
     group = Group(prompt=Prompt(id="main/0"), samples=samples, rollouts={0: [0], 1: [1]})
 
@@ -75,12 +77,18 @@ def test_a_sample_shows_small_pictures_and_names_one_that_is_gone(tmp_path: Path
         await ledger.close()
 
     asyncio.run(store())
-    lost.unlink()
-    fields, _ = unpack(zlib.decompress(SampleBook(run).page([0])))
-    assert [sample["pictures"] for sample in fields["samples"]] == [[0, 1, 0]] * 2
-    small, reason = fields["pictures"]
+    moved = lost.rename(tmp_path / "moved.png")
+    book = SampleBook(run)
+    fields, _ = unpack(zlib.decompress(book.page([0])))
+    assert [sample["pictures"] for sample in fields["samples"]] == [[0, 1, 2, 0, 0]] * 2
+    small, gone, too_large = fields["pictures"]
     assert Image.open(io.BytesIO(base64.b64decode(small.partition(",")[2]))).size == (224, 112)
-    assert "lost.png cannot be decoded" in reason
+    assert "lost.png cannot be decoded" in gone
+    assert "large.png is too large: 900 x 300 pixels" in too_large
+    moved.rename(lost)
+    fields, _ = unpack(zlib.decompress(book.page([0])))
+    assert fields["pictures"][1].startswith("data:image/jpeg")  # only what could be read is kept
+    assert sum(map(len, book._thumbnails.pictures)) == 3 * 16  # and never a whole file as a key
 
 
 @pytest.mark.parametrize(("use_tis", "text"), [(True, "use_tis weighed tokens"), (False, "use_tis was off")])

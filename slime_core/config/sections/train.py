@@ -155,7 +155,7 @@ class TrainSection(Section):
     )
     context_parallel_size: int = key(
         1,
-        "Ranks that share each sequence; with Megatron the number in [megatron] goes before it.",
+        "Ranks that share each sequence; [megatron] may name the same number.",
         MACHINE,
         ge=1,
         once=True,

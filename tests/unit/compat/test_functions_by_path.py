@@ -1,9 +1,13 @@
 """A function is found by module or file; what is wrong with the path, the file or the signature is said."""
 
 import asyncio
+import math
+from dataclasses import replace
 
 import pytest
 
+from slime_core.builtin import score_by_teacher
+from slime_core.clusters.engine_set import EngineSet
 from slime_core.config.schema import Config
 from slime_core.config.sections.data import DataTask
 from slime_core.config.sections.reward import RewardSection
@@ -11,6 +15,7 @@ from slime_core.config.sections.rollout import RolloutSection
 from slime_core.errors import PluginError
 from slime_core.plugins import load_plugins
 from slime_core.plugins.locate import locate
+from slime_core.testing.fakes import FakeEngine
 from slime_core.types import Status
 
 pytestmark = pytest.mark.unit
@@ -280,6 +285,29 @@ def test_a_sync_generate_function_runs_beside_the_loop(by, connect, make_group):
     samples = asyncio.run(plugins.generate(make_group(), ctx)).samples
     assert [s.metadata["main"] for s in samples] == [False, False]
     assert all(s.status == "completed" for s in samples)
+
+
+class TextEngine(FakeEngine):
+    """An engine of a plugin that knows no pictures."""
+
+    async def score(self, tokens, start):
+        return await super().score(tokens, start)
+
+
+def test_texts_without_log_probs_are_scored_also_by_engines_that_know_no_pictures(by, connect, make_group):
+    source = (
+        "async def fn(args, sample, sampling_params):\n"
+        "    sample.tokens += [1, 2]\n    sample.response_length = 2\n    sample.status = sample.Status.COMPLETED\n    return sample\n"
+    )
+    plugins, ctx = connect(by(source, custom_generate_function_path=True))
+    engine = TextEngine(vocab_size=16)
+    for one in (engine, EngineSet([engine, engine])):
+        seen = replace(ctx, engine=one, engines={"teacher": one})
+        for sample in asyncio.run(plugins.generate(make_group(), seen)).samples:
+            assert sample.rollout_log_probs == pytest.approx([-math.log(16)] * 2)
+            sample.temperature = 1.0
+            asyncio.run(score_by_teacher(sample, seen))
+            assert sample.teacher_log_probs == sample.rollout_log_probs
 
 
 @pytest.fixture

@@ -45,8 +45,16 @@ def conflicts(config: Config) -> Iterator[Problem]:
             why="it is a size of FSDP's",
             fix=of_fsdp[name],
         )
-    names = {name.replace("-", "_") for name in config.table("megatron")}
-    both = [name for name in RECOMPUTE if name in names]
+    table = {name.replace("-", "_"): value for name, value in config.table("megatron").items()}
+    shared, ranks = config.train.context_parallel_size, table.get("context_parallel_size")
+    if shared > 1 and ranks not in (None, shared):
+        yield conflict(
+            f"train.context_parallel_size = {shared} with megatron.context_parallel_size = {ranks}",
+            ["train.context_parallel_size", "megatron.context_parallel_size"],
+            why="both say how many ranks share a sequence",
+            fix="remove one of them",
+        )
+    both = [name for name in RECOMPUTE if name in table]
     if config.train.gradient_checkpointing and both:
         yield conflict(
             f"gradient_checkpointing and megatron.{both[0]} are both set",

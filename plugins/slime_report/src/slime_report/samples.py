@@ -17,7 +17,6 @@ a prompt that is the one before it. A figure in metadata, label or reward that i
 
 from __future__ import annotations
 
-import io
 import math
 import mmap
 import sqlite3
@@ -25,22 +24,21 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from slime_core.errors import DataError
 from slime_core.ledger.codec import pack, unpack
 from slime_core.ledger.schema import STATES
 from slime_core.ledger.segments import RecordPlace, segment_name
-from slime_core.media.references import data_uri, flat, picture, read, shown
+from slime_core.media.references import flat
 from slime_core.report.history import open_ledger
 from slime_core.report.rundir import RunDir
 from slime_report.data import config_of, figure
 from slime_report.page import compressed, deflated
 from slime_report.recorder import RECORDED, read_record, recorded_versions
+from slime_report.thumbnails import Thumbnails
 from slime_report.tokens import Vocabulary
 
 ROWS = """
@@ -56,7 +54,6 @@ FIELDS = (
 )
 """Fields of a stored sample that a page has."""
 NONE: NDArray[Any] = np.zeros(0, "<f4")
-THUMBNAIL = 224  # pixels of the longer side
 PAGE_BYTES = 384 << 10
 """Payloads of a page, about."""
 
@@ -76,19 +73,6 @@ class BookRow:
     tokens: int
     response_length: int
     place: RecordPlace | None  # of its payload
-
-
-@lru_cache(maxsize=512)
-def thumbnail(reference: str) -> str:
-    """A small picture as a data URI, or what is in the way of one."""
-    try:
-        image = picture(read(reference), shown(reference))
-    except DataError as error:
-        return f"{error.what}: {error.why}"
-    image.thumbnail((THUMBNAIL, THUMBNAIL))
-    buffer = io.BytesIO()
-    image.save(buffer, format="JPEG", quality=80)
-    return data_uri(buffer.getvalue())
 
 
 class SampleBook:
@@ -111,6 +95,7 @@ class SampleBook:
         self._mapped: dict[int, mmap.mmap] = {}
         self._record: tuple[int, dict[str, Any]] = (0, {})  # the last step's that was read
         self._vocabulary: Vocabulary | None = None
+        self._thumbnails = Thumbnails(config_of(run_dir))
         self.recorded: set[int] = set()  # steps with the trainer's figures
         self.refresh()
 
@@ -173,7 +158,7 @@ class SampleBook:
             if isinstance(fields.get("reward"), dict):
                 sample["reward"] = fields["reward"]
             if media := fields.get("multimodal_inputs"):
-                small = [thumbnail(reference) for reference in flat(media.get("images", []) + media.get("videos", []))]
+                small = map(self._thumbnails.of, flat(media.get("images", []) + media.get("videos", [])))
                 sample["pictures"] = [pictures.setdefault(one, len(pictures)) for one in small]
             before, prompt = prompt, fields.get("prompt", "")
             sample["prompt"] = prompt

@@ -11,9 +11,12 @@ from typing import Any
 from slime_core.data.chat import encode
 from slime_core.media.placing import bare
 from slime_core.media.processor import MediaProcessor
+from slime_core.media.references import picture, shown
 
 DEFAULT_PATCH_SIZE = 14
 MODALITIES = ("images_kwargs", "videos_kwargs", "audio_kwargs")
+OPTIONS = {"return_tensors": (None, "pt"), "return_mm_token_type_ids": (None, False)}
+"""Of a call of :class:`PictureProcessor`, with what they may be."""
 
 
 def load_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
@@ -48,21 +51,25 @@ class PictureProcessor:
         self.tokenizer, self.media = tokenizer, media
         self.image_processor = media.image_processor
 
-    def __call__(self, text: Any = None, images: Any = None, videos: Any = None, **kwargs: Any) -> dict[str, Any]:
+    def __call__(self, images: Any = None, text: Any = None, videos: Any = None, **kwargs: Any) -> dict[str, Any]:
         """``input_ids`` and ``attention_mask``, lists of one row, and tensors by argument of the model's forward.
 
         Raises:
             DataError: DAT38 other placeholders than pictures, DAT39 to DAT41 pictures that cannot be used.
+            ValueError: not one text, or an option that would change the ids or pixels that train.
         """
         import torch
 
+        options = _options(kwargs)
+        if images is not None and not isinstance(images, (list, tuple)):
+            images = [images]
         inputs = {kind: list(items) for kind, items in (("images", images), ("videos", videos)) if items}
-        texts = [text] if isinstance(text, str) else text
+        texts = [text] if isinstance(text, str) else text or []
         if len(texts) != 1:
-            raise ValueError(f"one text at a time, not {len(texts)}: call the processor for each")
+            raise ValueError(f"one text at a time, not {len(texts)}: call processor(text=..., images=...) for each")
         ids = self.media.expand(encode(self.tokenizer, texts[0]), inputs)
         rows: dict[str, Any] = {"input_ids": [ids], "attention_mask": [[1] * len(ids)]}
-        if kwargs.get("return_tensors") == "pt":
+        if options.get("return_tensors") == "pt":
             rows = {name: torch.tensor(values) for name, values in rows.items()}
         return rows | {name: torch.from_numpy(array) for name, array in self.media.arrays(inputs).items()}
 
@@ -139,14 +146,28 @@ def _images(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 
 def _image(value: Any) -> Any:
-    """A PIL image: itself, of a file, or of base64 with or without a ``data:`` head."""
-    from PIL import Image
-
+    """A PIL image: itself, or the upright one of a file or of base64 with or without a ``data:`` head."""
     if not isinstance(value, str):
         return value
     is_file = not value.startswith("data:") and len(value) < 4096 and Path(value).is_file()
-    data = Path(value).read_bytes() if is_file else base64.b64decode(value.rpartition(",")[2])
-    return Image.open(io.BytesIO(data))
+    return picture(Path(value).read_bytes() if is_file else base64.b64decode(value.rpartition(",")[2]), shown(value))
+
+
+def _options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of the text: a call's own and those under ``text_kwargs``.
+
+    Raises:
+        ValueError: one that is not in :data:`OPTIONS`, there or under another kind's.
+    """
+    plain = {name: value for name, value in kwargs.items() if name not in (*MODALITIES, "text_kwargs")}
+    tables = [plain, *(kwargs.get(name) or {} for name in (*MODALITIES, "text_kwargs"))]
+    for name, value in [pair for table in tables for pair in table.items()]:
+        if value not in OPTIONS.get(name, (None,)):
+            raise ValueError(
+                f"{name} = {value!r} cannot be an option here: leave it out "
+                "(pictures are as the model folder's preprocessor_config.json says; texts are neither cut nor padded)"
+            )
+    return plain | tables[-1]
 
 
 __all__ = [
