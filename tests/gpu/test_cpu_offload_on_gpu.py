@@ -29,4 +29,4 @@ def test_offload_changes_no_bit_and_checkpoints_resume_in_the_other_place(tmp_pa
     for dtype in ("float32", "bfloat16"):
         assert sums[f"{dtype}-host"] == sums[f"{dtype}-device"]
         for place in ("host", "device"):
-            assert sums[f"{dtype}-{place}-resumed"] == sums[f"{dtype}-{place}"][3:]
+            assert sums[f"{dtype}-{place}-resumed"] == sums[f"{dtype}-{place}"][1:]

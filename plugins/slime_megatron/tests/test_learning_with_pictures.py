@@ -31,6 +31,7 @@ CASES = {  # family, flags, whether the tower keeps its weights
     "learning, pipeline": ("qwen3_vl", UNEVEN, False),
     "frozen, data": ("qwen3_vl", {}, True),
 }
+*DAY, NIGHT = CASES
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def folders(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*DAY, pytest.param(NIGHT, marks=pytest.mark.nightly)])
 def test_all_roles_score_and_learn_as_those_of_the_other_backend(folders, zygote, tmp_path, case):
     family, megatron, frozen = CASES[case]
     bench = Bench(folders / family, **train_of(folders, family, frozen))

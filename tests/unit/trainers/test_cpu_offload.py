@@ -68,13 +68,13 @@ class Rank:
 
 
 def train_rank(folder: Path, out: Path, thread: TorchThread, rank: int = 0, world: int = 1) -> dict[str, list[str]]:
-    """Checksums of four steps by dtype and place, and of the fourth after a resume in the other place."""
+    """Checksums of two steps by dtype and place, and of the second after a resume in the other place."""
     places.WINDOW, places.BLOCK = 4096, 1 << 14
     sums = {}
     for dtype in DTYPES:
         both = {name: Rank(folder, out, thread, rank, world, dtype=dtype, **PLACES[name]) for name in PLACES}
         for name, one in both.items():
-            steps = [one.step() for _ in range(3)]
+            steps = [one.step()]
             one.save(out / f"{dtype}-{name}")
             sums[f"{dtype}-{name}"] = [*steps, one.step()]
         for one, other in zip(both.values(), reversed(both)):
@@ -101,13 +101,13 @@ def sums(request, folder, zygote, tmp_path_factory):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_have_the_bits_of_a_run_without_offload(sums, dtype):
     assert sums[f"{dtype}-host"] == sums[f"{dtype}-device"]
-    assert len(set(sums[f"{dtype}-host"])) == 4
+    assert len(set(sums[f"{dtype}-host"])) == 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", PLACES)
 def test_a_checkpoint_of_one_place_resumes_in_the_other(sums, dtype, name):
-    assert sums[f"{dtype}-{name}-resumed"] == sums[f"{dtype}-{name}"][3:]
+    assert sums[f"{dtype}-{name}-resumed"] == sums[f"{dtype}-{name}"][1:]
 
 
 def test_windows_hold_few_bytes_and_give_back_what_changed(monkeypatch):

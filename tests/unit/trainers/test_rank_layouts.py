@@ -38,8 +38,15 @@ LAYOUTS = {
         "tensor_and_copies": {"tensor_parallel_size": 2, "fsdp_shard_size": 2},
     },
 }
-EVERY = ("one", "context")  # layouts that train by every algorithm; others by SOME, at night by every one
-SOME = ("clip", "gspo", "ppo")
+BY_DAY = {  # what a layout trains by; at night by every algorithm
+    "context": ("clip", "gspo", "ppo", "tis", "dpo_loss", "on_policy_distillation"),
+    "tensor": ("gspo", "ppo"),
+    "context_of_4": ("gspo",),
+    "context_and_copies": ("ppo",),
+    "tensor_and_context": ("ppo",),
+    "tensor_and_copies": ("ppo",),
+    "copies": (),
+}
 TERMS = {"kl_loss_coef": 0.05, "entropy_coef": 0.01, "max_tokens_per_gpu": 30, "num_steps_per_rollout": 2}
 CASES = {
     **{name: {"advantage_estimator": name} for name in algorithms() if name not in OFFLINE.values()},
@@ -52,13 +59,19 @@ SHARED = [0, 3, 7, 9, 14], [-1, 0, 0, -1]  # bounds of a pack's segments, and th
 
 def cases_of(layout, nightly):
     """Names of what a layout trains by."""
-    return CASES if nightly or layout in EVERY else SOME
+    return CASES if nightly else BY_DAY.get(layout, CASES)
+
+
+def layouts_of(world, nightly):
+    """Names of the layouts of ``world`` ranks that train."""
+    return [name for name in LAYOUTS[world] if cases_of(name, nightly)]
 
 
 def rank_layouts(folder, teacher, out, nightly, rank, world):
     """Write what each layout computes by each algorithm, ``LAYOUT-CASE.safetensors``, and what it saves."""
     thread = TorchThread(1)
-    for layout, sizes in LAYOUTS[world].items():
+    for layout in layouts_of(world, nightly):
+        sizes = LAYOUTS[world][layout]
         train = {**TERMS, **sizes, "lr": 0.0, "critic_lr": 0.0, "teacher_load": str(teacher)}
         config = made.config_of(folder, **train)
         trainer = FsdpTrainer(
@@ -193,7 +206,7 @@ def check_exchange(worker):
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     place = tmp_path_factory.mktemp("models")
-    return tiny_model(place / "policy", tied=True), tiny_model(place / "teacher", seed=4)
+    return tiny_model(place / "policy", tied=True), tiny_model(place / "teacher", seed=4, layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -205,8 +218,13 @@ def out(models, tmp_path_factory):
 
 @pytest.fixture(
     scope="module",
-    params=[(2, False), (4, False), pytest.param((4, True), marks=pytest.mark.nightly)],
-    ids=["2_ranks", "4_ranks", "4_ranks_every_algorithm"],
+    params=[
+        (2, False),
+        (4, False),
+        pytest.param((2, True), marks=pytest.mark.nightly),
+        pytest.param((4, True), marks=pytest.mark.nightly),
+    ],
+    ids=["2_ranks", "4_ranks", "2_ranks_every_algorithm", "4_ranks_every_algorithm"],
 )
 def together(request, models, out, zygote, tmp_path_factory):
     world, nightly = request.param
@@ -218,7 +236,7 @@ def together(request, models, out, zygote, tmp_path_factory):
 
 def test_layouts_score_and_train_as_one_rank_by_every_algorithm(out, together):
     world, nightly = together
-    for layout in LAYOUTS[world]:
+    for layout in layouts_of(world, nightly):
         for case in cases_of(layout, nightly):
             one, many = (load_file(str(out / f"{name}-{case}.safetensors")) for name in ("one", layout))
             assert one.keys() == many.keys(), case
@@ -233,7 +251,7 @@ def test_layouts_score_and_train_as_one_rank_by_every_algorithm(out, together):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_one_rank_and_torch_have_the_bits_that_a_layout_saved_in_even_shares(out, together, bench, models):
     world = together[0]
-    for layout in LAYOUTS[world]:
+    for layout in layouts_of(*together):
         one, saved = bench(folder=models[0], **TERMS), out / f"{layout}-saved"
         one.call("restore", saved)
         assert one.call("fingerprint") == (out / f"{layout}-fingerprint").read_text()
