@@ -139,7 +139,7 @@ def test_experts_in_memory_are_stored_with_their_sample_and_removed_with_it(with
         group = sample_group(0)
         rows = np.arange(40, dtype=np.uint8).reshape(5, 4, 2)
         for sample in group.samples:
-            sample.rollout_routed_experts = rows
+            sample.rollout_routed_experts = rows.copy()  # an array that samples share lies once
         await ledger.issue([group])
         await ledger.finish(group)
         stored = await ledger.samples([sample.id for sample in group.samples])
