@@ -67,9 +67,9 @@ def test_temperatures_stay_float32_in_bfloat16_compute(bench):
     seen = []
     policy, own = one.worker.policy, one.worker.policy.forward
 
-    def watched(tokens, position_ids, segments, rows, *more):
+    def watched(tokens, position_ids, segments, rows, *more, **options):
         seen.append(rows.temperature)
-        return own(tokens, position_ids, segments, rows, *more)
+        return own(tokens, position_ids, segments, rows, *more, **options)
 
     policy.forward = watched
     one.call("score", made.batch_of(temperature=0.7), frozenset({"policy"}))
