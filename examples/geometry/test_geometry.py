@@ -15,7 +15,7 @@ from slime_core.testing.vision import tiny_vision_model
 HERE = Path(__file__).parent
 sys.path.append(str(HERE))  # as a run does for a function's file
 
-import make_rows  # noqa: E402
+import geometry_rows  # noqa: E402
 
 TRIANGLES = ((3, 4, 5), (6, 8, 10), (5, 12, 13), (8, 15, 17))
 SMALL = (
@@ -56,11 +56,11 @@ def folder(tmp_path):
 
 @pytest.mark.system
 def test_rows_keep_problem_picture_and_answer_and_the_recipe_trains_on_them(folder, train):
-    make_rows.main(str(folder / "set"), folder)
+    geometry_rows.main(str(folder / "set"), folder)
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     assert [row["answer"] for row in rows] == [str(sides[2]) for sides in TRIANGLES]
     for row, sides in zip(rows, TRIANGLES, strict=True):
-        assert row["problem"] == f"<image>Find the longest side.\n{make_rows.INSTRUCTION}"
+        assert row["problem"] == f"<image>Find the longest side.\n{geometry_rows.INSTRUCTION}"
         (reference,) = row["images"]
         picture = Image.open(io.BytesIO(base64.b64decode(reference.removeprefix("data:image/png;base64,"))))
         assert np.array_equal(np.asarray(picture), np.asarray(triangle(sides)))

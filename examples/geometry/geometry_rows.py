@@ -1,6 +1,6 @@
 """Write rows of Geometry3K's format (`images`, `problem`, `answer`) with the instruction that asks for a boxed answer.
 
-    python examples/geometry/make_rows.py DATASET FOLDER        DATASET: a hub name, or a folder of Parquet files
+    python examples/geometry/geometry_rows.py DATASET FOLDER        DATASET: a hub name, or a folder of Parquet files
 
 A picture stays the bytes that the data set has, in the row as a data URI.
 """
