@@ -65,15 +65,15 @@ class PackMedia:
 
     def _joined(self, names: list[str]) -> NDArray[Any]:
         """Rows of each item of its array: patches [n, width], crops [n, 3, h, w], masks [n, h, w]; read once."""
-        wholes: dict[int, NDArray[Any]] = {}
+        by_storage: dict[int, NDArray[Any]] = {}
         parts = []
         for placed, name in zip(self.items, names, strict=True):
             stored, item = placed.arrays[name], placed.item
-            if id(stored) not in wholes:
-                wholes[id(stored)] = _read(self.folder, stored)
+            if id(stored) not in by_storage:
+                by_storage[id(stored)] = _read(self.folder, stored)
             inner = 1 if item.grid is not None else 2 if name == MASK else 3
-            whole = wholes[id(stored)]
-            parts.append(whole.reshape(-1, *whole.shape[-inner:])[item.begin : item.end])
+            array = by_storage[id(stored)]
+            parts.append(array.reshape(-1, *array.shape[-inner:])[item.begin : item.end])
         return np.concatenate(parts)
 
 

@@ -16,25 +16,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(580)]
 TABLES = {
     "name": "fp8",
     "seed": 5,
-    "cluster": {
-        "device": "cuda",
-        "cpu_threads": 4,
-        "colocate": True,
-        "offload_train": False,
-        "offload_rollout": False,
-    },
+    "cluster": served_recipe.BESIDE,
     "train": {"dtype": "bfloat16"},
     "plugin.rm_math": {"digits": 1, "heldout_rows": 64},
 }
 WARMUP = {"num_rollout": 12, "rollout_batch_size": 64, "lr": 3e-4}
 GRPO = {"num_rollout": 20, "rollout_batch_size": 32, "lr": 3e-5}
-SERVER = {"mem_fraction_static": 0.3, "skip_server_warmup": True, "disable_piecewise_cuda_graph": True}
-SERVER |= {
-    "cuda_graph_bs": [8, 64, 256],
-    "attention_backend": "triton",
-    "sampling_backend": "pytorch",
-    "grammar_backend": "none",
-}
 
 
 def test_quantisation_gives_the_same_bits_as_on_a_cpu():
@@ -60,7 +47,7 @@ def test_a_recipe_learns_through_sglang(kind, place, folder, slime, tmp_path):
     """Held-out figures of both are printed; in fp8 every update is compared by its values, and TIS weighs tokens."""
     _, sglang = place
     rollout = {"hf_checkpoint": folder, "rollout_max_response_len": 6, "rollout_quantization": kind}
-    server = {"python": sglang.python, **SERVER, "env": sglang.env}
+    server = {"python": sglang.python, **served_recipe.SMALL_SERVER, "env": sglang.env}
     tables = {**TABLES, "rollout": rollout, "sglang": server}
     (tmp_path / "recipe.toml").write_text(served_recipe.recipe(warmup=WARMUP, grpo=GRPO, tables=tables))
     done = slime("run", "recipe.toml", "--run-dir", "out", timeout=540)

@@ -10,24 +10,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(580)]
 TABLES = {
     "name": "replay",
     "seed": 5,
-    "cluster": {
-        "device": "cuda",
-        "cpu_threads": 4,
-        "colocate": True,
-        "offload_train": False,
-        "offload_rollout": False,
-    },
+    "cluster": served_recipe.BESIDE,
     "plugin.rm_math": {"digits": 2, "heldout_rows": 64},
 }
 WARMUP = {"num_rollout": 6, "rollout_batch_size": 64, "lr": 3e-4}
 GRPO = {"num_rollout": 6, "rollout_batch_size": 32, "lr": 3e-5}
-SERVER = {"mem_fraction_static": 0.3, "skip_server_warmup": True, "disable_piecewise_cuda_graph": True}
-SERVER |= {
-    "cuda_graph_bs": [8, 64, 256],
-    "attention_backend": "triton",
-    "sampling_backend": "pytorch",
-    "grammar_backend": "none",
-}
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["plain", "graphs"])
@@ -35,7 +22,12 @@ def test_a_replayed_run_is_nearer_to_its_engine_than_one_without(graphs, place, 
     """Of a model of 64 experts in 8 layers, in bfloat16: gaps of log-probs over the same steps, printed."""
     module, sglang = place
     folder = module.make_folder(tmp_path / "model", "small-moe")
-    server = {"python": sglang.python, **SERVER, "disable_cuda_graph": not graphs, "env": sglang.env}
+    server = {
+        "python": sglang.python,
+        **served_recipe.SMALL_SERVER,
+        "disable_cuda_graph": not graphs,
+        "env": sglang.env,
+    }
     gaps = {}
     for kind in ("off", "rollout"):
         rollout = {"hf_checkpoint": folder, "rollout_max_response_len": 6}

@@ -54,12 +54,12 @@ def write_shape(path):
 def write_recipe(path, place, tables):
     """One of a colocated run with SGLang."""
     _, found = place
-    whole = {
+    tables = {
         "cluster": {"device": "cuda", "colocate": True},
         "sglang": {"python": found.python, **SERVER, "env": dict(found.env)},
         **tables,
     }
-    parts = (f"[{name}]\n" + "".join(f"{k} = {toml(v)}\n" for k, v in table.items()) for name, table in whole.items())
+    parts = (f"[{name}]\n" + "".join(f"{k} = {toml(v)}\n" for k, v in table.items()) for name, table in tables.items())
     (path / "recipe.toml").write_text("\n".join(parts))
 
 

@@ -53,11 +53,11 @@ def dialogue(api, first, second):
         rest = [{"role": "assistant", "content": "ok"}, {"role": "tool", "tool_call_id": "c1", "content": result}]
         return {"messages": [opening]}, {"messages": [opening, *rest]}
     if api == "messages":
-        told = [{"type": "tool_result", "tool_use_id": "c1", "content": result}]
-        rest = [{"role": "assistant", "content": "ok"}, {"role": "user", "content": told}]
+        results = [{"type": "tool_result", "tool_use_id": "c1", "content": result}]
+        rest = [{"role": "assistant", "content": "ok"}, {"role": "user", "content": results}]
         return {"max_tokens": 9, "messages": [opening]}, {"max_tokens": 9, "messages": [opening, *rest]}
-    said = {"role": "assistant", "content": [{"type": "output_text", "text": "ok"}]}
-    rest = [said, {"type": "function_call_output", "call_id": "c1", "output": result}]
+    answer = {"role": "assistant", "content": [{"type": "output_text", "text": "ok"}]}
+    rest = [answer, {"type": "function_call_output", "call_id": "c1", "output": result}]
     return {"input": [opening]}, {"input": [opening, *rest]}
 
 
@@ -132,13 +132,13 @@ def test_an_agent_names_no_file_of_this_machine_and_no_picture_to_a_model_of_tex
     Image.new("RGB", (28, 28)).save(secret)
     bodies = [dialogue("chat/completions", uri, SECOND)[0] for uri in (str(secret), "http://127.0.0.1:9/a.png")]
     broken = dialogue("chat/completions", "data:image/png;base64,AAAA", SECOND)[0]
-    said = {
+    answer = {
         "messages": [{"role": "assistant", "content": [FORMS["responses"](FIRST)]}, {"role": "user", "content": ""}]
     }
     answers = []
 
     async def agent(client):
-        for body in (*bodies, broken, said):
+        for body in (*bodies, broken, answer):
             answers.append(await client.http.post("/chat/completions", json={"model": "policy", **body}))
 
     ctx = context(folder)

@@ -363,21 +363,23 @@ def check(name: str, root: Path, world: int, flags: dict) -> dict:
     options = ["--dtype", DTYPE, "train.compile=" + os.environ.get("COMPILE", "auto"), "--no-freeze-vision-tower"]
     train = load_config(None, options).train
     table = {name: value for name, value in flags.items() if name not in WITHIN}
-    made = settings(bridge, folder.config, table, train, world, DEVICE)
-    made = replace(
-        made, frozen_tower=False, transformer={**made.transformer, **{n: v for n, v in flags.items() if n in WITHIN}}
+    options = settings(bridge, folder.config, table, train, world, DEVICE)
+    options = replace(
+        options,
+        frozen_tower=False,
+        transformer={**options.transformer, **{n: v for n, v in flags.items() if n in WITHIN}},
     )
-    model = build_model(made, bridge, folder, torch.device(DEVICE))
+    model = build_model(options, bridge, folder, torch.device(DEVICE))
     learner = MegatronLearner(model.stage)
-    learner.wrap(build(made))
+    learner.wrap(build(options))
     model.learn(learner.wrapped)
     model.passes.chunk = 4
     from megatron.core import parallel_state
 
     mine = parallel_state.get_data_parallel_rank()
-    micros = packs(folder.config) if made.layout.dp == 1 else [packs(folder.config)[mine]]
+    micros = packs(folder.config) if options.layout.dp == 1 else [packs(folder.config)[mine]]
     expected = torch.load(root / name / "expected.pt")
-    wanted = expected["rows"] if made.layout.dp == 1 else [expected["rows"][mine]]
+    wanted = expected["rows"] if options.layout.dp == 1 else [expected["rows"][mine]]
     answer = {"log_probs": 0.0, "entropy": 0.0, "gradients": 0.0, "tensor": "", "gathered": []}
     for got, want in zip(model.passes.scores(micros), wanted):
         for key, a, b in zip(("log_probs", "entropy"), got, want, strict=True):
@@ -390,7 +392,7 @@ def check(name: str, root: Path, world: int, flags: dict) -> dict:
     for key, held in model.tensors.by_name.items():
         if held.entry.megatron.endswith("expert_bias"):
             continue
-        whole = join(held.entry, [gradients[n] for n in held.entry.hf], made.sizes)
+        whole = join(held.entry, [gradients[n] for n in held.entry.hf], options.sizes)
         error = relative(held.tensor.main_grad, shard(held.entry, whole, held.group.rank(), held.group.size()))
         if error > answer["gradients"]:
             answer["gradients"], answer["tensor"] = error, key

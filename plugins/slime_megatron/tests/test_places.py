@@ -114,14 +114,14 @@ def test_ranges_of_shards_sum_to_the_folders_tensors(name, size, long, monkeypat
     from slime_megatron import fingerprint
 
     monkeypatch.setattr(fingerprint, "LONG", long)
-    held = SimpleNamespace(sizes=SIZES, parameter_name=str)
+    stage = SimpleNamespace(sizes=SIZES, parameter_name=str)
     found, copies = 0, 1
     for piece, mine, _, tensors in pieces(name, size):
         wanted = torch.stack([sums(tensor, 0) for tensor in tensors])
         copies = size if piece.entry.kind == "whole" else 1
         flat, ends = mine.reshape(-1), [mine.numel() * n // 3 for n in range(4)]
         for begin, end in pairwise(ends):
-            found += fingerprint._sums(flat[begin:end], begin, begin, end, piece, held, piece.entry)
+            found += fingerprint._sums(flat[begin:end], begin, begin, end, piece, stage, piece.entry)
     assert torch.equal(found, wanted * copies)
 
 

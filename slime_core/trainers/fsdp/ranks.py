@@ -106,9 +106,9 @@ class _SpreadTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, rows: torch.Tensor, count: int, group: Any) -> torch.Tensor:
         ctx.save_for_backward(rows)
-        whole = values.new_zeros(count).index_copy_(0, rows, values)
-        dist.all_reduce(whole, group=group)
-        return whole
+        column = values.new_zeros(count).index_copy_(0, rows, values)
+        dist.all_reduce(column, group=group)
+        return column
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

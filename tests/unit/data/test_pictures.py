@@ -114,11 +114,11 @@ def test_rows_in_geometrys_form_become_the_tokens_and_arrays_of_transformers(
         assert prompt.tokens == encode(tokenizer, f"user: {words}\nassistant: ")
         inputs = prompt.multimodal_inputs or {}
         assert len(inputs.get("images", [])) == len(paths)
-        made = media.arrays(inputs)
-        assert made.keys() == arrays.keys()
+        remade = media.arrays(inputs)
+        assert remade.keys() == arrays.keys()
         for name, array in arrays.items():
-            np.testing.assert_array_equal(made[name], array)
-        items = media.layout.items(made)
+            np.testing.assert_array_equal(remade[name], array)
+        items = media.layout.items(remade)
         assert len(media.layout.starts(np.array(prompt.tokens), items)) == len(items)
     assert json.loads(json.dumps(prompts[1].multimodal_inputs)) == {"images": [str(path) for path in pictures]}
 

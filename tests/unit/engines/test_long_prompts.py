@@ -33,7 +33,7 @@ def test_samples_of_a_long_prompt_share_chunks_of_it_within_memory(bench, ask, m
     monkeypatch.setattr(paged, "PASS_ROWS", chunk)
     b = bench("qwen3", max_position_embeddings=2 * length, **ONE_LAYER)
     prompt = np.random.default_rng(3).integers(3, b.folder.vocab_size, length + TAIL).tolist()
-    asked = [ask(str(i), prompt, new=NEW) for i in range(SAMPLES)]
+    requests = [ask(str(i), prompt, new=NEW) for i in range(SAMPLES)]
 
     async def go(b):
         async with b.engine(slots=SAMPLES, context_len=2 * length, paged=True, share=1.0) as engine:
@@ -45,7 +45,7 @@ def test_samples_of_a_long_prompt_share_chunks_of_it_within_memory(bench, ask, m
             monkeypatch.setattr(paged, "free_memory", lambda device, own: pages * size)
             forget_peak()
             before = resident("VmRSS")
-            done = await asyncio.gather(*(engine.generate(one) for one in asked))
+            done = await asyncio.gather(*(engine.generate(one) for one in requests))
             growth = resident("VmHWM") - before
             assert engine._scheduler._pool.count == pages
             assert max(rows) == chunk
@@ -53,7 +53,7 @@ def test_samples_of_a_long_prompt_share_chunks_of_it_within_memory(bench, ask, m
             assert growth < 3 << 28, f"{growth >> 20} MiB"
             with pytest.raises(EngineError, match=r"ENG05.*GiB are free"):
                 await engine.generate(ask("longer", prompt + prompt[: length // 2], new=1))
-            assert (await engine.generate(asked[0])).tokens == done[0].tokens
+            assert (await engine.generate(requests[0])).tokens == done[0].tokens
             return done
 
     for one in b.run(go):

@@ -99,15 +99,15 @@ def media_of(inputs):
 @pytest.fixture(scope="module")
 def eyes(tmp_path_factory):
     """`eyes(family)` makes each family's model once."""
-    known = {}
+    eyes = {}
 
     def make(family):
-        if family not in known:
-            known[family] = Eye(tmp_path_factory.mktemp(family), family)
-        return known[family]
+        if family not in eyes:
+            eyes[family] = Eye(tmp_path_factory.mktemp(family), family)
+        return eyes[family]
 
     yield make
-    for eye in known.values():
+    for eye in eyes.values():
         eye.thread.close()
 
 
@@ -129,7 +129,7 @@ def test_greedy_tokens_and_log_probs_are_those_of_transformers(eyes, look, famil
     """Pictures that are not square, several a request, text alone, all beside each other; passes end inside of pictures."""
     eye = eyes(family)
     monkeypatch.setattr(paged, "PASS_ROWS", 13)
-    asked = [eye.inputs((2, 1), (1, 3)), eye.inputs((3, 2), seed=1), eye.inputs(), eye.inputs((1, 1), seed=2)]
+    contents = [eye.inputs((2, 1), (1, 3)), eye.inputs((3, 2), seed=1), eye.inputs(), eye.inputs((1, 1), seed=2)]
 
     async def go():
         async with eye.engine(paged=pages or None) as engine:
@@ -139,8 +139,8 @@ def test_greedy_tokens_and_log_probs_are_those_of_transformers(eyes, look, famil
             served.counts = (
                 RowCounts(served.counts.allowed[:1], served.counts.allowed[0]) if not pages else RowCounts()
             )
-            greedy = [look(str(n), inputs, temperature=0) for n, inputs in enumerate(asked)]
-            drawn = [look(f"drawn {n}", inputs) for n, inputs in enumerate(asked)]
+            greedy = [look(str(n), inputs, temperature=0) for n, inputs in enumerate(contents)]
+            drawn = [look(f"drawn {n}", inputs) for n, inputs in enumerate(contents)]
             done = await asyncio.gather(*(engine.generate(request) for request in (*greedy, *drawn)))
             scores = [
                 await engine.score([*request.tokens, *one.tokens], len(request.tokens), request.media)
@@ -149,7 +149,7 @@ def test_greedy_tokens_and_log_probs_are_those_of_transformers(eyes, look, famil
             return done, scores
 
     done, scores = asyncio.run(go())
-    for inputs, one in zip(asked, done, strict=False):
+    for inputs, one in zip(contents, done, strict=False):
         tokens, log_probs = eye.generated(inputs)
         assert one.tokens == tokens
         np.testing.assert_allclose(one.plain_log_probs, log_probs, atol=2e-5)

@@ -65,8 +65,8 @@ def joined_pictures(parts: Iterable[Sample]) -> Sample:
             inputs.setdefault(kind, []).extend(items)
         for name, array in (part.multimodal_train_inputs or {}).items():
             arrays.setdefault(name, []).append(array)
-    whole = {name: same[0] if len(same) == 1 else np.concatenate(same) for name, same in arrays.items()}
-    return Sample(multimodal_inputs=inputs or None, multimodal_train_inputs=whole or None)
+    joined = {name: same[0] if len(same) == 1 else np.concatenate(same) for name, same in arrays.items()}
+    return Sample(multimodal_inputs=inputs or None, multimodal_train_inputs=joined or None)
 
 
 class Tree:

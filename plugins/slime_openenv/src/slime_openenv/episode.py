@@ -138,8 +138,8 @@ class EpisodePlayer:
         row_inputs = row.multimodal_inputs or inputs_of(messages)
         part = {"type": "text", "text": first}
         question_first = bool(row_inputs) and not messages  # the row's placeholders are in its text
-        whole = [part, *pictures] if question_first else [*pictures, part]
-        opening: list[Message] = [*messages, {"role": "user", "content": whole if pictures else first}]
+        content = [part, *pictures] if question_first else [*pictures, part]
+        opening: list[Message] = [*messages, {"role": "user", "content": content if pictures else first}]
         prompt = bare(opening) if messages or self._speech.template else first
         words = render(
             prompt,

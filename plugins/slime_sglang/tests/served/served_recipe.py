@@ -16,6 +16,16 @@ RECIPE: dict[str, Any] = {
     "eval": {"skip_eval_before_train": True},
     "plugin.rm_math": {"operations": ["+"], "ones_first": True, "padded": True},
 }
+BESIDE = {"device": "cuda", "cpu_threads": 4, "colocate": True, "offload_train": False, "offload_rollout": False}
+"""[cluster] of a run whose trainer and small server stay in one GPU's memory."""
+
+SMALL_SERVER = {
+    **{"mem_fraction_static": 0.3, "skip_server_warmup": True, "disable_piecewise_cuda_graph": True},
+    **{"cuda_graph_bs": [8, 64, 256], "attention_backend": "triton", "sampling_backend": "pytorch"},
+    "grammar_backend": "none",
+}
+"""[sglang] of that server, with few CUDA graphs."""
+
 WARMUP = {
     "name": "warmup",
     "tasks": [{"name": "arithmetic_pupil"}],

@@ -179,7 +179,7 @@ def test_pictures_reach_every_server_that_computes_with_them(program: Program, t
     assert codec is not None
     pixels = np.random.default_rng(0).standard_normal((12, 1176), dtype=np.float32)
     media = Media(arrays={"pixel_values": pixels, "image_grid_thw": np.array([[1, 2, 6]])})
-    asked = replace(request("a-0"), tokens=[5, pad, pad, pad, 6], media=media)
+    with_pictures = replace(request("a-0"), tokens=[5, pad, pad, pad, 6], media=media)
 
     async def work(kinds: tuple[str, ...]) -> None:
         launched, where = program(paired=len(kinds) > 1), tmp_path / str(len(kinds))
@@ -187,11 +187,11 @@ def test_pictures_reach_every_server_that_computes_with_them(program: Program, t
         async with routed(where, kinds=kinds, program=launched, pictures=codec) as on:
             await on.engine.load(update(where, 1))
             for fake in on.fakes:
-                fake.prompt = lambda body: asked.tokens
-            assert len((await on.engine.generate(asked)).tokens) == 6
+                fake.prompt = lambda body: with_pictures.tokens
+            assert len((await on.engine.generate(with_pictures)).tokens) == 6
             for fake in on.fakes:
                 assert fake.bodies[-1]["input_ids"] == [5, pad, 6]
-                assert fake.bodies[-1]["image_data"] == codec.fields(asked.tokens, media, "")["image_data"]
+                assert fake.bodies[-1]["image_data"] == codec.fields(with_pictures.tokens, media, "")["image_data"]
 
     run(work(("null",)))
     run(work(("prefill", "decode")))
