@@ -189,9 +189,10 @@ def test_pictures_reach_every_server_that_computes_with_them(program: Program, t
             for fake in on.fakes:
                 fake.prompt = lambda body: with_pictures.tokens
             assert len((await on.engine.generate(with_pictures)).tokens) == 6
+            sent = await codec.fields(with_pictures.tokens, media, "")
             for fake in on.fakes:
                 assert fake.bodies[-1]["input_ids"] == [5, pad, 6]
-                assert fake.bodies[-1]["image_data"] == codec.fields(with_pictures.tokens, media, "")["image_data"]
+                assert fake.bodies[-1]["image_data"] == sent["image_data"]
 
     run(work(("null",)))
     run(work(("prefill", "decode")))
