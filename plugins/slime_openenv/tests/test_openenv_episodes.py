@@ -8,17 +8,18 @@ from types import SimpleNamespace
 import aiohttp
 import pytest
 from aiohttp import web
-from openenv_play import TOKENIZER, alive, command, context, group_of, obeys, play, servers_of, serving
+from openenv_play import TOKENIZER, VOCAB, alive, command, context, group_of, obeys, play, servers_of, serving
 from openenv_protocol import Faulty
 from pydantic import ValidationError
 
 from slime_core.config.schema import Config
 from slime_core.context import Context
+from slime_core.data.prompts import Encoder, Parsed
 from slime_core.data.tool_calls import PARSERS
 from slime_core.errors import ConfigError, DataError, PluginError
-from slime_core.testing.models import CHAT_TEMPLATE
+from slime_core.testing.models import CHAT_TEMPLATE, char_tokenizer
 from slime_core.testing.plugins import check_plugin
-from slime_core.types import Status
+from slime_core.types import Group, Sample, Status
 from slime_openenv.actions import to_action, to_calls
 from slime_openenv.options import Options
 from slime_openenv.plugin import OpenEnv
@@ -79,6 +80,25 @@ def test_what_the_model_reads_and_does_can_be_written_by_templates_and_functions
     with pytest.raises(ConfigError, match="'hint_' is undefined") as caught:
         episode(observation_template="{{ hint_ }}")
     assert caught.value.fix.startswith("correct the template")
+
+
+def test_a_row_is_rendered_once_by_the_chat_template():
+    """As a run does it: the row is encoded, and its episode joins question and first observation in one message."""
+    tokenizer, plugin = char_tokenizer(VOCAB + "{}[]<>_|", CHAT_TEMPLATE), OpenEnv()
+    encoder = Encoder(tokenizer, template=True, rewrite=lambda m, t, row: plugin.slime_messages(m, t, row.metadata))
+    talk = [{"role": "system", "content": "one letter"}, {"role": "user", "content": "go"}]
+    for content, opening in (("go", ""), (talk, "system: one letter\n")):
+        parsed = Parsed(prompt=content, label="", metadata={}, tools=None, row_id="1", where="rows:1")
+        row = encoder.prompt(parsed, id="main/0", task="main", position=0)
+
+        async def run(row=row):
+            async with serving(Faulty()) as urls:
+                ctx = context(Options(url=urls), lambda text: "a", template=CHAT_TEMPLATE)
+                sample = Sample(id="main/0-0", prompt=row.prompt, tokens=row.tokens, metadata=dict(row.metadata))
+                return (await play(ctx, Group(prompt=row, samples=[sample], rollouts={0: [0]})))[0][0]
+
+        start = f"{opening}user: go\n\nsay: a\nassistant: "
+        assert TOKENIZER.decode(asyncio.run(run()).tokens).startswith(start)
 
 
 def test_an_episode_ends_at_its_limits():

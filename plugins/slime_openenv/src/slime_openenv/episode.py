@@ -37,6 +37,8 @@ from slime_openenv.templates import plain, rendered, to_json
 
 KEY = "openenv"
 """Of a sample's metadata."""
+MESSAGES = "openenv_messages"
+"""Of a prompt's metadata: the row's messages, before the chat template."""
 BROKEN_TOOLS = ("timeout", "transport_error")
 """Errors of a tool's call that are the environment's."""
 
@@ -126,7 +128,8 @@ class EpisodePlayer:
 
     async def _open(self, sample: Sample, row: Prompt, start: Start) -> None:
         """Make the prompt's tokens of the row and the first observation, whose pictures follow those of the row."""
-        messages, question = ([], row.prompt) if isinstance(row.prompt, str) else (list(row.prompt), "")
+        words = row.metadata.get(MESSAGES, row.prompt) if not row.multimodal_inputs else row.prompt
+        messages, question = ([], words) if isinstance(words, str) else (list(words), "")
         if messages and messages[-1]["role"] == "user" and isinstance(messages[-1]["content"], str):
             question = messages.pop()["content"]
         content = await self._content(start.result)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from slime_core.config.problems import Problem
     from slime_core.config.schema import Config
+    from slime_core.types import Message
     from slime_openenv.options import Options
     from slime_openenv.servers import EnvServers
 
@@ -88,6 +89,16 @@ class OpenEnv:
         if task.endswith(HELDOUT):
             return Seeds(options.prompt, FIRST_HELDOUT, options.heldout_episodes)
         return Seeds(options.prompt, 0, options.episodes)
+
+    @hookimpl
+    def slime_messages(
+        self, messages: list[Message], tools: list[Any] | None, metadata: dict[str, Any]
+    ) -> tuple[list[Message], list[Any] | None]:
+        """Keep a row's messages: the template renders them again, together with the first observation."""
+        from slime_openenv.episode import MESSAGES
+
+        metadata[MESSAGES] = messages
+        return messages, tools
 
     @hookimpl
     async def slime_generate(self, group: Group, ctx: Context) -> Group:
