@@ -20,7 +20,8 @@ from durability.chaos import Kill, ask, run_child, tail
 pytestmark = pytest.mark.integration
 
 TOOLS = Path(__file__).parents[2] / "tools"
-ALONE = ["sync", "lockstep"]
+NIGHTLY = pytest.mark.nightly
+ALONE = ["sync", pytest.param("lockstep", marks=NIGHTLY)]
 KILLED = {
     "trained": ("drops", "ledger.trained.before:3"),
     "rewound": ("stages", "ledger.trained.after:3"),
@@ -72,9 +73,12 @@ def test_two_runs_that_nobody_kills_are_the_same(scenario):
     witness(scenario)
 
 
-@pytest.mark.parametrize("words", KILLED.values(), ids=KILLED)
-def test_a_run_killed_at_a_boundary_is_the_same(words):
-    witness(*words)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=NIGHTLY) if name in ("suspended", "again and again") else name for name in KILLED],
+)
+def test_a_run_killed_at_a_boundary_is_the_same(name):
+    witness(*KILLED[name])
 
 
 CHILD = "import os, signal, sys; from slime_core.parent import die_with; die_with(int(sys.argv[1])); print('there', flush=True); signal.pause()"

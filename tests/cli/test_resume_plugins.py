@@ -175,7 +175,7 @@ def test_a_secret_from_a_variable_is_read_from_it_again(cli, own, install_plugin
     assert REDACTED in Path("cut/config.toml").read_text()
 
 
-@pytest.mark.parametrize("secret", ["correct-horse", "1e5", "007", 'a "quoted" $one'])
+@pytest.mark.parametrize("secret", ["1e5", 'a "quoted" $one'])
 def test_a_secret_of_servers_comes_back_from_the_variable_of_its_name(cli, own, monkeypatch, secret):
     """[sglang.env] of a run is for other processes, and never written down."""
     monkeypatch.setenv("HALT", "main/4-0")
@@ -194,7 +194,7 @@ def test_a_secret_of_servers_comes_back_from_the_variable_of_its_name(cli, own, 
     settings.plugins.close()  # its functions by path had slime's modules served in this process
     assert settings.config.sglang["env"] == {"HF_TOKEN": secret, "PLAIN": 2}
     assert secret in settings.loaded.secrets
-    if secret == "correct-horse":
+    if secret == "1e5":
         again = cli("run", "--resume", "cut")
         assert again.code == 0, again.err
         assert secret not in "".join(p.read_text() for p in Path("cut").rglob("*") if p.suffix in (".toml", ".json"))

@@ -90,6 +90,7 @@ def test_a_folder_as_older_tools_wrote_it(train, work):
     assert "prompts are read without the tokenizer's chat template" in said
 
 
+@pytest.mark.nightly
 def test_longrope_within_its_first_length_is_as_fast_as_any(train, work):
     """Phi-3.5's and Phi-4-mini's frequencies, which change beyond the length of the pretraining."""
     scaling = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 6, "long_factor": [3.0] * 6}

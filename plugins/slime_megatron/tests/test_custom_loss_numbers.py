@@ -190,7 +190,7 @@ def test_fsdp_trains_on_what_the_formulas_say(place):
             assert same == (name == "loss" or "tis" in PATHS[name]), "use_tis counts unless a function replaces it"
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_megatron_trains_on_what_the_formulas_say_at_each_context_parallel_size(place, zygote, tmp_path, size):
     for errors in run_ranks(zygote, tmp_path, measured, size, tmp_path, str(place), size):
         agree(errors)

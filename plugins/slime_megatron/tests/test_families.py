@@ -170,7 +170,10 @@ LAYOUTS = {  # ranks, flags, families
         SPARSE,
     ),
 }
-RARE = ("grouped", "pipeline, interleaved, tensor", "tensor, whole experts", "grouped tensor, expert, expert tensor")
+RARE = (
+    *("tensor, gradients within products", "pipeline, interleaved, tensor", "tensor, whole experts"),
+    *("grouped", "grouped tensor", "grouped tensor, expert, expert tensor"),
+)
 """Layouts whose parts other layouts prove one by one."""
 
 COMPILED = {"one": {"TORCH_COMPILE_DISABLE": "0"}}

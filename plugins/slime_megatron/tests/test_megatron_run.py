@@ -245,6 +245,7 @@ def test_functions_by_path_are_called_in_each_rank_with_its_own_args(work, train
         assert rows["stepped"][-1][-2:] == [[2, 1, 2], 10], "what one function sets in args the others see"
 
 
+@pytest.mark.nightly
 def test_a_run_on_pictures_has_the_losses_of_fsdp(work, zygote, tmp_path_factory):
     """Pictures of odd sizes, one, two and none a prompt; the tower learns, on both tensor-parallel ranks alike."""
     tiny_vision_model(work / "sees", "qwen2_5_vl")

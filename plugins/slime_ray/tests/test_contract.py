@@ -20,14 +20,8 @@ def nodes():
         yield found
 
 
-WITNESS = "cluster_says_that_a_process_is_gone"  # the others start clusters too, as the runs of test_ray_run do
-
-
-@pytest.mark.parametrize(
-    "check",
-    [pytest.param(check, marks=[pytest.mark.nightly] * (check.__name__ != WITNESS)) for check in CLUSTER_CHECKS],
-    ids=lambda check: check.__name__,
-)
+@pytest.mark.nightly  # by day the runs of test_ray_run and test_ray_servers start clusters, and lose parts of them
+@pytest.mark.parametrize("check", CLUSTER_CHECKS, ids=lambda check: check.__name__)
 def test_ray_cluster(check, nodes, tmp_path):
     flags = ("--cluster", "ray", "--ray-address", nodes.address)
     asyncio.run(keeps(check, tmp_path, *flags, alive=lambda: nodes.pids(words="slime_core.clusters.")))

@@ -40,14 +40,14 @@ def test_ten_tasks_train_and_are_evaluated_by_flags(cli, chat_model):
     done = cli(
         *("run", "--plugin", "reasoning_gym", "--hf-checkpoint", chat_model, "--tasks", names),
         *("--eval-tasks", "chain_sum,gcd.0", "--heldout-rows", "3", "--skip-eval-before-train", "--run-dir", "run"),
-        *("--num-rollout", "2", "--rollout-batch-size", "40", "--n-samples-per-prompt", "2"),
+        *("--num-rollout", "2", "--rollout-batch-size", "20", "--n-samples-per-prompt", "2"),
         *("--rollout-max-response-len", "8", "--cpu-threads", "1"),
     )
     assert done.code == 0, done.err
     steps = metrics(Path("run"))
     assert {name for row in steps.values() for name in TEN if f"task/{name}/reward" in row} == set(TEN)
     assert "gcd.0 at step 2" in done.err
-    assert "160 issued = 160 trained" in done.err
+    assert "80 issued = 80 trained" in done.err
     done = cli("eval", "run/final", "--plugin", "reasoning_gym", "--eval-tasks", "lcm", "--heldout-rows", "2")
     assert done.code == 0, done.err
     assert "lcm" in done.out

@@ -219,7 +219,7 @@ def out(models, tmp_path_factory):
 @pytest.fixture(
     scope="module",
     params=[
-        (2, False),
+        pytest.param((2, False), marks=pytest.mark.nightly),
         (4, False),
         pytest.param((2, True), marks=pytest.mark.nightly),
         pytest.param((4, True), marks=pytest.mark.nightly),
