@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from slime_core.config.problems import Origins, Problem
     from slime_core.config.schema import Config
+    from slime_core.planning.footprint import EngineFootprint, Subject, TrainerFootprint
     from slime_core.protocols import Engine, RunComponents, ServerProcess
     from slime_core.types import WeightRoute
 
@@ -113,6 +114,8 @@ class EngineBackend(Backend):
     count: Callable[[Config], int] | None = None  # number of engines in the config
     spreads: Callable[[Config], bool] = lambda _: False  # others than slime choose the server of a request
     gives_memory: Callable[[Config], bool] = lambda _: True  # servers give GPU memory back before the trainer starts
+    memory: Callable[[Subject, TrainerFootprint | None], EngineFootprint] | None = None
+    """What it has on its GPUs, for `slime plan`; with the trainer that shares them, if one does."""
     senders: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     """Transports of its routes but ``disk``: each makes a `weights.transports.senders.Sender` of a torch.device."""
     checksums: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
@@ -137,6 +140,7 @@ class TrainerBackend(Backend):
     """
 
     trainer: Callable[[], type[Any]]
+    memory: Callable[[Subject], TrainerFootprint] | None = None  # what it has on a GPU, for `slime plan`
     megatron_hooks: bool = False  # calls the hooks slime_megatron_*
     converters: Callable[[], Mapping[str, click.Command]] | None = None
 

@@ -33,6 +33,11 @@ class Flops:
         """Of a sequence of ``length`` tokens; of its tokens behind the first ``prefix`` alone, which they see."""
         return self.token * (length - prefix) + self.pair * (length**2 - prefix**2)
 
+    @staticmethod
+    def sparse_layers(config: Any) -> list[int]:
+        """Layers with experts, of a text model's config that has some."""
+        return _Sizes(config).sparse()
+
     @classmethod
     def of(cls, config: Any) -> Flops:
         """Of a Hugging Face config: an estimate, whatever sizes it names.
@@ -86,10 +91,10 @@ class _Sizes:
         shared = self.number("shared_expert_intermediate_size") or self.number("n_shared_experts") * width
         chosen = self.number("num_experts_per_tok", "moe_topk", least=1)
         sparse = self.hidden * (3 * (chosen * width + shared) + experts)
-        count = len(self._sparse())
+        count = len(self.sparse())
         return count * sparse + (self.layers - count) * dense
 
-    def _sparse(self) -> list[int]:
+    def sparse(self) -> list[int]:
         """Layers with experts."""
         step, first = self.number("decoder_sparse_step", least=1), self.number("first_k_dense_replace")
         dense = getattr(self._config, "mlp_only_layers", None) or ()

@@ -1,0 +1,99 @@
+"""What the embedded engine has on a GPU: keys and values in pages, its passes, and weights where it has its own."""
+
+from __future__ import annotations
+
+from slime_core.config.stages import rollout_slots, stages
+from slime_core.planning.footprint import EngineFootprint, Phase, Subject, TrainerFootprint
+
+PAGE, WIDTH, PASS_ROWS = 16, 16, 8192  # see `engines.local.pages`, `engines.local.paged`
+SHARE, SHARE_ALONE = 0.5, 0.85  # of the free memory, at most, for the cache: see `engines.local.slots`
+BLOCK, STEP = 32, 128  # of slots on a processor
+FUSE_BYTES = 1 << 30  # see `engines.local.lean`
+DRAWING = 10  # bytes a logit: bfloat16, float32 and what a draw makes of it
+
+
+def footprint(subject: Subject, trainer: TrainerFootprint | None) -> EngineFootprint:
+    """See `EngineFootprint`; ``trainer`` is what shares its GPUs, None where nothing does."""
+    config, gpu = subject.config, subject.gpu
+    apart = config.rollout.max_staleness > 0 or config.eval.eval_async
+    shared = trainer is not None and not apart
+    slots = rollout_slots(config) if gpu.processor else _slots(subject)
+    weights = _own_weights(subject, shared=shared)
+    passes = _passes(subject, slots)
+    resident = sum(trainer.resident.values()) if trainer is not None and shared else 0
+    free = max(0, gpu.room - resident - weights)
+    share = SHARE if shared else SHARE_ALONE
+    cache, sequences, positions, size = (_slots_of if gpu.processor else _pages)(subject, slots, int(free * share))
+    always = {"engine weights": weights, "KV cache": cache}
+    rollout = {**always, "engine passes": passes}
+    held = {} if gpu.processor else always  # a processor's cache is dropped while the trainer trains
+    phases: dict[Phase, dict[str, int]] = {"rollout": rollout, "sync": held}
+    if shared or trainer is None:
+        phases |= {"score": held, "train": held, "update": held}
+    engines = max(1, config.rollout.rollout_num_engines) if apart else 1
+    return EngineFootprint(
+        bytes=phases,
+        sequences=sequences,
+        positions=positions,
+        position_bytes=size,
+        engines=engines,
+        shared=shared,
+    )
+
+
+def _slots(subject: Subject) -> int:
+    """On a GPU, whatever device the config has been settled for."""
+    config = subject.config
+    cluster = config.cluster.model_copy(update={"device": "cuda"})
+    return rollout_slots(config.model_copy(update={"cluster": cluster}))
+
+
+def _longest(subject: Subject) -> int:
+    return max(2, subject.lengths.longest)
+
+
+def _pages(subject: Subject, slots: int, most: int) -> tuple[int, int, int, int]:
+    """Bytes of the cache, sequences that it holds at their longest, positions, bytes of a position."""
+    size = subject.itemsize * subject.sizes.kv_position
+    page, reach = PAGE * size, -(-(_longest(subject) + 1) // (WIDTH * PAGE)) * WIDTH * PAGE
+    least = -(-_longest(subject) // PAGE) + 1
+    pages = max(least, min(slots * reach // PAGE + 1, most // page))
+    positions = (pages - 1) * PAGE
+    return pages * page, min(slots, positions // _longest(subject)), positions, size
+
+
+def _slots_of(subject: Subject, slots: int, most: int) -> tuple[int, int, int, int]:
+    """The same on a processor: slots of one length each, and a spare one, in float32."""
+    size = 4 * subject.sizes.kv_position
+    longest = -(-_longest(subject) // STEP) * STEP
+    length = -(-longest // BLOCK) * BLOCK + 1
+    count = min(slots, max(1, most // (length * size) - 1))
+    return (count + 1) * length * size, count, count * length, size
+
+
+def _own_weights(subject: Subject, *, shared: bool) -> int:
+    """Weights that the engine does not share with the trainer's live storage."""
+    sizes, train, gpu = subject.sizes, subject.config.train, subject.gpu
+    whole = subject.itemsize * sizes.parameters
+    in_process = shared and subject.ranks == 1
+    if not in_process:
+        return whole
+    if gpu.processor:
+        return whole if sizes.fused and whole <= FUSE_BYTES else 0
+    if subject.half and not train.true_on_policy_mode:
+        return 0
+    joined = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    return 0 if subject.half else sum(4 * w.count for w in sizes.weights if w.name.split(".")[-2] in joined)
+
+
+def _passes(subject: Subject, slots: int) -> int:
+    """What a pass that computes prompts, and one that draws for all sequences, have for a while."""
+    layer, size = subject.sizes.layer, subject.itemsize
+    prompts = PASS_ROWS * (3 * layer.hidden + 2 * layer.qkv + 3 * layer.inner) * size
+    return int(max(prompts, slots * subject.sizes.vocab * DRAWING))
+
+
+def stage_slots(subject: Subject) -> int:
+    """Samples of a step, over all stages the most."""
+    rollouts = [stage.rollout for stage in stages(subject.config)]
+    return max(r.rollout_batch_size * r.n_samples_per_prompt for r in rollouts)

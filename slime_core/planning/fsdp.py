@@ -1,0 +1,185 @@
+"""What the FSDP trainer has on a GPU.
+
+One rank in bfloat16 computes with copies of float32 masters and adds gradients in float32 (`fsdp.masters`); several
+ranks have float32 shards of parameters, gradients and moments, and gather a layer at a time (`fsdp.shards`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from slime_core.planning.activations import Form, TokenCosts, head_bytes, spread_of
+from slime_core.planning.batch import BatchPlan
+from slime_core.planning.footprint import Moment, Subject, TrainerFootprint
+
+if TYPE_CHECKING:
+    from slime_core.planning.sizes import ModelSizes
+
+FEW_TOKENS, MOST_TOKENS = 4096, 32768
+"""Of a micro-batch: what every machine holds, and from where on more do not make a GPU faster."""
+ALIGNED = 64  # numbers, see `fsdp.masters`
+WINDOW, WINDOWS = 256 << 20, 3  # see `fsdp.places`: one at work, two on their way back
+MOMENTS = 8  # bytes a parameter of AdamW's two moments
+
+
+def micro_batch_tokens(sizes: ModelSizes, memory: int, *, fused: bool) -> int:
+    """Tokens whose activations take about a sixth of ``memory`` bytes, in half precision, from 4,096 to 32,768.
+
+    A layer keeps some four rows of its width and three of its MLP's a token; one that is not ``fused`` twice that.
+    """
+    layer = sizes.layer
+    a_token = 2 * sizes.layers * (4 * layer.hidden + 3 * layer.inner) * (1 if fused else 2)
+    return max(FEW_TOKENS, min(MOST_TOKENS, memory // 6 // a_token // 1024 * 1024))
+
+
+def copies_bytes(sizes: ModelSizes) -> int:
+    """Bytes of all weights in bfloat16, each at a multiple of 64 numbers."""
+    return sum(2 * -(-weight.count // ALIGNED) * ALIGNED for weight in sizes.weights)
+
+
+def footprint(subject: Subject) -> TrainerFootprint:
+    """See `TrainerFootprint`."""
+    return _Fsdp(subject).footprint()
+
+
+class _Fsdp:
+    """One rank's bytes."""
+
+    def __init__(self, subject: Subject) -> None:
+        config, sizes, gpu = subject.config, subject.sizes, subject.gpu
+        self.subject, self.train, self.sizes, self.gpu = subject, config.train, sizes, gpu
+        train = config.train
+        self.context, self.tensor = train.context_parallel_size, train.tensor_parallel_size
+        self.shards = train.fsdp_shard_size or subject.ranks
+        self.alone = subject.ranks == 1
+        self.has_masters = self.alone and subject.half
+        self.fused = sizes.fused and self.context * self.tensor == 1 and not train.true_on_policy_mode
+        memory = 0 if gpu.processor else gpu.memory
+        self.memory = memory
+        automatic = micro_batch_tokens(sizes, memory, fused=self.fused) if memory else FEW_TOKENS
+        most = int(train.max_tokens_per_gpu or automatic)
+        self.tokens = max(most, -(-subject.lengths.longest // self.context))
+        self.recomputed = min(train.gradient_checkpointing_layers or sizes.layers, sizes.layers)
+        self.recomputed = self.recomputed if train.gradient_checkpointing else 0
+        self.parameters = -(-sizes.parameters // self.shards)
+
+    def footprint(self) -> TrainerFootprint:
+        layout = {"data parallel": self.subject.ranks // (self.context * self.tensor), "shards": self.shards}
+        layout |= {"context parallel": self.context, "tensor parallel": self.tensor}
+        on_host = self.train.fsdp_cpu_offload
+        offloaded = MOMENTS * self.parameters + (4 * self.parameters if self.has_masters or not self.alone else 0)
+        offloaded += 4 * self.parameters if not self.alone else 0
+        inputs = self.recomputed * self.tokens * self.sizes.layer.hidden * self.subject.itemsize
+        host = {"optimizer": offloaded if on_host else 0}
+        host["activations"] = inputs if self.train.activation_offload else 0
+        return TrainerFootprint(
+            moments=tuple(self._moments()),
+            resident=self._weights(),
+            tokens=self.tokens,
+            data=layout["data parallel"],
+            sequence=self.context * self.tensor,
+            layout={name: size for name, size in layout.items() if size > 1},
+            recomputed=self.recomputed / self.sizes.layers,
+            host={name: size for name, size in host.items() if size},
+            moved=2 * offloaded if on_host else 0,
+            publish=self.subject.itemsize * self.sizes.parameters,
+            exact=self.sizes.exact and self.fused and not self.gpu.processor,
+        )
+
+    def _weights(self) -> dict[str, int]:
+        """Of the policy and of models that do not learn, at any time."""
+        on_host, count = self.train.fsdp_cpu_offload, self.parameters
+        if self.has_masters:
+            weights = {"parameters": copies_bytes(self.sizes), "masters": 0 if on_host else 4 * count}
+        else:
+            weights = {"parameters": 0 if on_host and not self.alone else 4 * count}
+        if "reference" in self.subject.needs:
+            weights["reference"] = 0 if on_host else 4 * count
+        if "values" in self.subject.needs:
+            weights["critic"] = sum(weights.values()) - weights.get("reference", 0)
+        return {name: size for name, size in weights.items() if size}
+
+    def _optimizer(self) -> dict[str, int]:
+        learners = 2 if "values" in self.subject.needs else 1
+        return {} if self.train.fsdp_cpu_offload else {"optimizer": MOMENTS * self.parameters * learners}
+
+    def _gathered(self) -> int:
+        """Whole weights in the compute dtype: what lies outside of layers, a layer and the next one on its way."""
+        if self.alone:
+            return 0
+        layers = 2 * self.sizes.largest_layer // self.tensor * 2
+        return self.subject.itemsize * (self.sizes.outside() + layers)
+
+    def _moments(self) -> Iterator[Moment]:
+        weights, optimizer = self._weights(), self._optimizer()
+        state = weights | optimizer
+        gathered = {"gathered layers": self._gathered()} if not self.alone else {}
+        yield Moment("rollout", state)
+        yield self._score(state | gathered)
+        for moment in self._train():
+            yield moment.with_(state | gathered)
+        windows = {}
+        if self.train.fsdp_cpu_offload and not self.gpu.processor:
+            windows = {"optimizer windows": min(3 * WINDOW * WINDOWS, 12 * self.parameters)}
+        yield Moment("update", {**state, **self._gradients(), **windows})
+        yield Moment("sync", state)
+
+    def _score(self, state: dict[str, int]) -> Moment:
+        costs, rows = self._costs(), self.tokens
+        block, _ = self._head(rows)
+        passing = rows * (costs.forward + 2 * self.sizes.layer.hidden * self.subject.itemsize)
+        extra = 4 * self.parameters if "reference" in self.subject.needs and not self.has_masters else 0
+        copies = {"reference": state.get("reference", 0) + extra} if extra else {}
+        return Moment("score", {**state, **copies, "activations": int(passing), "logits": block})
+
+    def _costs(self) -> TokenCosts:
+        lengths, samples = self.subject.lengths, self.subject.config.rollout.n_samples_per_prompt
+        spread = spread_of(lengths.prompt, lengths.response, samples, self.tokens * self.context)
+        form: Form = "fused" if self.fused else "plain"
+        return TokenCosts.of(self.sizes.layer, form, itemsize=self.subject.itemsize, tensor=self.tensor, spread=spread)
+
+    def _head(self, rows: int) -> tuple[int, int]:
+        layer, chunk = self.sizes.layer, self.train.logprob_chunk_tokens
+        return head_bytes(rows, layer.hidden, self.sizes.vocab, self.subject.itemsize, self.memory, chunk)
+
+    def _gradients(self, count: int | None = None) -> dict[str, int]:
+        """Sums of gradients on the device, of all parameters or of ``count``; with several ranks the host has them."""
+        if self.train.fsdp_cpu_offload and not self.alone:
+            return {}
+        return {"gradients": 4 * (self.parameters if count is None else min(count, self.parameters))}
+
+    def _train(self) -> Iterator[Moment]:
+        """Where memory may be fullest: at the loss, in the last layer's backward pass, and in the first layer's.
+
+        Before the second micro-batch of an optimizer step there are no gradients at the loss.
+        """
+        sizes, tokens, size = self.sizes, self.tokens, self.subject.itemsize
+        hidden, costs = sizes.layer.hidden, self._costs()
+        data = self.subject.ranks // (self.context * self.tensor)
+        batch = BatchPlan.of(self.subject.config, self.subject.lengths)
+        several = batch.micro_batches(tokens * self.context, data) > 1
+        whole = sizes.layers - self.recomputed
+        inputs = 0.0 if self.train.activation_offload else costs.input
+        kept = whole * costs.kept + self.recomputed * inputs
+        last_norm = hidden * (4 + 2 * size)
+        block, matrix = self._head(tokens)
+        loss = {"activations": int(tokens * (kept + last_norm)), "logits": block + matrix}
+        yield Moment("train", {**self._gradients(None if several else 0), **loss})
+        again = costs.kept if self.recomputed else 0.0  # of the first layers, which are recomputed first
+        last = kept + costs.backward + (again if not whole else 0.0)
+        first = again + (inputs if self.recomputed else costs.kept) + costs.backward
+        output = size * sizes.vocab * hidden  # gradient of the output matrix until that of the embedding is there
+        gradients = {"logits": output, "layer gradients": self._layer_gradients()}
+        passing = {"activations": int(tokens * last)} | gradients
+        yield Moment("train", {**self._gradients(None if several else sizes.outside("head")), **passing})
+        if not several:
+            done = -(-(sizes.parameters - sizes.outside("embedding")) // self.shards)
+            yield Moment("train", {**self._gradients(done), **passing, "activations": int(tokens * first)})
+
+    def _layer_gradients(self) -> int:
+        """Gradients of a layer before they are added up, or sent to other ranks."""
+        layer = self.sizes.largest_layer // self.tensor
+        if not self.alone:
+            return (self.subject.itemsize + 4) * layer
+        return 0 if self.fused or not self.has_masters else self.subject.itemsize * layer

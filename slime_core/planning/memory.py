@@ -1,0 +1,237 @@
+"""Memory of each GPU of a run by component and phase, and whether it fits, with a margin.
+
+    config, config.json, GPU --backends' footprints--> trainer's and engine's bytes by phase --placed--> each GPU
+
+Phases: rollout (the engine generates), score (log-probs), train (forward and backward), update (the optimizer),
+sync (weights go to engines). Where GPUs are shared, what one side gives back in a phase does not count there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from slime_core.config.stages import stages
+from slime_core.planning.footprint import (
+    PHASES,
+    Bytes,
+    EngineFootprint,
+    Lengths,
+    Moment,
+    Phase,
+    Subject,
+    TrainerFootprint,
+    peaks,
+)
+from slime_core.planning.sizes import ModelSizes
+from slime_core.plugins.backends import engine_of, trainer_of
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+    from slime_core.planning.gpus import Gpu
+
+MARGIN, ESTIMATED_MARGIN = 0.04, 0.10
+"""Of the predicted bytes: what fragmentation and small tensors take; more where activations are an estimate."""
+ASSUMED_PROMPT = 256  # tokens, where nothing says how long prompts are
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class DeviceMemory:
+    """One kind of GPU of a run: the largest moment of each phase on its fullest one."""
+
+    role: str  # "trainer and engine", "trainer", "engine"
+    count: int
+    phases: Mapping[Phase, Moment]
+    room: int  # bytes for tensors
+    margin: float
+
+    @property
+    def peak(self) -> Moment:
+        """The largest moment of all phases."""
+        return max(self.phases.values(), key=lambda moment: moment.total)
+
+    @property
+    def short(self) -> int:
+        """Bytes that are missing, the margin included; 0 where it fits."""
+        return max(0, int(self.peak.total * (1 + self.margin)) - self.room)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class MemoryPlan:
+    """Memory of a stage.
+
+    Example:
+        plan = fits(config, ModelFolder.open(path).config, gpu_of("4090"))
+        plan.fits, plan.short, plan.trainer.tokens
+    """
+
+    subject: Subject
+    devices: tuple[DeviceMemory, ...]
+    trainer: TrainerFootprint | None
+    engine: EngineFootprint | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether every GPU has room for its peak and the margin."""
+        return not self.short
+
+    @property
+    def short(self) -> int:
+        """Bytes that are missing on the fullest GPU, the margin included."""
+        return max((device.short for device in self.devices), default=0)
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What was assumed."""
+        parts: tuple[Any, ...] = (self.trainer, self.engine)
+        texts = [text for part in parts if part is not None for text in part.notices]
+        if self.trainer is not None and not self.trainer.exact:
+            texts.append("activations of this family are an estimate: the margin is 10 % instead of 4 %")
+        return tuple(texts)
+
+
+def fits(
+    config: Config,
+    source: Any,
+    gpu: Gpu,
+    *,
+    lengths: Lengths | None = None,
+    needs: frozenset[str] | None = None,
+) -> MemoryPlan:
+    """What the (last) stage of a config takes on GPUs of this kind.
+
+    Args:
+        config: of a run or a resolved stage; its device is not looked at.
+        source: the model: a folder, the table of a config.json, a config of transformers, or `ModelSizes`.
+        lengths: of prompts and responses; None takes the most that the config allows.
+        needs: roles that loss and estimator read; None looks at the core's own.
+
+    Raises:
+        ConfigError: as the backends' layouts say; OSError, ValueError of a config.json that cannot be read.
+    """
+    stage = stages(config)[-1]
+    stage = with_dtype(stage, gpu)
+    sizes = source if isinstance(source, ModelSizes) else ModelSizes.of(source)
+    subject = Subject(
+        config=stage,
+        sizes=sizes,
+        gpu=gpu,
+        lengths=lengths or assumed_lengths(stage, sizes),
+        needs=roles_of(stage.train) if needs is None else needs,
+    )
+    return memory_plan(subject)
+
+
+def with_dtype(config: Config, gpu: Gpu) -> Config:
+    """The config with ``train.dtype`` settled for a GPU."""
+    if config.train.dtype != "auto":
+        return config
+    dtype = "float32" if gpu.processor else "bfloat16"
+    return config.model_copy(update={"train": config.train.model_copy(update={"dtype": dtype})})
+
+
+def assumed_lengths(config: Config, sizes: ModelSizes) -> Lengths:
+    """The longest responses that the config allows."""
+    rollout = config.rollout
+    context = rollout.rollout_max_context_len or int(sizes.text.max_position_embeddings or 1 << 20)
+    response = min(rollout.rollout_max_response_len, context - 1)
+    prompt = min(ASSUMED_PROMPT, context - response)
+    return Lengths(
+        prompt=prompt,
+        response=response,
+        longest=min(context, prompt + response),
+        p95=response,
+        source=f"every response as long as rollout_max_response_len allows, prompts of {prompt} tokens",
+    )
+
+
+def roles_of(train: Any) -> frozenset[str]:
+    """Roles that the core's estimators and losses read; `Plugins.needs` knows those of plugins, too."""
+    algorithm = train.algorithm
+    needs: frozenset[str] = algorithm.needs if algorithm else frozenset()
+    if algorithm is not None and algorithm.needs_when is not None:
+        needs |= algorithm.needs_when(train)
+    roles = {"old_policy"}
+    if train.kl_coef > 0 or train.kl_loss_coef > 0:
+        roles.add("reference")
+    if train.opd_kl_coef > 0 and train.teacher_load and train.teacher_place == "trainer":
+        roles.add("teacher")
+    return needs | roles
+
+
+def memory_plan(subject: Subject) -> MemoryPlan:
+    """See :func:`fits`."""
+    config = subject.config
+    trainer = engine = None
+    backend, served = trainer_of(config), engine_of(config)
+    if not config.rollout.debug_rollout_only and backend.memory is not None:
+        trainer = backend.memory(subject)
+    if not (config.rollout.debug_train_only or config.train.offline) and served.memory is not None:
+        engine = served.memory(subject, trainer)
+    exact = subject.sizes.exact and (trainer is None or trainer.exact)
+    margin = MARGIN if exact else ESTIMATED_MARGIN
+    devices = [
+        DeviceMemory(
+            role=role,
+            count=count,
+            phases=peaks(moments),
+            room=subject.gpu.room,
+            margin=margin,
+        )
+        for role, count, moments in _placed(subject, trainer, engine)
+    ]
+    return MemoryPlan(subject=subject, devices=tuple(devices), trainer=trainer, engine=engine)
+
+
+Placed = list[tuple[str, int, list[Moment]]]
+
+
+def _placed(subject: Subject, trainer: TrainerFootprint | None, engine: EngineFootprint | None) -> Placed:
+    """Moments of each kind of GPU, with what sharing gives back."""
+    ranks = subject.ranks
+    if engine is None:
+        return [("trainer", ranks, list(trainer.moments))] if trainer is not None else []
+    alone: list[Moment] = [Moment(phase, engine.bytes[phase]) for phase in PHASES if engine.bytes.get(phase)]
+    if trainer is None:
+        return [("engine", engine.engines * engine.gpus, alone)]
+    if not engine.shared:
+        return [("trainer", ranks, list(trainer.moments)), ("engine", engine.engines * engine.gpus, alone)]
+    return [("trainer and engine", ranks, list(_together(subject, trainer, engine)))]
+
+
+def _together(subject: Subject, trainer: TrainerFootprint, engine: EngineFootprint) -> Iterable[Moment]:
+    """Both on one GPU. Servers may give memory back, and the trainer then waits in main memory: `MemorySwapping`."""
+    offload_train = engine.gives_memory and subject.config.cluster.offload_train
+    for moment in trainer.moments:
+        mine: Bytes = moment.bytes
+        of_engine: Bytes = engine.bytes.get(moment.phase, {})
+        if moment.phase == "rollout" and offload_train:
+            mine = {}
+        if moment.phase == "sync":
+            mine = {name: size for name, size in mine.items() if name != "optimizer" or not offload_train}
+        yield Moment(moment.phase, mine).with_(of_engine)
+
+
+def swapped(subject: Subject, plan: MemoryPlan) -> int:
+    """Bytes of a rank that colocation moves to main memory and back in a step."""
+    engine, trainer = plan.engine, plan.trainer
+    if trainer is None or engine is None or not (engine.shared and engine.gives_memory):
+        return 0
+    if not subject.config.cluster.offload_train:
+        return 0
+    state = next((moment.bytes for moment in trainer.moments if moment.phase == "rollout"), {})
+    return 2 * sum(state.values())
+
+
+def with_tokens(config: Config, tokens: int) -> Config:
+    """The config with another ``max_tokens_per_gpu``."""
+    train = config.train.model_copy(update={"max_tokens_per_gpu": tokens})
+    return config.model_copy(update={"train": train})
+
+
+def replanned(plan: MemoryPlan, **train: Any) -> MemoryPlan:
+    """The plan with other keys of [train]."""
+    config = plan.subject.config
+    config = config.model_copy(update={"train": config.train.model_copy(update=train)})
+    return memory_plan(replace(plan.subject, config=config))

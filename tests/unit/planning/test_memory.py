@@ -1,0 +1,53 @@
+"""Predicted memory: within 5 % of what GPUs were measured to have, and refused with a margin where it runs out."""
+
+from __future__ import annotations
+
+import pytest
+from measured import QWEN3_4B, policy_step
+
+from slime_core.planning.gpus import GIB, GPUS, gpu_of
+from slime_core.planning.memory import fits
+from slime_core.planning.sizes import ModelSizes
+from slime_core.testing.families import family_config
+from slime_core.weights.build import skeleton
+
+pytestmark = pytest.mark.unit
+ONE_LONG = ("--gradient-checkpointing", "--fsdp-cpu-offload", "--activation-offload")
+
+
+@pytest.mark.parametrize(
+    ("length", "sequences", "flags", "gib"),
+    [
+        pytest.param(8192, 4, (), 92, id="4 sequences of 8,192"),
+        pytest.param(65536, 1, ONE_LONG, 30.4, id="one of 65,536, all recomputed, state and inputs on the host"),
+    ],
+)
+def test_peak_of_a_policy_step_is_within_5_percent_of_the_measured(
+    length: int, sequences: int, flags: tuple[str, ...], gib: float
+) -> None:
+    config, lengths = policy_step(length, sequences, *flags)
+    (device,) = fits(config, QWEN3_4B, gpu_of("h200"), lengths=lengths).devices
+    assert device.peak.total / GIB == pytest.approx(gib, rel=0.05)
+
+
+def test_a_step_of_92_gib_fits_an_h200_and_no_gpu_without_a_margin() -> None:
+    config, lengths = policy_step(8192, 4)
+    assert fits(config, QWEN3_4B, gpu_of("h200"), lengths=lengths).fits
+    assert not fits(config, QWEN3_4B, gpu_of("h200=93"), lengths=lengths).fits
+    short = fits(config, QWEN3_4B, gpu_of("h100"), lengths=lengths).short
+    assert 10 * GIB < short < 25 * GIB
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "qwen3-moe", "smollm3", "gemma2", "gpt-oss"])
+def test_parameters_are_those_of_transformers_modules(name: str) -> None:
+    config = family_config(name, 48)
+    sizes = ModelSizes.of(config)
+    named = {name: tuple(p.shape) for name, p in skeleton(config).named_parameters()}
+    assert {weight.name: weight.shape for weight in sizes.weights} == named
+    assert sizes.exact
+
+
+def test_gpus_state_their_source_and_are_found_by_the_makers_names() -> None:
+    assert all(gpu.source and gpu.memory > 20 * GIB for gpu in GPUS.values())
+    assert gpu_of("NVIDIA GeForce RTX 4090") is gpu_of("4090")
+    assert gpu_of("gpu=24").memory == 24 * GIB
