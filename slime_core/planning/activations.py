@@ -25,7 +25,7 @@ SPREAD = 2  # see `trainers.packing`
 class TokenCosts:
     """Bytes of one token in one layer."""
 
-    kept: float  # from the forward pass to the backward pass
+    saved: float  # from the forward pass to the backward pass
     input: float  # of a recomputed layer
     forward: float  # for a while, in a pass that keeps nothing
     backward: float  # for a while, beside what is kept
@@ -55,11 +55,11 @@ class TokenCosts:
         f, qkv = layer.inner / tensor, q + k + v
         attention = spread * (qkv + 2 * q + k)  # v is a view of qkv
         if form == "fused":
-            kept = 2 * h + attention + 2 * f
+            saved = 2 * h + attention + 2 * f
         elif form == "megatron":
-            kept = 4 * h + attention + v + q + 3 * f
+            saved = 4 * h + attention + v + q + 3 * f
         else:
-            kept = 8 * h + qkv + 5 * (q + k) + 2 * q + 4 * f
+            saved = 8 * h + qkv + 5 * (q + k) + 2 * q + 4 * f
         gathered = layer.hidden if sequence_parallel and tensor > 1 else 0
         mlp = 3 * f + 2 * h + gathered
         mixed = spread * (6 * q + 2 * qkv + k) - 2 * f + h  # float32 sums of dq, dk and dv of all heads; gate is gone
@@ -70,7 +70,7 @@ class TokenCosts:
             backward += layer.top_k * layer.hidden
             forward += layer.top_k * layer.hidden
         sums = SUMS * layer.heads / tensor * spread
-        return cls(kept * itemsize + sums + extra, h * itemsize, forward * itemsize, backward * itemsize)
+        return cls(saved * itemsize + sums + extra, h * itemsize, forward * itemsize, backward * itemsize)
 
 
 def spread_of(prompt: float, response: float, samples: int, tokens: float) -> float:

@@ -26,10 +26,10 @@ def footprint(subject: Subject, trainer: TrainerFootprint | None) -> EngineFootp
     cache, sequences, positions, size = (_slots_of if gpu.processor else _pages)(subject, slots, int(free * share))
     always = {"engine weights": weights, "KV cache": cache}
     rollout = {**always, "engine passes": passes}
-    held = {} if gpu.processor else always  # a processor's cache is dropped while the trainer trains
-    phases: dict[Phase, dict[str, int]] = {"rollout": rollout, "sync": held}
+    resting = {} if gpu.processor else always  # a processor's cache is dropped while the trainer trains
+    phases: dict[Phase, dict[str, int]] = {"rollout": rollout, "sync": resting}
     if shared or trainer is None:
-        phases |= {"score": held, "train": held, "update": held}
+        phases |= {"score": resting, "train": resting, "update": resting}
     engines = max(1, config.rollout.rollout_num_engines) if apart else 1
     return EngineFootprint(
         bytes=phases,

@@ -161,14 +161,14 @@ class _Fsdp:
         several = batch.micro_batches(tokens * self.context, data) > 1
         whole = sizes.layers - self.recomputed
         inputs = 0.0 if self.train.activation_offload else costs.input
-        kept = whole * costs.kept + self.recomputed * inputs
+        saved = whole * costs.saved + self.recomputed * inputs
         last_norm = hidden * (4 + 2 * size)
         block, matrix = self._head(tokens)
-        loss = {"activations": int(tokens * (kept + last_norm)), "logits": block + matrix}
+        loss = {"activations": int(tokens * (saved + last_norm)), "logits": block + matrix}
         yield Moment("train", {**self._gradients(None if several else 0), **loss})
-        again = costs.kept if self.recomputed else 0.0  # of the first layers, which are recomputed first
-        last = kept + costs.backward + (again if not whole else 0.0)
-        first = again + (inputs if self.recomputed else costs.kept) + costs.backward
+        again = costs.saved if self.recomputed else 0.0  # of the first layers, which are recomputed first
+        last = saved + costs.backward + (again if not whole else 0.0)
+        first = again + (inputs if self.recomputed else costs.saved) + costs.backward
         output = size * sizes.vocab * hidden  # gradient of the output matrix until that of the embedding is there
         gradients = {"logits": output, "layer gradients": self._layer_gradients()}
         passing = {"activations": int(tokens * last)} | gradients

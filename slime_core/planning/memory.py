@@ -204,13 +204,13 @@ def _together(subject: Subject, trainer: TrainerFootprint, engine: EngineFootpri
     """Both on one GPU. Servers may give memory back, and the trainer then waits in main memory: `MemorySwapping`."""
     offload_train = engine.gives_memory and subject.config.cluster.offload_train
     for moment in trainer.moments:
-        mine: Bytes = moment.bytes
+        state: Bytes = moment.bytes
         of_engine: Bytes = engine.bytes.get(moment.phase, {})
         if moment.phase == "rollout" and offload_train:
-            mine = {}
+            state = {}
         if moment.phase == "sync":
-            mine = {name: size for name, size in mine.items() if name != "optimizer" or not offload_train}
-        yield Moment(moment.phase, mine).with_(of_engine)
+            state = {name: size for name, size in state.items() if name != "optimizer" or not offload_train}
+        yield Moment(moment.phase, state).with_(of_engine)
 
 
 def swapped(subject: Subject, plan: MemoryPlan) -> int:

@@ -111,7 +111,7 @@ class ModelSizes:
         if folder is None and isinstance(source, (str, Path)):
             folder = Path(source)
         if config.model_type in KNOWN:
-            return cls(config, tuple(_known(config)))
+            return cls(config, tuple(_family_weights(config)))
         stored = _headers(folder) if folder is not None else ()
         return cls(config, stored or _skeleton(config))
 
@@ -185,10 +185,10 @@ class ModelSizes:
         """Numbers of keys and values of a position, in all layers that keep them."""
         layer, text = self.layer, self.text
         kinds = text.layer_types or ()
-        kept = sum(kind != "linear_attention" for kind in kinds) if kinds else self.layers
+        attending = sum(kind != "linear_attention" for kind in kinds) if kinds else self.layers
         if text.kv_lora_rank:  # transformers keeps whole keys and values
-            return kept * layer.heads * (layer.head + layer.value)
-        return kept * layer.kv_heads * (layer.head + layer.value)
+            return attending * layer.heads * (layer.head + layer.value)
+        return attending * layer.kv_heads * (layer.head + layer.value)
 
 
 def _layer_sizes(text: ModelConfig) -> LayerSizes:
@@ -210,7 +210,7 @@ def _layer_sizes(text: ModelConfig) -> LayerSizes:
     )
 
 
-def _known(config: ModelConfig) -> Iterator[Weight]:
+def _family_weights(config: ModelConfig) -> Iterator[Weight]:
     """Every weight of a family of :data:`KNOWN`."""
     one = _layer_sizes(config)
     yield Weight("model.embed_tokens.weight", (config.vocab_size, one.hidden), "embedding")
@@ -279,7 +279,8 @@ PATTERNS: tuple[tuple[str, Kind], ...] = (
 
 def _classified(name: str, shape: tuple[int, ...]) -> Weight:
     """A tensor whose kind and layer its name tells."""
-    kind = next((kind for pattern, kind in PATTERNS if re.search(pattern, name)), "other")
+    kinds: list[Kind] = [kind for pattern, kind in PATTERNS if re.search(pattern, name)]
+    kind: Kind = kinds[0] if kinds else "other"
     number = re.search(r"(?:layers|h)\.(\d+)\.", name)
     layer = int(number[1]) if number and "visual" not in name and "vision" not in name else -1
     linear = len(shape) == 2 and kind not in ("embedding", "router")
