@@ -30,7 +30,7 @@ LAYERS = {
         "profile",
     ),
     1: ("protocols", "context", "hookspecs", "backends", "plugins", "algorithms", "config"),
-    2: ("data", "evaluation", "weights", "report", "ledger", "kernels", "media", "planning"),
+    2: ("data", "evaluation", "weights", "report", "ledger", "kernels", "media", "planning", "lora"),
     3: ("engines", "trainers"),
     4: ("clusters", "rollout", "checkpoint", "builtin", "compat"),
     5: ("loop", "evaluate", "preemption", "resume", "stage"),

@@ -35,6 +35,7 @@ LIMIT = ResumeClass("safe", "a limit, not a rule of what trains")
 MACHINE = ResumeClass("notice", "the same mathematics on another machine or in another split; bits may differ")
 PROMPTS = ResumeClass("unsafe", "other prompts, or in another order")
 MODEL = ResumeClass("unsafe", "another model")
+KIND = ResumeClass("unsafe", "saved weights and states are of this kind")
 
 Reader = Literal["servers", "placed engines", "separate engines", "other machines", "megatron hooks"]
 """Only readers of a key. Placed engines are servers, or on other machines; separate ones also run beside training."""

@@ -15,12 +15,12 @@ from pydantic import model_validator
 from slime_core.algorithms import OFFLINE, Algorithm, algorithms
 from slime_core.config.presets import settle
 from slime_core.config.problems import Problem, conflict
-from slime_core.config.sections import LIMIT, MACHINE, MODEL, ResumeClass, Section, fact, key
+from slime_core.config.sections import KIND, LIMIT, MACHINE, MODEL, ResumeClass, fact, key
 from slime_core.config.sections.data import DataSection
+from slime_core.config.sections.lora import LoraKeys, lora_conflicts
 from slime_core.config.sections.rollout import RolloutSection
 from slime_core.config.values import show
 
-KIND = ResumeClass("unsafe", "saved weights and states are of this kind")
 LOSS = ResumeClass("unsafe", "another loss or advantage")
 SCHEDULE = ResumeClass("unsafe", "another optimizer or schedule")
 of_tis, of_rs = partial(key, switch="use_tis"), partial(key, switch="use_rs")
@@ -34,7 +34,7 @@ FEW_TOKENS = 4096
 """Of a micro-batch, which every machine holds."""
 
 
-class TrainSection(Section):
+class TrainSection(LoraKeys):
     """How the policy learns."""
 
     train_backend: str = key("fsdp", "fsdp (FSDP2), megatron, or one of a plugin.", KIND, min_length=1, once=True)
@@ -245,6 +245,7 @@ class TrainSection(Section):
         """
         yield from self._batches(data, rollout)
         yield from self._schedule()
+        yield from lora_conflicts(self)
         if self.true_on_policy_mode:
             yield from self._true_on_policy(rollout)
         if self.offline:

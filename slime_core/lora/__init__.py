@@ -1,0 +1,1 @@
+"""LoRA: which layers have adapters, the layers themselves, and adapter folders in peft's format."""
