@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from slime_core.kernels import by_triton
+from slime_core.kernels.quantised import dense
 
 Tensor = torch.Tensor
 
@@ -42,8 +43,9 @@ def adjacent(tensors: Sequence[Tensor]) -> bool:
 
 def joined(matrices: Sequence[Tensor]) -> Tensor:
     """Matrices one above the other, or vectors one behind the other: a view where they lie so, else a copy."""
+    matrices = [dense(matrix) for matrix in matrices]
     if not adjacent(matrices):
-        return torch.cat(list(matrices))
+        return torch.cat(matrices)
     first = matrices[0]
     return first.as_strided((sum(map(len, matrices)), *first.shape[1:]), first.stride())
 

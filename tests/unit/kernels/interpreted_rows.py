@@ -2,9 +2,10 @@
 
 import torch
 
-from slime_core.kernels import rows_cuda, steps as kernel_steps
+from slime_core.kernels import quantised as kernel_quantised, rows_cuda, steps as kernel_steps
 from slime_core.kernels.gated import gated
 from slime_core.kernels.norm import add_rms_norm, rms_norm
+from slime_core.kernels.quantised import QuantisedWeight
 from slime_core.kernels.rotary import rotate
 from slime_core.kernels.steps import ADVANCE, POSITION, TEMPERATURE, TOP_P
 
@@ -62,11 +63,22 @@ def steps():
     assert outs[0][-1][POSITION].tolist() == [1, 17, 31, 299 * 16 + 1, 4]
 
 
+def quantised():
+    """Numbers that end within a tile; the interpreter rounds to bfloat16 in another way."""
+    for form in ("nf4", "fp8"):
+        weight = QuantisedWeight.of(torch.randn(3, 11, 128), form, torch.float32)
+        outs = []
+        for by_triton in (True, False):
+            kernel_quantised.by_triton = lambda tensor, by_triton=by_triton: by_triton
+            outs.append(weight.dense())
+        assert torch.equal(*outs)
+
+
 def _bits(tensors):
     return [tensor.view(torch.int32) if tensor.is_floating_point() else tensor for tensor in tensors]
 
 
 def check():
     torch.manual_seed(0)
-    for part in (norms, rotary, gates, many_rows, steps):
+    for part in (norms, rotary, gates, many_rows, steps, quantised):
         part()
