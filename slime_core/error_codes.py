@@ -122,6 +122,7 @@ MEANINGS = {
     "ENG06": "the engine was used while its memory is released",
     "ENG07": "pictures that the engine's model cannot take",
     "ENG08": "a placeholder that the model drew lies in the prompt, and the engine would look for its picture",
+    "ENG09": "an adapter that the engine does not serve",
     "ENG69": "a server or the rollout buffer does not respond",
     "ENG71": "the service at the address is not an SGLang server, or not a rollout buffer of this version",
     "ENG72": "a prompt that does not fit the context",

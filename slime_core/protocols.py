@@ -41,6 +41,7 @@ Ability = Literal[
     "batch_invariant",
     "live_load",  # weights change under running requests, and every token says which made it
     "release",  # memory can be given back
+    "adapters",  # computes with adapters beside the base, those of several requests in one batch
 ]
 Role = Literal["policy", "old_policy", "reference", "teacher", "values", "float32", "bfloat16"]
 PauseMode = Literal["abort", "retract", "keep"]
@@ -58,11 +59,14 @@ class Engine(Protocol):
         """Continue ``request.tokens``; raises EngineError where the request cannot be served."""
         ...
 
-    async def score(self, tokens: Sequence[int], start: int, media: Media | None = None) -> NDArray[Any]:
+    async def score(
+        self, tokens: Sequence[int], start: int, media: Media | None = None, adapter: str = ""
+    ) -> NDArray[Any]:
         """Log-prob of each of ``tokens[start:]`` (start >= 1) under the plain softmax at temperature 1, float32.
 
         Args:
             media: pictures and videos of the tokens' placeholders, for an engine with the ability ``multimodal``
+            adapter: see `types.GenerateRequest.adapter`, for an engine with the ability ``adapters``
         """
         ...
 
@@ -71,7 +75,10 @@ class Engine(Protocol):
         ...
 
     async def route(self, check: WeightCheck) -> WeightRoute | None:
-        """How the next weights are to come, and which tensors are compared; None: as ``WeightUpdate.tensors``."""
+        """How the next weights are to come, and which tensors are compared; None: as ``WeightUpdate.tensors``.
+
+        An engine that has the base of its adapters says so with ``WeightRoute.base``.
+        """
         ...
 
     async def load(self, update: WeightUpdate) -> None:
@@ -79,7 +86,10 @@ class Engine(Protocol):
         ...
 
     async def fingerprints(self) -> dict[str, str]:
-        """Checksum of every tensor served: by Hugging Face name, or by ``RankTensor.key`` where it has a route."""
+        """Checksum of every tensor served: by Hugging Face name, or by ``RankTensor.key`` where it has a route.
+
+        Those of adapters go under ``ADAPTER/NAME``.
+        """
         ...
 
     async def pause(self, mode: PauseMode) -> None:

@@ -362,6 +362,7 @@ class GenerateRequest:
     session_id: str = ""
     kept: int = 0  # of tokens, at their end: this response's from an aborted try; stop strings look back over them
     media: Media | None = field(default=None, compare=False)
+    adapter: str = ""  # a name among the run's adapters; "" is the first of them, and the base where there is none
 
     def text(self, tokenizer: Any, tokens: Sequence[int], finish: str) -> str:
         """``tokens`` decoded, cut before the first stop string where one ended the response; "" with no tokenizer."""
@@ -479,11 +480,23 @@ class MicroBatch:
     filler: bool = False  # passed only because other ranks have a micro-batch more
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class AdapterUpdate:
+    """One adapter's weights in peft's form, for an engine that computes with them beside the base.
+
+    Example: AdapterUpdate(config={"r": 8}, tensors={"model.layers.0.self_attn.q_proj.lora_A.weight": a, ...})
+    """
+
+    config: Mapping[str, Any]  # of adapter_config.json
+    tensors: Mapping[str, Any]  # names as in adapter_model.safetensors without ``base_model.model.``; float32
+
+
 @dataclass(slots=True, kw_only=True)
 class WeightUpdate:
     """Weights on their way from a trainer to engines, in Hugging Face names.
 
-    ``publish`` starts a transfer and returns at once; the engine's ``load`` completes it.
+    ``publish`` starts a transfer and returns at once; the engine's ``load`` completes it. The base of ``adapters``
+    crosses once: not to an engine that has it (`WeightRoute.base`). Their checksums go under ``ADAPTER/NAME``.
 
     Example: WeightUpdate(version=4, epoch=1, transport="shared", fingerprints={"lm_head.weight": "9f3c..."})
     """
@@ -494,10 +507,12 @@ class WeightUpdate:
     tensors: Mapping[str, Any] = field(default_factory=dict)
     fingerprints: dict[str, str] = field(default_factory=dict)  # name -> checksum of the trainer's bytes
     handle: Any = None  # further data of the transport
+    adapters: Mapping[str, AdapterUpdate] = field(default_factory=dict)  # by name, the one in training first
 
 
-Transport = Literal["disk", "tensor", "nccl"]
-"""disk: a safetensors folder. tensor: CUDA IPC handles, on one machine. nccl: a broadcast into the servers' ranks."""
+Transport = Literal["disk", "tensor", "nccl", "tensors"]
+"""disk: a safetensors folder. tensor: CUDA IPC handles, on one machine. nccl: a broadcast into the servers' ranks.
+tensors: the update itself."""
 
 WeightCheck = Literal["all", "rolling", "none"]
 """Which tensors are compared after an update: every one, the next few in turn, none."""
@@ -547,7 +562,8 @@ class WeightRoute:
 
         Engine.route(check) -> WeightRoute -> Trainer.publish(version, route) -> WeightUpdate -> Engine.load
 
-    An engine in the trainer's process, or one that reads its memory, has no route: it takes ``WeightUpdate.tensors``.
+    An engine in the trainer's process, or one that reads its memory, has no route: it takes ``WeightUpdate.tensors``
+    (with adapters it has one once it holds their base).
     For any other the trainer puts the checksums of ``checks`` into ``WeightUpdate.fingerprints``: of the bytes that
     the engine must then hold, in its names.
 
@@ -566,6 +582,7 @@ class WeightRoute:
     timeout: float = 600.0  # nccl: seconds until the trainer gives up on servers that do not take the weights
     checksum: Checksum = "sha256"
     checks: tuple[RankTensor, ...] = ()  # tensors whose checksums the update carries
+    base: bool = True  # False: the engine has the frozen base of the adapters, and the update holds these alone
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from slime_core import EngineError, hookimpl
 from slime_core.backends import EngineBackend, ServedEngines
 from slime_core.clusters.embedded import context_len
 from slime_core.config.problems import conflict
-from slime_core.engines.admission import room
+from slime_core.engines.admission import check_adapter, room
 from slime_core.types import Completion, WeightRoute
 
 
@@ -86,6 +86,7 @@ class OpenaiEngine:
         return choice
 
     async def generate(self, request):
+        check_adapter(request.adapter, (), f"request {request.id}")
         fate = self._fates[request.id] = asyncio.get_running_loop().create_future()
         answer = asyncio.ensure_future(self._complete(request))
         try:

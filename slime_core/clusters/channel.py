@@ -35,6 +35,7 @@ from slime_core.config.schema import Config
 from slime_core.durable import FileMark
 from slime_core.trainers.data_parallel import DataParallelRank, RankBatch
 from slime_core.types import (
+    AdapterUpdate,
     ArrayRef,
     Batch,
     Completion,
@@ -51,7 +52,7 @@ from slime_core.weights.flops import Flops
 CROSSING = (
     *(ArrayRef, Batch, RankBatch, DataParallelRank, Flops, FileMark),
     *(Completion, GenerateRequest, Media, SamplingParams),
-    *(WeightUpdate, WeightRoute, RankTensor, Piece),
+    *(WeightUpdate, AdapterUpdate, WeightRoute, RankTensor, Piece),
 )
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in CROSSING}
 BUILT: dict[str, Callable[[Any], Any]] = {

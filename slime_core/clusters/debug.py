@@ -34,7 +34,9 @@ class AbsentEngine(Engine):
         """Refused."""
         self._refuse(f"request {request.id} asked it to generate")
 
-    async def score(self, tokens: Sequence[int], start: int, media: Media | None = None) -> NDArray[Any]:
+    async def score(
+        self, tokens: Sequence[int], start: int, media: Media | None = None, adapter: str = ""
+    ) -> NDArray[Any]:
         """Refused."""
         self._refuse("log-probs were requested")
 

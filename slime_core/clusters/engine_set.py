@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+from slime_core.engines.admission import score_options
 from slime_core.errors import EngineError
 
 if TYPE_CHECKING:
@@ -124,12 +125,14 @@ class EngineSet:
             self._loads.add(number, -cost)
             del self._where[request.id]
 
-    async def score(self, tokens: Sequence[int], start: int, media: Media | None = None) -> NDArray[Any]:
+    async def score(
+        self, tokens: Sequence[int], start: int, media: Media | None = None, adapter: str = ""
+    ) -> NDArray[Any]:
         """See `protocols.Engine`."""
         number = self._loads.least()
         self._loads.add(number, len(tokens))
         try:
-            return await self._engines[number].score(tokens, start, *([] if media is None else [media]))
+            return await self._engines[number].score(tokens, start, **score_options(media, adapter))
         finally:
             self._loads.add(number, -len(tokens))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from slime_core.errors import EngineError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from slime_core.types import GenerateRequest
+    from slime_core.types import GenerateRequest, Media
 
 NO_IDS = "encode with the tokenizer of rollout.hf_checkpoint"
 
@@ -27,6 +28,23 @@ def check_vocabulary(ids: NDArray[Any], vocab_size: int, where: str) -> None:
             where=where,
             fix=NO_IDS,
         )
+
+
+def check_adapter(name: str, names: Collection[str], where: str) -> None:
+    """Raises EngineError ENG09 where ``name`` is none of the adapters ``names``; "" is the first of them."""
+    if name and name not in names:
+        raise EngineError(
+            f"no adapter {name!r} is served",
+            code="ENG09",
+            where=where,
+            why=f"served are: {', '.join(names)}" if names else "the engine computes with the base alone",
+            fix="a name of train.lora_adapters, with train.lora_sync=adapter",
+        )
+
+
+def score_options(media: Media | None, adapter: str) -> dict[str, Any]:
+    """What `Engine.score` is called with beside tokens and start: engines of plugins may take neither."""
+    return {name: value for name, value in (("media", media), ("adapter", adapter)) if value}
 
 
 def check_params(request: GenerateRequest) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from slime_core.durable import sha256_of
 from slime_core.errors import EngineError, SlimeError
 from slime_core.protocols import Engine, Role, RunComponents, Trainer
 from slime_core.types import (
+    AdapterUpdate,
     ArrayRef,
     Batch,
     GenerateRequest,
@@ -49,6 +50,7 @@ class EngineCase:
     update: Callable[[int], WeightUpdate]
     prompt: list[int]
     max_new_tokens: int = 12
+    adapters: Callable[[], Mapping[str, AdapterUpdate]] | None = None  # two, for an engine that takes them so
 
     def request(self, name: str, **changes: object) -> GenerateRequest:
         """A request for the case's prompt; the seed follows from the name."""
@@ -238,6 +240,42 @@ async def engine_tells_fingerprints_that_follow_the_weights(case: EngineCase) ->
     assert await case.engine.fingerprints() == first, "the same weights have other fingerprints"
 
 
+async def engine_computes_each_request_with_its_adapter(case: EngineCase) -> None:
+    """Side by side as alone, under adapters that follow updates of adapters alone; an unknown name is refused."""
+    update = case.update(1)
+    if case.adapters is not None:
+        update.adapters = case.adapters()
+    await case.engine.load(update)
+    try:
+        await case.engine.generate(case.request("a", adapter="unknown"))
+    except EngineError:
+        pass
+    else:
+        raise AssertionError("a request for an unknown adapter was served")
+    if case.adapters is None:
+        return
+    assert "adapters" in case.engine.abilities, "it takes adapters without the ability"
+    first, second = update.adapters
+    requests = {name: case.request(name, adapter=name, seed=7) for name in ("", first, second)}
+    alone = {name: await case.engine.generate(request) for name, request in requests.items()}
+    assert alone[""].tokens == alone[first].tokens, "no adapter's name is not the first adapter"
+    assert alone[first].tokens != alone[second].tokens, "both adapters are one"
+    among = await asyncio.gather(*map(case.engine.generate, requests.values()))
+    assert [done.tokens for done in among] == [done.tokens for done in alone.values()], "adapters mix in a batch"
+    sums, route = await case.engine.fingerprints(), await case.engine.route("all")
+    assert route is not None, "there is no route that says that the engine has the base"
+    assert not route.base, "an engine that has the base would be sent it again"
+    swapped = {first: update.adapters[second], second: update.adapters[first]}
+    await case.engine.load(replace(update, version=2, tensors={}, adapters=swapped))
+    after = await case.engine.generate(requests[second])
+    assert after.tokens == alone[first].tokens, "an update of adapters alone did not arrive"
+    assert set(after.versions) == {2}, f"stamped {set(after.versions)} under 2"
+    moved = await case.engine.fingerprints()
+    for name in update.adapters[first].tensors:
+        same = moved[f"{second}/{name}"] == sums[f"{first}/{name}"]
+        assert same, f"{name} of {second} has another checksum than it had as {first}'s"
+
+
 async def trainer_publish_returns_before_any_engine_loads(case: TrainerCase) -> None:
     """Waiting for the engine inside publish would deadlock: NCCL needs both sides."""
     await case.trainer.begin(case.stage)
@@ -383,6 +421,7 @@ ENGINE_CHECKS: tuple[EngineCheck, ...] = (
     engine_gives_memory_back_and_takes_it_again,
     engine_scores_what_it_generates,
     engine_tells_fingerprints_that_follow_the_weights,
+    engine_computes_each_request_with_its_adapter,
 )
 TRAINER_CHECKS: tuple[TrainerCheck, ...] = (
     trainer_publish_returns_before_any_engine_loads,

@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from slime_core.engines.admission import check_adapter
 from slime_core.errors import EngineError
 from slime_core.protocols import Ability, PauseMode
 from slime_core.seeds import seed_of
-from slime_core.types import Completion, WeightUpdate
+from slime_core.types import Completion, WeightRoute, WeightUpdate
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from slime_core.types import GenerateRequest, Media, WeightCheck, WeightRoute
+    from slime_core.types import GenerateRequest, Media, WeightCheck
 
     Say = Callable[[GenerateRequest], tuple[Sequence[int], Literal["stop", "length", "abort"]]]
 
@@ -43,12 +44,15 @@ def checksum(array: NDArray[Any]) -> str:
 class FakeEngine:
     """Draws uniform tokens: a function of (seed, position) alone, so batches and aborts never change a sample."""
 
-    abilities: frozenset[Ability] = frozenset({"per_sample_seed", "score", "batch_invariant", "live_load", "release"})
+    abilities: frozenset[Ability] = frozenset(
+        {"per_sample_seed", "score", "batch_invariant", "live_load", "release", "adapters"}
+    )
 
     def __init__(self, vocab_size: int = 16, stop_token: int = 0, epoch: int = 1) -> None:
         self.version, self.epoch = -1, epoch
         self.vocab_size, self.stop_token = vocab_size, stop_token
         self.tensors: dict[str, NDArray[Any]] = {}
+        self.adapters: dict[str, dict[str, NDArray[Any]]] = {}
         self.served: list[str] = []  # request ids in the order in which they ended
         self._resident = set(MEMORY)
         self._running: dict[str, Completion] = {}
@@ -60,6 +64,7 @@ class FakeEngine:
         """See `protocols.Engine`."""
         if self.version < 0:
             raise EngineError("no weights are loaded yet", code="ENG83", where=f"request {request.id}")
+        check_adapter(request.adapter, self.adapters, f"request {request.id}")
         out = Completion(id=request.id, tokens=[], log_probs=[], plain_log_probs=[], finish="length", versions=[])
         out.epoch = self.epoch
         self._running[request.id] = out
@@ -90,13 +95,17 @@ class FakeEngine:
         if self._resident != MEMORY:
             raise EngineError(f"request {request.id} ran while {sorted(MEMORY - self._resident)} were released")
         position = len(request.tokens) + len(out.tokens)
-        out.tokens.append(seed_of(request.seed, position) % self.vocab_size)
+        adapter = self.adapters.get(request.adapter or next(iter(self.adapters), ""), {})
+        out.tokens.append(seed_of(request.seed, position, *map(checksum, adapter.values())) % self.vocab_size)
         out.log_probs.append(-float(np.log(self.vocab_size)))
         out.plain_log_probs.append(-float(np.log(self.vocab_size)))
         out.versions.append(self.version)
 
-    async def score(self, tokens: Sequence[int], start: int, media: Media | None = None) -> NDArray[Any]:
+    async def score(
+        self, tokens: Sequence[int], start: int, media: Media | None = None, adapter: str = ""
+    ) -> NDArray[Any]:
         """See `protocols.Engine`."""
+        check_adapter(adapter, self.adapters, "score")
         return np.full(len(tokens) - start, -np.log(self.vocab_size), dtype=np.float32)
 
     async def abort(self, ids: Sequence[str]) -> list[Completion]:
@@ -114,17 +123,25 @@ class FakeEngine:
             raise EngineError("weights were loaded while their memory was released")
         if update.handle is not None:  # a transfer that needs both sides
             self.tensors = await update.handle.receive()
-        else:
+        elif update.tensors or not update.adapters:
             self.tensors = {name: _array(tensor) for name, tensor in update.tensors.items()}
+        elif not self.tensors:
+            raise EngineError("an update holds adapters alone, and the engine has no base", code="ENG86")
+        self.adapters = {
+            name: {key: _array(tensor) for key, tensor in adapter.tensors.items()}
+            for name, adapter in update.adapters.items()
+        }
         self.version = update.version
 
     async def route(self, check: WeightCheck) -> WeightRoute | None:
-        """See `protocols.Engine`: it copies the tensors."""
-        return None
+        """See `protocols.Engine`: it copies the tensors, the base of adapters once."""
+        base = bool(self.adapters and self.tensors)
+        return WeightRoute(transport="tensors", dtype="float32", base=False) if base else None
 
     async def fingerprints(self) -> dict[str, str]:
         """See `protocols.Engine`."""
-        return {name: checksum(tensor) for name, tensor in self.tensors.items()}
+        adapters = {f"{name}/{key}": one for name, tensors in self.adapters.items() for key, one in tensors.items()}
+        return {name: checksum(tensor) for name, tensor in (self.tensors | adapters).items()}
 
     async def pause(self, mode: PauseMode) -> None:
         """See `protocols.Engine`."""
@@ -140,6 +157,8 @@ class FakeEngine:
     async def release(self, what: set[str]) -> None:
         """See `protocols.Engine`."""
         self._resident -= what
+        if "weights" in what:
+            self.tensors, self.adapters = {}, {}
 
     async def reacquire(self, what: set[str]) -> None:
         """See `protocols.Engine`."""

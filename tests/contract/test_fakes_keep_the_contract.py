@@ -12,7 +12,7 @@ from slime_core.config.schema import Config
 from slime_core.protocols import Engine, Ledger, Trainer
 from slime_core.testing.contracts import ENGINE_CHECKS, TRAINER_CHECKS, EngineCase, TrainerCase, sample_group
 from slime_core.testing.fakes import FakeEngine
-from slime_core.types import WeightUpdate
+from slime_core.types import AdapterUpdate, WeightUpdate
 
 pytestmark = pytest.mark.unit
 
@@ -21,8 +21,16 @@ def _update(version):
     return WeightUpdate(version=version, epoch=1, transport="tensors", tensors={"w": np.ones(3)})
 
 
+def _adapters():
+    name = "model.layers.0.self_attn.q_proj.lora_A.weight"
+    return {
+        who: AdapterUpdate(config={"r": 1}, tensors={name: np.full((1, 3), value)})
+        for who, value in (("solver", 1.0), ("critic", 2.0))
+    }
+
+
 def _engine_case(engine):
-    return EngineCase(engine=engine, update=_update, prompt=[1, 2, 3])
+    return EngineCase(engine=engine, update=_update, prompt=[1, 2, 3], adapters=_adapters)
 
 
 def _trainer_case(trainer, folder):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime_core.engines.admission import check_vocabulary, too_long
+from slime_core.engines.admission import check_adapter, check_vocabulary, too_long
 from slime_core.engines.local.media import MediaReader
 from slime_core.engines.local.paged import PagedScheduler
 from slime_core.engines.local.scheduler import Scheduler
@@ -104,6 +104,7 @@ class LocalEngine:
                 ENG83 no weights were loaded, ENG84 the engine failed or was closed.
         """
         self._require_weights(f"request {request.id}")
+        check_adapter(request.adapter, (), f"request {request.id}")
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         job = make_job(
             request,
@@ -123,13 +124,16 @@ class LocalEngine:
             self._stir()
             raise
 
-    async def score(self, tokens: Sequence[int], start: int, media: Media | None = None) -> NDArray[Any]:
+    async def score(
+        self, tokens: Sequence[int], start: int, media: Media | None = None, adapter: str = ""
+    ) -> NDArray[Any]:
         """Log-prob of each of ``tokens[start:]`` under the plain softmax, float32, bit for bit as `generate` gives it.
 
         Raises:
             EngineError: as `generate`; ENG03 a start outside 1..len(tokens), ENG06 no cache is held.
         """
         self._require_weights("score")
+        check_adapter(adapter, (), "score")
         ids = np.asarray(tokens, dtype=np.int64)
         check_vocabulary(ids, self._folder.vocab_size, "score")
         if not 1 <= start <= len(ids):

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+from slime_core.engines.admission import check_adapter
 from slime_core.errors import EngineError
 from slime_core.protocols import PauseMode
 from slime_core.types import GenerateRequest, SamplingParams
@@ -121,11 +122,15 @@ class SglangEngine:
                 left.
         """
         self._require_weights(f"request {request.id}")
+        check_adapter(request.adapter, (), f"request {request.id}")
         return await self._chain(request)
 
-    async def score(self, tokens: Sequence[int], start: int, media: Media | None = None) -> NDArray[Any]:
+    async def score(
+        self, tokens: Sequence[int], start: int, media: Media | None = None, adapter: str = ""
+    ) -> NDArray[Any]:
         """See `protocols.Engine`; raises as `generate`."""
         self._require_weights("score")
+        check_adapter(adapter, (), "score")
         self._scores += 1
         stands_for = GenerateRequest(
             id=f"score-{self._scores}",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from slime_core.engines.admission import check_adapter
 from slime_core.errors import EngineError
 from slime_core.protocols import Ability
 from slime_core.types import GenerateRequest, SamplingParams
@@ -57,10 +58,14 @@ class ReservedServer:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """See `SglangEngine.generate`; a server that fails has no other in its place."""
+        check_adapter(request.adapter, (), f"request {request.id}")
         return await self._chain(request)
 
-    async def score(self, tokens: Sequence[int], start: int, media: Media | None = None) -> NDArray[Any]:
+    async def score(
+        self, tokens: Sequence[int], start: int, media: Media | None = None, adapter: str = ""
+    ) -> NDArray[Any]:
         """See `protocols.Engine`."""
+        check_adapter(adapter, (), "score")
         self._scores += 1
         params = SamplingParams(max_new_tokens=1)
         scored = GenerateRequest(id=f"score-{self._scores}", tokens=list(tokens), params=params, seed=0, media=media)
