@@ -110,7 +110,8 @@ class Context:
             EngineError: the engine could not serve it.
         """
         media = await self.request_media(sample)
-        return await engine.score(sample.tokens, start, *([] if media is None else [media]))
+        options: dict[str, Any] = {} if media is None else {"media": media}
+        return await engine.score(sample.tokens, start, **options)
 
     async def append_media(self, sample: Sample, words: str | Sequence[Message]) -> None:
         """Add the pictures of what an environment or a tool says; their placeholders are appended as ids before.

@@ -19,6 +19,7 @@ LAYERS = {
         "error_codes",
         "errors",
         "types",
+        "routed_experts",
         "seeds",
         "threads",
         "durable",

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from slime_core.types import ArrayRef, Sample as CoreSample, Status, longer_rows, routed_rows
+from slime_core.routed_experts import longer_rows, routed_rows
+from slime_core.types import ArrayRef, Sample as CoreSample, Status
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

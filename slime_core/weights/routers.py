@@ -22,7 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from slime_core.errors import ConfigError
-from slime_core.types import routed_dtype
+from slime_core.routed_experts import routed_dtype
 
 if TYPE_CHECKING:
     from torch import nn

@@ -21,7 +21,8 @@ import numpy as np
 
 from slime_core.engines.admission import too_long
 from slime_core.errors import EngineError
-from slime_core.types import Completion, routed_rows
+from slime_core.routed_experts import routed_rows
+from slime_core.types import Completion
 from slime_sglang.http import fault
 
 if TYPE_CHECKING:
