@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime_core.errors import EngineError, nearest
 from slime_core.seeds import seed_of
 from slime_core.types import Completion, GenerateRequest, Media, Message, Sample, SamplingParams, Status
 
@@ -74,6 +75,7 @@ class Context:
             seed=seed,
             session_id=sample.session_id,
             media=await self.request_media(sample),
+            adapter=self.adapter(sample.model, f"sample {sample.id}"),
         )
         done = await self.engine.generate(request)
         sample.append_response(
@@ -82,6 +84,19 @@ class Context:
         sample.status = FINISHED[done.finish]
         sample.temperature = params.temperature or 1.0
         return done
+
+    def adapter(self, model: str, where: str) -> str:
+        """What computes the requests of a sample of ``model``; empty in a run whose adapters have no names.
+
+        Raises:
+            EngineError: ENG87 the run has no such adapter; ``where`` names what asks for it.
+        """
+        names = self.config.train.lora_adapters
+        if not names or any(self.engine is frozen for frozen in self.engines.values()):
+            return ""
+        if model and model not in names:
+            raise unknown_adapter(model, names, where)
+        return model or names[0]
 
     async def prepare_media(self, samples: Iterable[Sample]) -> None:
         """Make the arrays of samples that have references to pictures: one set for all that have the same.
@@ -128,3 +143,14 @@ class Context:
         """
         if self.media is not None:
             await self.media.append(sample, words)
+
+
+def unknown_adapter(name: str, names: Sequence[str], where: str) -> EngineError:
+    """ENG87: an adapter that is not among the ``names`` of the run's."""
+    return EngineError(
+        f"the run has no adapter '{name}'",
+        code="ENG87",
+        where=where,
+        why=f"train.lora_adapters names {', '.join(names)}",
+        fix=nearest(name, set(names)) or f"set Sample.model to one of them, or add '{name}' to train.lora_adapters",
+    )

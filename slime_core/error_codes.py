@@ -140,6 +140,7 @@ MEANINGS = {
     "ENG84": "the engine failed, was closed, or its process died, with in-flight requests",
     "ENG85": "a server responds, but produces no tokens for its requests",
     "ENG86": "weights that do not fit the engine",
+    "ENG87": "an adapter that the run does not have",
     "ENG88": "a server's response to another request than the waiting one",
     "ENG89": "too few healthy servers are left after restarts",
     "ENG91": "a server's response that is longer than possible",

@@ -24,7 +24,7 @@ from slime_core.media.references import plain_sample
 from slime_core.report.metrics import evaluation_metrics
 from slime_core.rollout.dump import Dump
 from slime_core.rollout.filters import unjudged
-from slime_core.rollout.groups import check_group, evaluation_params, issued_ids, pending_group
+from slime_core.rollout.groups import check_group, evaluation_params, issued_adapters, issued_ids, pending_group
 from slime_core.rollout.observed_engine import observed
 from slime_core.rollout.score import note_reward
 from slime_core.types import Group
@@ -109,7 +109,8 @@ class Evaluator:
     def _issued(self, eval_set: EvalSet) -> list[Group]:
         config = self._ctx.config
         count = eval_set.task.n_samples_per_prompt or config.eval.n_samples_per_eval_prompt
-        return [pending_group(prompt, config, count=count) for prompt in eval_set.prompts]
+        adapter = eval_set.task.adapter
+        return [pending_group(prompt, config, count=count, adapter=adapter) for prompt in eval_set.prompts]
 
     def _figures(self, eval_set: EvalSet, version: int, groups: Sequence[Group]) -> dict[str, float]:
         """The set's figures; its record of questions is written to the run directory."""
@@ -141,9 +142,9 @@ class Evaluator:
 
     async def _judged(self, issued: Group, ctx: Context) -> Group:
         ctx = replace(ctx, sampling=self._plugins.sampling(issued.prompt, ctx))
-        ids = issued_ids(issued)
+        ids, adapters = issued_ids(issued), issued_adapters(issued, ctx.config)
         group = await self._plugins.generate(issued, ctx)
-        check_group(group, ids, self._vocab_size, ctx.media)
+        check_group(group, ids, self._vocab_size, ctx.media, adapters)
         self._plugins.note_group(group, ctx.config)
         for sample in group.samples:
             await self._plugins.sample_done(sample, ctx)

@@ -28,6 +28,7 @@ from slime_core.report.verification import Verification, write_verification
 from slime_core.resume import Progress
 from slime_core.rollout.dump import drop_groups
 from slime_core.stage import Stage
+from slime_core.trainers.adapters import estimated
 from slime_core.trainers.batch import make_batch
 
 if TYPE_CHECKING:
@@ -130,16 +131,16 @@ async def train_on(
     batch, train, trainer = make_batch(version, ctx.stage, groups), ctx.config.train, components.trainer
     if ctx.config.rollout.debug_rollout_only:
         await drop_groups(components.ledger, groups)
-        return batch_metrics(batch)
+        return batch_metrics(batch, train.lora_adapters)
     await components.ledger.journal(batch)
     async with components.devices.training():
         with clock.part("score"):
             columns = await trainer.score(batch, plugins.needs(train))
-        batch = plugins.advantage(batch, columns, train)
+        batch = estimated(batch, columns, plugins, train)
         plugins.batch(batch, ctx)
         verified = await verification.run(batch, trainer, clock) if verification is not None else {}
         with clock.part("train"):
-            metrics = await trainer.step(batch) | batch_metrics(batch) | verified
+            metrics = await trainer.step(batch) | batch_metrics(batch, train.lora_adapters) | verified
         with clock.part("fingerprint"):  # while the trainer has its state: summing it in main memory takes seconds
             weights = await trainer.fingerprint() if exact else ""
     failpoint("loop.stepped")

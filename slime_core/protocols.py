@@ -203,7 +203,8 @@ class RequestTurn:
     def answers(self, request: GenerateRequest) -> bool:
         """Whether this turn from a ledger is that of ``request``."""
         media = request.media.digest() if request.media is not None else ""
-        same = (self.request.tokens, self.request.seed) == (request.tokens, request.seed)
+        earlier = self.request
+        same = (earlier.tokens, earlier.seed, earlier.adapter) == (request.tokens, request.seed, request.adapter)
         return same and self.media in (None, media)
 
     def continuation(self, room: int | None = None) -> GenerateRequest:

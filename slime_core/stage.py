@@ -163,7 +163,8 @@ class Stage:
         progress, counts = self.progress, self.collector.pop_counts()
         self.collector.admit(served_version(self.config, progress.version))
         sampling = served_version(self.config, progress.version - 1)
-        metrics |= rollout_metrics(groups, sampling, counts.drops, counts.issued) | counts.metrics
+        adapters = self.config.train.lora_adapters
+        metrics |= rollout_metrics(groups, sampling, counts.drops, counts.issued, adapters) | counts.metrics
         if self.source is not None:
             metrics |= {f"data/{name}": float(count) for name, count in self.source.counts().items()}
         metrics |= ledger_metrics(await self.components.ledger.counts()) | self.plugins.pop_metrics()

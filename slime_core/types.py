@@ -119,7 +119,7 @@ class Sample:
     id: str = ""  # unique in the run: "PROMPT_ID-ROLLOUT", fan-out siblings "PROMPT_ID-ROLLOUT.K"
     task: str = "default"
     role: str = "policy"  # which agent speaks; advantages compare samples of one role
-    model: str = ""  # which policy or adapter made it; empty for the one in training
+    model: str = ""  # the adapter that makes it and learns from it, or a frozen model; empty for the one in training
     prompt: str | list[Message] = ""
     response: str = ""
     tokens: list[int] = field(default_factory=list)  # int32 range
@@ -409,6 +409,7 @@ class Batch:
     sample_ids: list[str]  # S
     tasks: list[str]  # S
     roles: list[str] = field(default_factory=list)  # S, who spoke; empty where all are one
+    models: list[str] = field(default_factory=list)  # S, the adapter that learns from each; empty where all are one
     group: NDArray[np.int64]  # S, an id a group (the prompt's position)
     rollout: NDArray[np.int64]  # S, fan-out siblings share it
     reward: NDArray[np.float64]  # S

@@ -35,6 +35,7 @@ from slime_core.notices import notice
 from slime_core.plugins.backends import cluster_of, engine_of, trainer_of
 from slime_core.protocols import RunComponents, Serving
 from slime_core.threads import TorchThread
+from slime_core.trainers.adapters import AdapterTrainer
 from slime_core.trainers.roles import open_model
 from slime_core.types import WeightUpdate
 
@@ -151,6 +152,7 @@ async def assembled(
                 report.note(
                     f"engine {apart.number} runs in its own process, {apart.pid}, and generates during training"
                 )
+        names = config.train.lora_adapters
         roles: dict[str, Engine] = served.roles if served is not None else {}
         if (teacher := teacher_of(config)) and not absent and "teacher" not in roles:
             roles["teacher"] = await stack.enter_async_context(teacher_engine(config, teacher, folder, thread))
@@ -163,7 +165,7 @@ async def assembled(
             vocab_size=folder.vocab_size,
             context_len=context_len(config, folder),
             roles=roles,
-            trainer=trainer,
+            trainer=AdapterTrainer(trainer, names) if len(names) > 1 else trainer,
             ledger=ledger,
             devices=devices,
             reserve_engine=engine_reservation(engine),

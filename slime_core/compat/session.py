@@ -34,6 +34,7 @@ class GenerationCall:
     """One sample's generation by a function, between its first and last request."""
 
     seed: int
+    model: str = ""  # of the sample
     continuations: Counter[int] = field(default_factory=Counter)  # tokens' hash -> how often they were continued
     version: int | None = None  # the oldest weights that made a token
     error: SlimeError | None = None  # the error of one of its requests
@@ -82,7 +83,8 @@ class CompatSession:
             SlimeError: an engine error of a request in the block, in place of the function's own exception.
         """
         kind = "eval" if ctx.evaluation else "sample"
-        call = GenerationCall(seed=seed_of(ctx.config.seed, kind, sample.id, sample.attempt))
+        seed = seed_of(ctx.config.seed, kind, sample.id, sample.attempt)
+        call = GenerationCall(seed=seed, model=sample.model)
         self._calls[call.seed] = call
         try:
             yield call

@@ -37,12 +37,14 @@ def conflicts(config: Config) -> list[Problem]:
     algorithm = train.algorithm
     routed = engine_of(config).spreads(config)
     return [
-        *data.conflicts(plugins),
+        *data.conflicts(plugins, train.lora_adapters),
         *rollout.conflicts(cluster, data, offline=offline),
         *train.conflicts(data, rollout, log_probs_of_samples=_log_probs_of_samples(config)),
         *(algorithm.conflicts(config) if algorithm and algorithm.conflicts else ()),
         *config.reward.conflicts(rollout.rollout_max_response_len, offline=offline),
-        *config.eval.conflicts(cluster, data, rollout, plugins, engines=engines(config), routed=routed),
+        *config.eval.conflicts(
+            cluster, data, rollout, plugins, train.lora_adapters, engines=engines(config), routed=routed
+        ),
         *backend_problems(config),
     ]
 

@@ -11,9 +11,10 @@ from itertools import chain, compress
 from numbers import Real
 
 import numpy as np
+from numpy.typing import NDArray
 
 from slime_core.ledger.ledger import dropped_in
-from slime_core.types import Batch, Group, Sample, Status
+from slime_core.types import Batch, Columns, Group, Sample, Status
 
 Metrics = dict[str, float]
 
@@ -41,7 +42,9 @@ def rewards_of(samples: Iterable[Sample]) -> list[float]:
     return [float(s.reward) for s in samples if isinstance(s.reward, (int, float))]
 
 
-def rollout_metrics(groups: Sequence[Group], version: int, drops: Mapping[str, int], issued: int) -> Metrics:
+def rollout_metrics(
+    groups: Sequence[Group], version: int, drops: Mapping[str, int], issued: int, adapters: Sequence[str] = ()
+) -> Metrics:
     """Figures of the groups that a step trains on.
 
     Args:
@@ -49,18 +52,38 @@ def rollout_metrics(groups: Sequence[Group], version: int, drops: Mapping[str, i
         version: of the weights in training; staleness is this minus the oldest weights in a group.
         drops: samples dropped since the last step, by reason.
         issued: groups issued since the last step.
+        adapters: names of several, whose figures are ``ADAPTER/FIGURE`` too.
     """
+    metrics = _groups_metrics(groups, version) | {
+        "rollout/issued_groups": float(issued),
+        "rollout/dropped_samples": float(sum(drops.values())),
+    }
+    metrics |= {f"dropped/{reason}": float(count) for reason, count in sorted(drops.items())}
+    for name in adapters if len(adapters) > 1 else ():
+        if parts := [part for group in groups if (part := _part(group, name, adapters)).samples]:
+            metrics |= _named(name, _groups_metrics(parts, version))
+    return metrics
+
+
+def _named(adapter: str, metrics: Metrics) -> Metrics:
+    return {f"{adapter}/{key}": value for key, value in metrics.items()}
+
+
+def _part(group: Group, adapter: str, adapters: Sequence[str]) -> Group:
+    """The group of an adapter's samples; one without a model is of the first adapter."""
+    models = [sample.model or adapters[0] for sample in group.samples]
+    return group.part([place for place, model in enumerate(models) if model == adapter])
+
+
+def _groups_metrics(groups: Sequence[Group], version: int) -> Metrics:
     samples = [sample for group in groups for sample in group.samples]
     metrics: Metrics = {
         "rollout/groups": float(len(groups)),
         "rollout/samples": float(len(samples)),
-        "rollout/issued_groups": float(issued),
-        "rollout/dropped_samples": float(sum(drops.values())),
         "tokens/response": float(sum(s.response_length for s in samples)),
         "tokens/trained": float(sum(_trained(s) for s in samples)),
         "tokens/total": float(sum(len(s.tokens) for s in samples)),
     }
-    metrics |= {f"dropped/{reason}": float(count) for reason, count in sorted(drops.items())}
     if not samples:
         return metrics
     metrics |= sample_metrics(samples)
@@ -91,7 +114,7 @@ def evaluation_metrics(groups: Sequence[Group]) -> Metrics:
         "infra_errors": float(len(samples) - len(judged)),
     }
     if judged:
-        metrics |= sample_metrics(judged) | _by("role", judged)
+        metrics |= sample_metrics(judged) | _by("role", judged) | _by("model", judged)
         metrics["reward/best"] = mean([max(rewards) for group in groups if (rewards := rewards_of(group.samples))])
     return metrics
 
@@ -121,17 +144,27 @@ def sample_metrics(samples: Sequence[Sample]) -> Metrics:
     return metrics
 
 
-def batch_metrics(batch: Batch) -> Metrics:
+def batch_metrics(batch: Batch, adapters: Sequence[str] = ()) -> Metrics:
     """Figures of a step's columns, over trained tokens: advantages, and how far trainer and engine stand apart.
 
     ``opd_reverse_kl`` is the mean of ``policy - teacher``, the student's reverse KL to its teacher a token;
     ``train_rollout_logprob_abs_diff`` is the mean of ``|policy - rollout_log_probs|`` where the batch has both.
+    With several ``adapters`` those of each one's samples are ``ADAPTER/FIGURE``.
     """
-    trained = batch.loss_mask > 0
+    metrics = _columns_metrics(batch.columns, batch.loss_mask > 0)
+    if len(adapters) > 1:
+        model_of = np.array([model or adapters[0] for model in batch.models or [""] * len(batch)])
+        for name in adapters:
+            if (rows := (model_of == name)[batch.sample_of_token()]).any():
+                columns = {key: values[rows] for key, values in batch.columns.items()}
+                metrics |= _named(name, _columns_metrics(columns, batch.loss_mask[rows] > 0))
+    return metrics
+
+
+def _columns_metrics(columns: Columns, trained: NDArray[np.bool_]) -> Metrics:
     metrics: Metrics = {"train/masked_ratio": 1.0 - float(trained.mean()) if trained.size else 0.0}
     if not trained.any():
         return metrics
-    columns = batch.columns
     if "advantages" in columns:
         values = np.asarray(columns["advantages"], dtype=np.float64)[trained]
         metrics |= {
@@ -153,7 +186,7 @@ def batch_metrics(batch: Batch) -> Metrics:
 
 
 def _by(field: str, samples: Sequence[Sample]) -> Metrics:
-    """``task/NAME/reward`` or ``role/NAME/reward``, where there are several of that field."""
+    """``FIELD/NAME/reward`` by task, role or model, where there are several of that field."""
     rewards: dict[str, list[float]] = {}
     for sample in samples:
         rewards.setdefault(getattr(sample, field), []).extend(rewards_of([sample]))

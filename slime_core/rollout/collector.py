@@ -21,7 +21,16 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 from slime_core.errors import PluginError, SlimeError
 from slime_core.rollout.filters import PLUGIN, DropLimit
-from slime_core.rollout.groups import Counts, GroupSource, OpenGroup, OpenGroups, Source, check_group, issued_ids
+from slime_core.rollout.groups import (
+    Counts,
+    GroupSource,
+    OpenGroup,
+    OpenGroups,
+    Source,
+    check_group,
+    issued_adapters,
+    issued_ids,
+)
 from slime_core.rollout.over_sampling import OVER_SAMPLED, OverSampling
 from slime_core.rollout.partial_rollout import PartialRollout, mask_older, version_metrics
 from slime_core.rollout.recovery import ResumableSource, can_reuse, stored_group
@@ -193,7 +202,7 @@ class Collector(GroupSource):
 
     async def _run(self, group: OpenGroup, ctx: Context) -> None:
         """Generate, check and score a group."""
-        ids = issued_ids(group.data)
+        ids, adapters = issued_ids(group.data), issued_adapters(group.data, ctx.config)
         try:
             await ctx.prepare_media(group.data.samples)
             group_ctx = replace(ctx, sampling=self._plugins.sampling(group.data.prompt, ctx))
@@ -201,7 +210,7 @@ class Collector(GroupSource):
             if group.stale:
                 return  # its requests were stopped
             self._generated(group, generated)
-            check_group(generated, ids, self._vocab_size, ctx.media)
+            check_group(generated, ids, self._vocab_size, ctx.media, adapters)
             if ctx.config.rollout.mask_offpolicy_in_partial_rollout:
                 mask_older(generated.samples)
             group_ctx = replace(group_ctx, version=self._ctx.version)
@@ -220,6 +229,7 @@ class Collector(GroupSource):
     async def _run_replaced(self, groups: list[OpenGroup], ctx: Context) -> None:
         """Let a plugin make these groups, rewards and all (`slime_rollout`)."""
         ids = {group.position: issued_ids(group.data) for group in groups}
+        adapters = {group.position: issued_adapters(group.data, ctx.config) for group in groups}
         try:
             for group in groups:
                 await ctx.prepare_media(group.data.samples)
@@ -232,7 +242,8 @@ class Collector(GroupSource):
             return
         for group, result in zip(groups, generated, strict=True):
             self._generated(group, result)
-            check_group(result, ids[group.position], self._vocab_size, ctx.media)
+            position = group.position
+            check_group(result, ids[position], self._vocab_size, ctx.media, adapters[position])
         finishes = [self._finish(group, result) for group, result in zip(groups, generated, strict=True)]
         await asyncio.gather(*finishes)  # together, so that they share a commit
 

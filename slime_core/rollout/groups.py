@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slime_core.config.sections.evaluation import EvalTask
+from slime_core.context import unknown_adapter
 from slime_core.errors import EngineError
 from slime_core.media.references import plain_sample
 from slime_core.protocols import GroupRecord
@@ -129,8 +130,8 @@ class OpenGroups:
         return len(self.in_flight) + len(self.finished) + self.in_training
 
 
-def pending_group(prompt: Prompt, config: Config, *, count: int = 0, attempt: int = 0) -> Group:
-    """The pending samples of one prompt, ``count`` of them or as many as its task says.
+def pending_group(prompt: Prompt, config: Config, *, count: int = 0, attempt: int = 0, adapter: str = "") -> Group:
+    """The pending samples of one prompt, ``count`` of them or as many as its task says, of ``adapter`` or its task's.
 
     Sample ids are ``PROMPT_ID-J``; ``rollout_id`` and ``index`` are unique in the stage and a function of the prompt's
     position alone.
@@ -139,10 +140,13 @@ def pending_group(prompt: Prompt, config: Config, *, count: int = 0, attempt: in
     of_task = {task.name: task.n_samples_per_prompt or default for task in config.data.tasks}
     n = count or of_task.get(prompt.task, default)
     first = prompt.position * max([default, n, *of_task.values()])
+    adapters = {task.name: task.adapter for task in config.data.tasks}
+    model = adapter or adapters.get(prompt.task) or next(iter(config.train.lora_adapters), "")
     samples = [
         Sample(
             id=f"{prompt.id}-{j}",
             task=prompt.task,
+            model=model,
             prompt=prompt.prompt,
             tokens=list(prompt.tokens),
             label=prompt.label,
@@ -215,15 +219,28 @@ def issued_ids(group: Group) -> dict[int, str]:
     return {rollout: group.samples[indices[0]].id for rollout, indices in group.rollouts.items()}
 
 
-def check_group(group: Group, issued: Mapping[int, str], vocab_size: int, media: MediaProcessor | None = None) -> None:
+def issued_adapters(group: Group, config: Config) -> list[str]:
+    """The run's adapters, a pending group's own first; none where they have no names."""
+    names = config.train.lora_adapters
+    return [group.samples[0].model, *names] if names else []
+
+
+def check_group(
+    group: Group,
+    issued: Mapping[int, str],
+    vocab_size: int,
+    media: MediaProcessor | None = None,
+    adapters: Sequence[str] = (),
+) -> None:
     """Check every sample and the rollout table of a group, and name fan-out siblings after the sample issued for them.
 
-    ``issued`` is :func:`issued_ids` of the group as it was handed out. Media that a function put into a sample become
-    what the ledger can keep.
+    ``issued`` is :func:`issued_ids` of the group as it was handed out, ``adapters`` its :func:`issued_adapters`: a
+    sample without a model is of the first. Media that a function put into a sample become what the ledger can keep.
 
     Raises:
         DataError: DAT24 media that are none, DAT38 placeholders that ``media`` finds without theirs.
-        EngineError: ENG79 lengths, TOK44 ids, ENG80 log-probs, ENG82 a rollout table that does not fit.
+        EngineError: ENG79 lengths, TOK44 ids, ENG80 log-probs, ENG82 a rollout table that does not fit, ENG87 an
+            adapter that the run does not have.
     """
     members = sorted(i for indices in group.rollouts.values() for i in indices)
     if members != list(range(len(group.samples))):
@@ -246,9 +263,19 @@ def check_group(group: Group, issued: Mapping[int, str], vocab_size: int, media:
             sample.id = f"{issued[rollout]}.{k}" if k else issued[rollout]
             sample.rollout_id, sample.group_index, sample.task = rollout, group.prompt.position, group.prompt.task
             _check_sample(sample, vocab_size)
+            _check_model(sample, adapters)
             plain_sample(sample)
             if media is not None:
                 media.check(sample)
+
+
+def _check_model(sample: Sample, adapters: Sequence[str]) -> None:
+    """Tokens that train are of an adapter of the run; others may be a frozen model's."""
+    if adapters and not sample.model:
+        sample.model = adapters[0]
+    trains = not sample.remove_sample and any(sample.loss_mask or ())
+    if adapters and trains and sample.model not in adapters:
+        raise unknown_adapter(sample.model, adapters[1:], f"sample {sample.id}")
 
 
 def _check_sample(sample: Sample, vocab_size: int) -> None:

@@ -68,6 +68,7 @@ def _columns(version: int, stage: str, samples: list[Sample], groups: list[int],
         sample_ids=[sample.id for sample in samples],
         tasks=[sample.task for sample in samples],
         roles=[sample.role for sample in samples],
+        models=[sample.model for sample in samples] if any(sample.model for sample in samples) else [],
         group=np.array(groups, dtype=np.int64),
         rollout=np.array(rollouts, dtype=np.int64),
         reward=np.array([float(sample.reward) for sample in samples], dtype=np.float64),  # type: ignore[arg-type]

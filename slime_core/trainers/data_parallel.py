@@ -229,6 +229,7 @@ def take(batch: Batch, places: Ints) -> Batch:
         sample_ids=chosen(batch.sample_ids),
         tasks=chosen(batch.tasks),
         roles=chosen(batch.roles),
+        models=chosen(batch.models),
         group=batch.group[places],
         rollout=batch.rollout[places],
         reward=batch.reward[places],

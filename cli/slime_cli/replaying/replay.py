@@ -212,12 +212,9 @@ class _Making:
         self._note(f"step {version}: " + ("other weights" if version in answer.parted else "done"))
         if last:
             answer.fingerprint = (recorded, computed)
-            answer.metrics = {
-                name: (None, value)
-                for name, value in (
-                    metrics | rollout_metrics(groups, version - 1, {}, 0) | staleness.pop_metrics()
-                ).items()
-            }
+            rollout = rollout_metrics(groups, version - 1, {}, 0, stage.train.lora_adapters)
+            computed_metrics = metrics | rollout | staleness.pop_metrics()
+            answer.metrics = {name: (None, value) for name, value in computed_metrics.items()}
             self._look(groups, answer)
 
     def _keep(self, answer: Replayed) -> Callable[[dict[str, float]], dict[str, float]]:

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from slime_core.config.problems import Problem, conflict
 from slime_core.config.sections import LIMIT, PROMPTS, Section, key
 from slime_core.config.values import typed
+from slime_core.errors import nearest
 
 
 class DataTask(Section):
@@ -24,6 +25,7 @@ class DataTask(Section):
     input_key: str = key("", "As data.input_key, for this task.")
     label_key: str = key("", "As data.label_key, for this task.")
     n_samples_per_prompt: int = key(0, "Samples a prompt; 0 takes the section's.", ge=0)
+    adapter: str = key("", "Of train.lora_adapters, the one that generates and learns; empty: the first.")
 
     @model_validator(mode="before")
     @classmethod
@@ -86,8 +88,8 @@ class DataSection(Section):
     max_line_bytes: int = key(8 << 20, "Longest line of a JSONL file.", PROMPTS, ge=1024)
     tasks: tuple[DataTask, ...] = key((), "Several data sets, with weights and their own functions.", PROMPTS)
 
-    def conflicts(self, plugins: Sequence[str]) -> Iterator[Problem]:
-        """What cannot hold together; ``plugins`` are the names of those that the run loads."""
+    def conflicts(self, plugins: Sequence[str], adapters: Sequence[str]) -> Iterator[Problem]:
+        """What cannot hold together; ``plugins`` and ``adapters`` are the names of those that the run has."""
         if self.prompt_data and self.tasks:
             yield conflict(
                 "data.prompt_data and [[data.tasks]] are both set",
@@ -95,11 +97,13 @@ class DataSection(Section):
                 why="each names what to train on",
                 fix="move prompt_data into a [[data.tasks]] entry, or remove one",
             )
-        yield from conflicts_of_tasks("data.tasks", self.tasks, plugins)
+        yield from conflicts_of_tasks("data.tasks", self.tasks, plugins, adapters)
 
 
-def conflicts_of_tasks(path: str, tasks: Sequence[DataTask], plugins: Sequence[str]) -> Iterator[Problem]:
-    """Tasks of the array at ``path`` that share a name, or whose plugin is not loaded."""
+def conflicts_of_tasks(
+    path: str, tasks: Sequence[DataTask], plugins: Sequence[str], adapters: Sequence[str]
+) -> Iterator[Problem]:
+    """Tasks of the array at ``path`` that share a name, or whose plugin or adapter the run does not have."""
     names = [task.name for task in tasks]
     for name in dict.fromkeys(name for name in names if names.count(name) > 1):
         yield conflict(f"two {path} are named '{name}'", [path], fix="rename one of them")
@@ -109,4 +113,11 @@ def conflicts_of_tasks(path: str, tasks: Sequence[DataTask], plugins: Sequence[s
                 f"task '{task.name}' belongs to plugin '{task.plugin}', which the run does not load",
                 [path, "plugins"],
                 fix=f"--plugin {task.plugin}",
+            )
+        if task.adapter and task.adapter not in adapters:
+            yield conflict(
+                f"task '{task.name}' names the adapter '{task.adapter}', and the run has no such",
+                [path, "train.lora_adapters"],
+                why=f"train.lora_adapters names {', '.join(adapters) or 'none'}",
+                fix=nearest(task.adapter, set(adapters)) or f"add '{task.adapter}' to train.lora_adapters",
             )

@@ -61,6 +61,7 @@ class EvalSection(Section):
         data: DataSection,
         rollout: RolloutSection,
         plugins: Sequence[str],
+        adapters: Sequence[str],
         *,
         engines: int,
         routed: bool,
@@ -69,7 +70,7 @@ class EvalSection(Section):
         context, length = rollout.rollout_max_context_len, self.eval_max_response_len
         if context and length >= context:
             yield rollout.no_room("eval.eval_max_response_len", length)
-        yield from conflicts_of_tasks("eval.eval_tasks", self.eval_tasks, plugins)
+        yield from conflicts_of_tasks("eval.eval_tasks", self.eval_tasks, plugins, adapters)
         if len(self.eval_prompt_data) % 2:
             yield conflict(
                 "eval_prompt_data is not made of pairs",

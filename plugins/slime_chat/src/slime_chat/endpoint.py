@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from slime_chat.answers import model
+from slime_chat.request import POLICY
 from slime_chat.session import Branches, Session
 from slime_compat.handlers import LOOPBACK, Handler, HttpError, Request
 from slime_core.data.chat import require_template
@@ -36,7 +37,6 @@ Agent = Callable[[Session], Awaitable[Any]]
 ToolParser = str | Callable[[str], tuple[str, Calls]]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 SHARED = "chat"  # key of `Context.shared`
-POLICY = "policy"
 MAX_BODY, MAX_PICTURES = 8 << 20, 128 << 20  # bytes of a request: two million tokens of text; with pictures
 ROLE = "x-slime-role"  # header that names the role of a request
 METHODS = {
@@ -58,6 +58,7 @@ class Endpoint:
         self._parsers: dict[int, Parser] = {}  # by the speech's id; speeches live as long as this
         self._secret = secrets.token_bytes(32)
         self._opened = 0
+        self._models = (POLICY, *ctx.config.train.lora_adapters)
         self._sessions: dict[str, Session] = {}  # by key
         self._server: LoopbackServer | None = None
 
@@ -91,7 +92,9 @@ class Endpoint:
             from slime_compat.loopback import LoopbackServer
 
             routes = {f"POST /v1/{path}": self._handler(method) for path, method in METHODS.items()}
-            routes |= {"GET /v1/models": self._models, f"GET /v1/models/{POLICY}": self._model}
+            routes |= {"GET /v1/models": self._list} | {
+                f"GET /v1/models/{name}": self._one(name) for name in self._models
+            }
             self._server = LoopbackServer(
                 routes,
                 asyncio.get_running_loop(),
@@ -156,11 +159,14 @@ class Endpoint:
 
         return handle
 
-    async def _models(self, request: Request) -> Any:
-        return {"object": "list", "data": [model(POLICY)]}
+    async def _list(self, request: Request) -> Any:
+        return {"object": "list", "data": [model(name) for name in self._models]}
 
-    async def _model(self, request: Request) -> Any:
-        return model(POLICY)
+    def _one(self, name: str) -> Handler:
+        async def handle(request: Request) -> Any:
+            return model(name)
+
+        return handle
 
 
 @asynccontextmanager

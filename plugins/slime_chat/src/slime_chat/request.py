@@ -45,6 +45,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 """Values, other than ``null``, at which a parameter changes nothing."""
 MOST = 128
 """Answers to one request."""
+POLICY = "policy"
+"""Name of the model that makes a session's sample."""
 OF_RUN = "run/"
 """Prefix of the name of a model that names a role: ``run/reviewer``."""
 ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -92,7 +94,7 @@ def read(
     options = fields.get("stream_options", {})
     if not isinstance(options, Mapping):
         raise bad('send an object, such as {"include_usage": true}', "stream_options")
-    model = str(fields.get("model", "policy"))
+    model = str(fields.get("model", POLICY))
     return ChatRequest(
         model=model,
         role=_role(role or (model.removeprefix(OF_RUN) if model.startswith(OF_RUN) else "")),

@@ -4,8 +4,8 @@
       `- D                                  sample 1: A D     trains D; A is prompt there
 
 A sample's ids are the engine's input and output, in order. Its prompt ends where its first trained answer begins, so a
-shared beginning costs no response token. Draws at another temperature or in another role train in a sample of their
-own, since a sample has one of each.
+shared beginning costs no response token. Draws at another temperature, in another role or of another adapter train in
+a sample of their own, since a sample has one of each.
 """
 
 from __future__ import annotations
@@ -66,12 +66,17 @@ def _parts(leaves: Sequence[Node]) -> list[tuple[int, list[Node], set[int]]]:
     for branch, leaf in enumerate(leaves):
         path = leaf.path()
         nodes = [node for node in path if node.number not in used]
-        for kind in dict.fromkeys((node.temperature, node.role) for node in nodes):
-            trained = {node.number for node in nodes if (node.temperature, node.role) == kind}
+        for kind in dict.fromkeys(map(_kind, nodes)):
+            trained = {node.number for node in nodes if _kind(node) == kind}
             length = 1 + max(place for place, node in enumerate(path) if node.number in trained)
             parts.append((branch, path[:length], trained))
         used |= {node.number for node in nodes}
     return parts
+
+
+def _kind(node: Node) -> tuple[float, str, str]:
+    """What all trained answers of a sample have in common."""
+    return node.temperature, node.role, node.model
 
 
 def _empty(sample: Sample, prompt: Sequence[int]) -> None:
@@ -112,4 +117,4 @@ def _fill(sample: Sample, path: Sequence[Node], trained: set[int], tokenizer: An
     last = path[-1].done
     assert last is not None
     sample.status = FINISHED[last.finish]
-    sample.temperature, sample.role = path[first].temperature, path[first].role
+    sample.temperature, sample.role, sample.model = _kind(path[first])

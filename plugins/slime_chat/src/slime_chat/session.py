@@ -72,6 +72,7 @@ class Session:
         self._ctx, self._speech, self._tree = ctx, speech, Tree()
         self._parser, self._leave_out, self._branches = parser, tuple(leave_out), branches
         self._prompt, self._role = sample.tokens[: sample.prompt_length], sample.role
+        self._sample_model = sample.model
         self._responses: dict[str, list[Message]] = {}  # by id, the messages up to the end of each response
         self._seed = seed_of(ctx.config.seed, "eval" if ctx.evaluation else "sample", sample.id, sample.attempt)
         self._continuations: Counter[bytes] = Counter()  # digest of tokens -> how often they were continued
@@ -215,8 +216,8 @@ class Session:
         pictures = await self._pictures(ask.messages[start:])
         media = await self._media(parent, pictures)
         self._require_open()
-        seeds = [self._draw(tokens, ask.seed) for _ in range(ask.n)]
-        works = [self._generate(tokens, ask.params, seed, media) for seed in seeds]
+        seeds, model = [self._draw(tokens, ask.seed) for _ in range(ask.n)], self._model(ask)
+        works = [self._generate(tokens, ask.params, seed, media, model) for seed in seeds]
         completions = await together(works) if ask.n > 1 else [await works[0]]
         nodes = []
         for done, seed in zip(completions, seeds, strict=True):
@@ -226,6 +227,7 @@ class Session:
                 done=done,
                 temperature=ask.params.temperature or 1.0,
                 role=ask.role or self._role,
+                model=model,
                 message=message,
                 stop=stop,
                 rewritten=sum(message["role"] == "assistant" for message in ask.messages[start:]),
@@ -288,9 +290,35 @@ class Session:
         self._continuations[key] += 1
         return seed_of(self._seed, *names, self._continuations[key] - 1)
 
-    async def _generate(self, tokens: list[int], params: SamplingParams, seed: int, media: Media | None) -> Completion:
-        name, session = self._free_name(), self.sample.session_id
-        request = GenerateRequest(id=name, tokens=tokens, params=params, seed=seed, session_id=session, media=media)
+    def _model(self, ask: ChatRequest) -> str:
+        """The adapter that a request names, or the sample's own.
+
+        Raises:
+            HttpError: 404 the run has no such adapter.
+        """
+        names = self._ctx.config.train.lora_adapters
+        if not names or ask.model in (*names, request.POLICY) or ask.model.startswith(request.OF_RUN):
+            return ask.model if ask.model in names else self._sample_model
+        raise HttpError(
+            404,
+            f"no model {ask.model[:80]!r}: adapters are {', '.join(names)}; {request.POLICY} is the sample's own",
+            code="model_not_found",
+            param="model",
+        )
+
+    async def _generate(
+        self, tokens: list[int], params: SamplingParams, seed: int, media: Media | None, model: str
+    ) -> Completion:
+        name = self._free_name()
+        request = GenerateRequest(
+            id=name,
+            tokens=tokens,
+            params=params,
+            seed=seed,
+            session_id=self.sample.session_id,
+            media=media,
+            adapter=self._ctx.adapter(model, f"sample {self.sample.id}"),
+        )
         engine = self._ctx.engine
         assert engine is not None
         task = self._running[name] = asyncio.get_running_loop().create_task(

@@ -31,6 +31,7 @@ class Node:
     done: Completion | None = None
     temperature: float = 1.0  # of its draws
     role: str = "policy"  # that the agent played
+    model: str = ""  # the adapter that made it
     message: Message = field(default_factory=dict)  # the message that the client was given
     stop: str = ""  # the text that ended it
     pictures: Sample = field(default_factory=Sample)  # those of ``prompt`` alone

@@ -141,6 +141,7 @@ class GenerateServer:
                 params=params,
                 seed=self._seed(tokens, sampling_params, call) if params.max_new_tokens else 0,
                 media=media,
+                adapter=self._adapter(payload, call),
             )
             done = await engine.generate(request) if params.max_new_tokens else _nothing(request)
         except SlimeError as error:
@@ -173,6 +174,14 @@ class GenerateServer:
         pictures = [] if media is None else [media]
         values = await engine.score(tokens, start + 1, *pictures) if start + 1 < len(tokens) else []
         return sglang.entries(tokens[start:], [None, *map(float, values)][: len(tokens) - start])
+
+    def _adapter(self, payload: dict[str, Any], call: GenerationCall | None) -> str:
+        """The adapter that ``lora_path`` names, or that of the sample."""
+        ctx, name = self._context(), payload.get("lora_path")
+        if name and name not in ctx.config.train.lora_adapters:
+            adapters = ", ".join(ctx.config.train.lora_adapters) or "none"
+            raise HttpError(400, f"lora_path is {name!r}, and the adapters of train.lora_adapters are {adapters}")
+        return ctx.adapter(name or (call.model if call is not None else ""), "lora_path")
 
     def _seed(self, tokens: Sequence[int], params: dict[str, Any], call: GenerationCall | None) -> int:
         """A draw's key: the sample's, and for the k-th continuation of the same tokens another one."""

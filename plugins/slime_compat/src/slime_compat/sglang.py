@@ -11,7 +11,7 @@ from slime_core.types import Completion, SamplingParams
 
 DEFAULT_NEW_TOKENS = 128  # SGLang's own
 PAYLOAD = {"text", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "return_routed_experts"}
-PAYLOAD |= {"image_data"}
+PAYLOAD |= {"image_data", "lora_path"}
 PAYLOAD |= {"rid", "log_metrics", "priority", "stream"}  # change no answer
 EMPTY: tuple[Any, ...] = (None, False, 0, "", [], {}, -1)
 _OURS = {"max_new_tokens", "temperature", "top_p", "top_k", "stop", "stop_token_ids", "ignore_eos"}

@@ -1,0 +1,100 @@
+"""Which adapter a sample is of: its task's, what a rollout function says, and nothing that the run does not have."""
+
+import asyncio
+
+import pytest
+
+from slime_core.config.load import load_config
+from slime_core.config.schema import Config
+from slime_core.config.sections.data import DataSection, DataTask
+from slime_core.config.sections.train import TrainSection
+from slime_core.context import Context
+from slime_core.errors import ConfigError, EngineError
+from slime_core.rollout.groups import check_group, issued_adapters, issued_ids, pending_group, sibling
+from slime_core.testing.fakes import CharTokenizer, ScriptedEngine
+from slime_core.types import Prompt, SamplingParams
+
+pytestmark = pytest.mark.unit
+TASKS = (DataTask(name="sums"), DataTask(name="reviews", adapter="critic"))
+TWO = Config(
+    train=TrainSection(lora_rank=4, lora_adapters=("solver", "critic")), data=DataSection(tasks=TASKS)
+)  # fmt: skip
+
+
+def issued(task="sums", config=TWO, **more):
+    return pending_group(Prompt(id="main/0", task=task, prompt="1+2=", tokens=[2, 11, 3, 13]), config, count=2, **more)
+
+
+def checked(group, config=TWO):
+    names = issued_adapters(group, config)
+    ids = issued_ids(group)
+    for sample in group.samples:
+        sample.append_response([4], [-0.5], version=0)
+    check_group(group, ids, 16, adapters=names)
+
+
+def test_a_sample_is_of_its_tasks_adapter_or_the_first():
+    assert [sample.model for sample in issued().samples] == ["solver", "solver"]
+    assert [sample.model for sample in issued("reviews").samples] == ["critic", "critic"]
+    assert issued(adapter="critic").samples[0].model == "critic", "an evaluation set's own"
+    assert issued(config=Config()).samples[0].model == "", "without adapters nothing is named"
+    assert sibling(issued("reviews").samples[0], 1).model == "critic"
+
+
+def test_a_rollout_function_generates_with_the_adapter_that_it_names():
+    engine = ScriptedEngine(lambda request: ([4], "stop"), vocab_size=16)
+    ctx = Context(config=TWO, engine=engine, tokenizer=CharTokenizer(), sampling=SamplingParams(max_new_tokens=2))
+    first, second = issued().samples
+    second.model = "critic"
+
+    async def play():
+        await ctx.generate(first)
+        await ctx.generate(second)
+        second.model = "crtic"
+        with pytest.raises(EngineError) as failure:
+            await ctx.generate(second)
+        return failure.value
+
+    error = asyncio.run(play())
+    assert [request.adapter for request in engine.requests] == ["solver", "critic"]
+    assert (error.code, error.where) == ("ENG87", "sample main/0-1")
+    assert ("solver, critic" in error.why, error.fix) == (True, "did you mean 'critic'?")
+
+
+def test_an_engine_of_another_model_is_asked_for_no_adapter():
+    frozen = ScriptedEngine(lambda request: ([4], "stop"), vocab_size=16)
+    sampling = SamplingParams(max_new_tokens=2)
+    ctx = Context(config=TWO, engine=frozen, engines={"judge": frozen}, sampling=sampling)
+    asyncio.run(ctx.generate(issued().samples[0]))
+    assert frozen.requests[0].adapter == ""
+
+
+def test_tokens_that_train_are_of_an_adapter_of_the_run():
+    group = issued("reviews")
+    group.samples[1].model = ""  # as of a sample that a function makes anew
+    checked(group)
+    assert [sample.model for sample in group.samples] == ["critic", "critic"]
+    group = issued()
+    group.samples[1].model, group.samples[1].remove_sample = "judge", True  # a frozen model's, which does not learn
+    checked(group)
+    group = issued()
+    group.samples[1].model = "judge"
+    with pytest.raises(EngineError, match="no adapter 'judge'"):
+        checked(group)
+
+
+def test_a_task_names_an_adapter_that_the_run_has(tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        '[rollout]\nhf_checkpoint = "."\n[train]\nlora_rank = 4\nlora_adapters = ["solver", "critic"]\n'
+        'lora_sync = "adapter"\n[[data.tasks]]\nname = "sums"\nadapter = "slover"\nprompt_data = "x.jsonl"\n'
+        '[[eval.eval_tasks]]\nname = "held"\nadapter = "writer"\nprompt_data = "x.jsonl"\n'
+    )
+    (tmp_path / "x.jsonl").write_text('{"input": "1+2="}\n')
+    with pytest.raises(ConfigError) as failure:
+        load_config(recipe)
+    text = str(failure.value)
+    assert "task 'sums' names the adapter 'slover'" in text
+    assert "did you mean 'solver'?" in text
+    assert "task 'held' names the adapter 'writer'" in text
+    assert "train.lora_adapters names solver, critic" in text
