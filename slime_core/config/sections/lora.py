@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal
@@ -11,6 +12,13 @@ from slime_core.config.sections import KIND, MACHINE, MODEL, Section, key
 from slime_core.config.values import show
 
 of_lora = partial(key, once=True)
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+TAKEN = (
+    *("advantages", "async", "canary", "data", "dropped", "eval", "extra", "ledger", "moe", "prompt_len"),
+    *("raw_reward", "response_len", "reward", "role", "rollout", "skipped_steps", "staleness", "stale", "swap"),
+    *("task", "time", "tokens", "train", "verify"),
+)
+"""First words of metrics' names, before which an adapter's metrics have its name."""
 
 
 class LoraKeys(Section):
@@ -46,6 +54,7 @@ def lora_conflicts(train: Any) -> Iterator[Problem]:
                 fix=f"set lora_rank, to 32 say, or leave {name} out",
             )
         return
+    yield from _names(train)
     if train.lora_target_parameters and (train.lora_use_dora or train.lora_dropout):
         name = "lora_use_dora" if train.lora_use_dora else "lora_dropout"
         yield conflict(
@@ -75,4 +84,43 @@ def lora_conflicts(train: Any) -> Iterator[Problem]:
             ["train.tensor_parallel_size", "train.lora_rank"],
             why="with FSDP adapters are on whole layers",
             fix="set tensor_parallel_size = 1, or train_backend = megatron; context_parallel_size shares sequences",
+        )
+
+
+def _names(train: TrainSection) -> Iterator[Problem]:
+    """What is wrong with the names of adapters, or with several of them."""
+    names = train.lora_adapters
+    for name in dict.fromkeys(name for name in names if names.count(name) > 1):
+        yield conflict(f"two adapters are named '{name}'", ["train.lora_adapters"], fix="rename one of them")
+    for name in names:
+        if not NAME.fullmatch(name):
+            reason = "a name is 1 to 64 letters, digits, _ and -"
+            yield conflict(f"lora_adapters names '{name}'", ["train.lora_adapters"], why=reason, fix="rename it")
+        elif name in TAKEN:
+            reason = f"its metrics would be named {name}/..., as others of a run are"
+            fix = f"rename it, to {name}-1 say"
+            yield conflict(f"lora_adapters names '{name}'", ["train.lora_adapters"], why=reason, fix=fix)
+    if len(names) < 2:
+        return
+    several = f"{len(names)} adapters in lora_adapters"
+    if train.lora_sync == "merged":
+        yield conflict(
+            f"lora_sync = merged with {several}",
+            ["train.lora_sync", "train.lora_adapters"],
+            why="weights with one adapter merged are not those of another",
+            fix="--lora-sync adapter",
+        )
+    if train.algorithm and "values" in train.algorithm.needs:
+        yield conflict(
+            f"advantage_estimator = {train.advantage_estimator} with {several}",
+            ["train.advantage_estimator", "train.lora_adapters"],
+            why="one critic would learn from the samples of all",
+            fix="--advantage-estimator grpo",
+        )
+    if train.routing_replay == "policy":
+        yield conflict(
+            f"routing_replay = policy with {several}",
+            ["train.routing_replay", "train.lora_adapters"],
+            why="recorded experts are those of one adapter's batch at a time",
+            fix="--routing-replay rollout   or   --routing-replay off",
         )

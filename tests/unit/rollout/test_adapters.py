@@ -7,6 +7,7 @@ import pytest
 from slime_core.config.load import load_config
 from slime_core.config.schema import Config
 from slime_core.config.sections.data import DataSection, DataTask
+from slime_core.config.sections.lora import lora_conflicts
 from slime_core.config.sections.train import TrainSection
 from slime_core.context import Context
 from slime_core.errors import ConfigError, EngineError
@@ -98,3 +99,22 @@ def test_a_task_names_an_adapter_that_the_run_has(tmp_path):
     assert "did you mean 'solver'?" in text
     assert "task 'held' names the adapter 'writer'" in text
     assert "train.lora_adapters names solver, critic" in text
+
+
+@pytest.mark.parametrize(
+    ("names", "more", "problem"),
+    [
+        (["a", "a"], {}, "two adapters are named 'a'"),
+        (["a.b"], {}, "a name is 1 to 64 letters, digits, _ and -"),
+        (["reward"], {}, "its metrics would be named reward/..., as others of a run are"),
+        (["a", "b"], {"lora_sync": "merged"}, "weights with one adapter merged are not those of another"),
+        (["a", "b"], {"advantage_estimator": "ppo"}, "one critic would learn from the samples of all"),
+        (["a", "b"], {"routing_replay": "policy"}, "recorded experts are those of one adapter's batch at a time"),
+    ],
+    ids=["twice", "characters", "taken", "merged", "critic", "routing"],
+)
+def test_names_of_adapters_and_what_several_cannot_have(names, more, problem):
+    section = TrainSection(**{"lora_rank": 4, "lora_sync": "adapter", "lora_adapters": tuple(names), **more})
+    problems = list(lora_conflicts(section))
+    assert [problem in f"{one.what} {one.why}" for one in problems] == [True]
+    assert not list(lora_conflicts(TrainSection(lora_rank=4, lora_sync="adapter", lora_adapters=("a", "b"))))
