@@ -42,7 +42,7 @@ RESTARTED = "restarted"  # a later attempt of the same sample was issued
 REASON_LENGTH = 64
 OF_PROMPT = "id >= ? AND id < ? AND instr(substr(id, ?), '-') = 0"
 """Rows of one prompt, with :func:`of_prompt`: PROMPT_ID-J and PROMPT_ID-J.K ('.' follows '-' in ASCII)."""
-MEASURES = ("place", "rollout", "version", "newest", "ticks", "reward", "tokens", "response_length")
+MEASURES = ("place", "rollout", "version", "newest", "ticks", "reward", "tokens", "response_length", "model")
 STORED = RecordPlace._fields
 FINISH = f"""
 INSERT INTO samples (state, position, {", ".join(MEASURES)}, {", ".join(STORED)}, id, attempt)
@@ -398,7 +398,7 @@ def _measures(sample: Sample, place: int) -> tuple[object, ...]:
     """The values of ``MEASURES``."""
     lowest, newest, ticks = _ages(sample.weight_versions)
     sizes = (plain_reward(sample), len(sample.tokens), sample.response_length)
-    return (place, sample.rollout_id, lowest, newest, ticks, *sizes)
+    return (place, sample.rollout_id, lowest, newest, ticks, *sizes, sample.model or None)
 
 
 def _ages(versions: Sequence[int]) -> tuple[int | None, int | None, int | None]:

@@ -23,8 +23,9 @@ from slime_core.durable import FileMark, storage_error
 from slime_core.errors import StorageError
 
 APPLICATION_ID = 0x534C4D31  # "SLM1"
-SCHEMA_VERSION = 3
-READABLE = (2, 3)  # 2 has a column and two tables more, which are empty
+SCHEMA_VERSION = 4
+READABLE = (2, 3, 4)  # 2 has a column and two tables more, which are empty; 2 and 3 get `MODEL` when they are opened
+MODEL = "ALTER TABLE samples ADD COLUMN model TEXT"
 BUSY_MS = 10_000
 CACHE_KIB = 2000  # of the file in memory, a connection; SQLite's own default
 CHECKED_BYTES = 8 << 20  # a file up to this size is checked whole when it is opened
@@ -51,6 +52,7 @@ CREATE TABLE samples (
     tokens INTEGER,
     response_length INTEGER,
     segment INTEGER, offset INTEGER, length INTEGER, crc32 INTEGER,   -- NULL: no payload, or pruned
+    model TEXT,                             -- the adapter that made it, of several
     UNIQUE (id, attempt)
 ) STRICT;
 CREATE INDEX living ON samples (segment) WHERE segment IS NOT NULL;
@@ -174,6 +176,8 @@ def _prepare(db: sqlite3.Connection, path: Path) -> None:
             f"BEGIN IMMEDIATE; PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {SCHEMA_VERSION};"
             f"{SCHEMA} COMMIT;"
         )
+    elif version < SCHEMA_VERSION:
+        db.executescript(f"BEGIN IMMEDIATE; {MODEL}; PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
 
 
 def sqlite_error(error: sqlite3.Error, path: Path) -> StorageError:

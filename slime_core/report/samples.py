@@ -45,6 +45,7 @@ def row(version: int, rank: str, sample: Sample) -> dict[str, Any]:
         "rank": rank,
         "id": sample.id,
         "task": sample.task,
+        "model": sample.model,
         "reward": sample.reward,
         "status": str(sample.status),
         "response_length": sample.response_length,

@@ -13,7 +13,7 @@ from histories import STEPS, history, rising, sample
 from slime_core.config.schema import Config
 from slime_core.context import Context
 from slime_diagnose import rules
-from slime_diagnose.history import History, Trained
+from slime_diagnose.history import History, Trained, of_adapter
 from slime_diagnose.plugin import Diagnose
 from slime_diagnose.texts import compression_ratio, has_label
 from slime_diagnose.trends import correlation, course_of
@@ -294,3 +294,22 @@ def test_another_package_adds_the_page_s_rule_and_one_that_fails_is_a_note(
 
 def test_the_page_has_a_row_for_every_rule_in_order() -> None:
     assert re.findall(r"^\| `([a-z-]+)` \|", PAGE.read_text(), flags=re.M) == list(rules.RULES)
+
+
+def test_of_several_adapters_each_is_judged_by_its_own_figures():
+    names, masked = ("solver", "critic"), {"optimizer_steps": 0.0, "skipped_steps/nonfinite": 1.0}
+    past = history(flags=["--lora-rank", "4", "--lora-adapters", '["solver", "critic"]'])
+    for step, row in enumerate(past.steps):
+        own = {name: value for name, value in row["metrics"].items() if not name.startswith("rollout/")}
+        own["rollout/samples"] = 8.0
+        row["metrics"] |= {f"solver/{name}": value for name, value in own.items()}
+        if step % 2:
+            row["metrics"] |= {f"critic/{name}": value for name, value in (own | NOTHING | masked).items()}
+            row["metrics"]["skipped_steps/nonfinite"] = 1.0
+    solver, critic = (of_adapter(past, name, names) for name in names)
+    assert findings(solver) == findings(history())
+    assert len(critic.steps) == STEPS // 2
+    found = list(rules.findings_of(critic, rules.RULES))
+    assert {"reward-constant", "not-finite"} <= {finding.rule for finding in found}
+    assert {finding.adapter for finding in found} == {"critic"}
+    assert found[0].lines()[0].startswith("critical: reward-constant (adapter critic): ")

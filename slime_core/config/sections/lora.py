@@ -87,7 +87,7 @@ def lora_conflicts(train: Any) -> Iterator[Problem]:
         )
 
 
-def _names(train: TrainSection) -> Iterator[Problem]:
+def _names(train: Any) -> Iterator[Problem]:
     """What is wrong with the names of adapters, or with several of them."""
     names = train.lora_adapters
     for name in dict.fromkeys(name for name in names if names.count(name) > 1):

@@ -46,7 +46,7 @@ def test_sqlite_is_durable_and_has_our_marks(with_ledger, tmp_path):
         assert await call(lambda: threading.current_thread().name.startswith("ledger"))
 
     with_ledger(body)
-    assert query(tmp_path, "PRAGMA user_version") == [(3,)]
+    assert query(tmp_path, "PRAGMA user_version") == [(4,)]
     assert query(tmp_path, "PRAGMA application_id") == [(0x534C4D31,)]
     assert query(tmp_path, "PRAGMA integrity_check") == [("ok",)]
 
@@ -122,6 +122,7 @@ def test_a_ledger_of_the_schema_before_is_gone_on_with(tmp_path):
     asyncio.run(SqliteLedger(tmp_path).close())
     script(
         tmp_path / "ledger.sqlite",
+        "ALTER TABLE samples DROP COLUMN model;"
         "ALTER TABLE samples ADD COLUMN claim INTEGER; CREATE INDEX waiting ON samples (claim, serial) WHERE state = 1;"
         "CREATE TABLE claims (id INTEGER PRIMARY KEY, reader TEXT NOT NULL, state INTEGER NOT NULL DEFAULT 0) STRICT;"
         "CREATE TABLE applied (client TEXT, message INTEGER) STRICT; PRAGMA user_version = 2;",
@@ -130,6 +131,7 @@ def test_a_ledger_of_the_schema_before_is_gone_on_with(tmp_path):
     async def body():
         ledger = SqliteLedger(tmp_path)
         group = sample_group(0)
+        group.samples[1].model = "critic"
         await ledger.issue([group])
         await ledger.finish(group)
         await ledger.journal(batch_of(0, ids_of(group)))
@@ -141,6 +143,7 @@ def test_a_ledger_of_the_schema_before_is_gone_on_with(tmp_path):
         await ledger.close()
 
     asyncio.run(body())
+    assert query(tmp_path, "SELECT model FROM samples ORDER BY serial") == [(None,), ("critic",)]
 
 
 def test_a_run_directory_that_cannot_be_written_is_refused(tmp_path):

@@ -39,7 +39,7 @@ def test_a_line_has_everything_to_judge_a_sample(group, tmp_path):
     (line,) = (tmp_path / "samples.jsonl").read_text().splitlines()
     row = json.loads(line)
     assert set(row) == {
-        *("version", "rank", "id", "task", "reward", "status", "response_length", "terms"),
+        *("version", "rank", "id", "task", "model", "reward", "status", "response_length", "terms"),
         *("prompt", "response", "label"),
     }
     assert (row["version"], row["rank"], row["reward"], row["label"]) == (7, "best", 0.5, "L")

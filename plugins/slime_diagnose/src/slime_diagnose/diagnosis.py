@@ -33,6 +33,7 @@ class Diagnosis:
     fix: str  # what to change, the likeliest first
     key: str = ""  # of the config that the fix changes; empty where none does
     stage: str = ""
+    adapter: str = ""  # of several in a run, the one whose figures it is about
 
     def as_dict(self) -> dict[str, Any]:
         """Stable keys, ready for JSON."""
@@ -40,7 +41,9 @@ class Diagnosis:
 
     def lines(self) -> list[str]:
         """The finding as text: severity, rule and summary, then indented evidence and fix."""
-        where = f" (stage {self.stage})" if self.stage not in ("", "main") else ""
+        parts = [f"stage {self.stage}"] if self.stage not in ("", "main") else []
+        parts += [f"adapter {self.adapter}"] if self.adapter else []
+        where = f" ({', '.join(parts)})" if parts else ""
         fix = self.fix + (f"   [{self.key}]" if self.key else "")
         return [
             f"{self.severity}: {self.rule}{where}: {self.summary}",

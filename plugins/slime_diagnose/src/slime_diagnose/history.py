@@ -3,7 +3,8 @@
     metrics.jsonl   every step and evaluation            samples.jsonl   best and worst samples of some steps
     config.toml     the stage's settings                 ledger.sqlite   reward and length of all samples of late steps
 
-Nothing here needs torch, and nothing is locked: a run that goes on can be read.
+Nothing here needs torch, and nothing is locked: a run that goes on can be read. A stage with several adapters is a
+history of each: the steps that it learned in, with its own figures and samples.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import json
 import re
 import sqlite3
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,7 +31,7 @@ TERM = re.compile(r"reward/.+/mean")
 RECENT = 10  # last steps that say how the run is now
 EARLY = 5  # first steps of a stage whose samples are read
 VERSION = re.compile(rb'\{"version": (\d+),')
-MEMBERS = """SELECT m.version, s.position, s.reward, s.response_length
+MEMBERS = """SELECT m.version, s.position, s.reward, s.response_length{model}
 FROM members m JOIN samples s USING (serial) WHERE m.version > ? AND s.reward IS NOT NULL"""
 STEPS = "SELECT version, fingerprint FROM steps WHERE version > ? AND trained ORDER BY version"
 
@@ -42,6 +43,7 @@ class Trained(NamedTuple):
     position: int  # of its prompt: samples of a version and position are a group
     reward: float
     length: int  # response tokens
+    model: str | None = None  # the adapter that made it, of several
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,7 @@ class History:
     samples: Sequence[Row] = ()  # lines of samples.jsonl, of the first `EARLY` and the last `RECENT` steps
     trained: Sequence[Trained] = ()  # all samples of the last `RECENT` steps
     fingerprints: Sequence[str] = ()  # of the weights after each of the last `RECENT` steps
+    adapter: str = ""  # of several in the run
 
     def values(self, name: str) -> list[float]:
         """A metric's finite values, one a step that has it."""
@@ -138,25 +141,50 @@ def read_run(path: Path) -> list[History]:
         by_stage[row["stage"]].append(row)
     sampled = {row["version"] for of_stage in by_stage.values() for row in (*of_stage[:EARLY], *of_stage[-RECENT:])}
     samples = list(_samples(run_dir.samples, sampled))
-    trained, fingerprints = _ledger(run_dir, steps[-1]["version"] - RECENT if steps else 0)
-    histories = []
+    names = config.train.lora_adapters if len(config.train.lora_adapters) > 1 else ()
+    trained, fingerprints = _ledger(run_dir, steps[-1]["version"] - RECENT if steps else 0, names)
+    histories: list[History] = []
     for stage in stages(config):
         stage_steps = by_stage.get(stage_name(stage), [])
         if not stage_steps:
             continue
         first, end = stage_steps[0]["version"], stage_steps[-1]["version"]
-        histories.append(
-            History(
-                name=stage_name(stage),
-                config=stage.model_copy(update={"train": settle(stage.train)}),
-                steps=stage_steps,
-                evaluations=[row for row in evaluations if first - 1 <= row["version"] <= end],
-                samples=[row for row in samples if first <= row["version"] <= end],
-                trained=[sample for sample in trained if first <= sample.version <= end],
-                fingerprints=[mark for version, mark in fingerprints if first <= version <= end],
-            )
+        whole = History(
+            name=stage_name(stage),
+            config=stage.model_copy(update={"train": settle(stage.train)}),
+            steps=stage_steps,
+            evaluations=[row for row in evaluations if first - 1 <= row["version"] <= end],
+            samples=[row for row in samples if first <= row["version"] <= end],
+            trained=[sample for sample in trained if first <= sample.version <= end],
+            fingerprints=[mark for version, mark in fingerprints if first <= version <= end],
         )
-    return histories
+        histories += [of_adapter(whole, name, names) for name in names] or [whole]
+    return [history for history in histories if history.steps]
+
+
+def of_adapter(history: History, adapter: str, names: Sequence[str]) -> History:
+    """The part of a stage that is about one adapter of ``names``: a step in which it has no sample is left out."""
+    tasks = (*history.config.data.tasks, *history.config.eval.eval_tasks)
+    adapters = {task.name: task.adapter for task in tasks}
+    return replace(
+        history,
+        adapter=adapter,
+        steps=[
+            {**row, "metrics": _own_metrics(row["metrics"], adapter, names)}
+            for row in history.steps
+            if f"{adapter}/rollout/samples" in row["metrics"]
+        ],
+        evaluations=[row for row in history.evaluations if (adapters.get(row["name"]) or names[0]) == adapter],
+        samples=[row for row in history.samples if (row.get("model") or names[0]) == adapter],
+        trained=[sample for sample in history.trained if (sample.model or names[0]) == adapter],
+    )
+
+
+def _own_metrics(metrics: Mapping[str, float], adapter: str, names: Sequence[str]) -> dict[str, float]:
+    """An adapter's metrics without its name, and those of the run that no adapter has by itself."""
+    by_adapter = {key: key.partition("/")[2] for key in metrics if key.partition("/")[0] in names}
+    of_run = {key: value for key, value in metrics.items() if key not in {*by_adapter, *by_adapter.values()}}
+    return of_run | {name: metrics[key] for key, name in by_adapter.items() if key.startswith(f"{adapter}/")}
 
 
 def _samples(path: Path, versions: set[int]) -> Iterator[Row]:
@@ -169,11 +197,12 @@ def _samples(path: Path, versions: set[int]) -> Iterator[Row]:
                     yield json.loads(line)
 
 
-def _ledger(run_dir: RunDir, after: int) -> tuple[list[Trained], list[tuple[int, str]]]:
+def _ledger(run_dir: RunDir, after: int, adapters: Sequence[str]) -> tuple[list[Trained], list[tuple[int, str]]]:
     """Samples and fingerprints of the steps after version ``after``; none where the ledger cannot be read."""
     try:
         with closing(open_ledger(run_dir)) as database:
-            trained = [Trained(*row) for row in database.execute(MEMBERS, (after,))]
+            query = MEMBERS.format(model=", s.model" if adapters else "")  # a column that older ledgers have not
+            trained = [Trained(*row) for row in database.execute(query, (after,))]
             return trained, database.execute(STEPS, (after,)).fetchall()
     except sqlite3.Error:
         return [], []

@@ -61,6 +61,6 @@ class Diagnose:
             return
         try:
             for finding in diagnose(ctx.run_dir):
-                notice(("diagnose", finding.stage, finding.rule), "\n".join(finding.lines()))
+                notice(("diagnose", finding.stage, finding.adapter, finding.rule), "\n".join(finding.lines()))
         except Exception as error:  # a file that cannot be read ends no training
             notice("diagnose", f"the run is not diagnosed: {type(error).__name__}: {error}")

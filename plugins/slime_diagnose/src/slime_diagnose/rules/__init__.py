@@ -86,7 +86,7 @@ def findings_of(history: History, rules: Mapping[str, Rule] | None = None) -> It
                 fix="report it" if name in RULES else f"correct the package that brings it as entry point of {GROUP}",
             )
         if finding is not None:
-            yield replace(finding, rule=name, stage=history.name)
+            yield replace(finding, rule=name, stage=history.name, adapter=history.adapter)
 
 
 @cache
