@@ -38,7 +38,7 @@ class FolderLayout:
         reverse: list[Any] = [one.reverse_transform() for one in reversed(conversions)]
         self._renamings = [one for one in reverse if isinstance(one, WeightRenaming)]
         self._converters = [one for one in reverse if not isinstance(one, WeightRenaming)]
-        self._prefix = f"{hf.base_model_prefix}."
+        self.prefix = f"{hf.base_model_prefix}."
         ties = getattr(hf, "all_tied_weights_keys", None) or {}
         self._ties = {*ties, *ties.values()}
 
@@ -98,7 +98,7 @@ class FolderLayout:
             return
         names = self._ties | folder.tensors().keys()
         sent = (part.name for source in sources for part in source.parts)
-        if unknown := [name for name in sent if not {name, name.removeprefix(self._prefix)} & names]:
+        if unknown := [name for name in sent if not {name, name.removeprefix(self.prefix)} & names]:
             raise TrainerError(
                 f"{len(unknown)} tensors are not in the model folder by the names that they would be sent under: "
                 + ", ".join(unknown[:3]),

@@ -147,6 +147,18 @@ def fsdp_to_hf_command(checkpoint: Path, target: Path, origin: str | None) -> Ca
     return lambda how: fsdp_to_hf(checkpoint, target, resolve(origin, "--origin-hf-dir") if origin else None, how)
 
 
+@command.command("adapter-to-hf", epilog="Example: slime convert adapter-to-hf runs/demo-0/final/adapter ./model")
+@click.argument("adapter", metavar="ADAPTER", type=FOLDER)
+@click.argument("target", metavar="DST", type=FOLDER)
+@click.option("--origin-hf-dir", "origin", help="Folder of the base model; default: the one that ADAPTER names.")
+def adapter_to_hf_command(adapter: Path, target: Path, origin: str | None) -> Callable[[How], Done]:
+    """An adapter folder in peft's format, merged into its base model, to a Hugging Face folder DST."""
+    from slime_convert.adapter_to_hf import adapter_to_hf
+    from slime_core.weights.folder import resolve
+
+    return lambda how: adapter_to_hf(adapter, target, resolve(origin, "--origin-hf-dir") if origin else None, how)
+
+
 @command.command("gguf-to-hf", epilog="Example: slime convert gguf-to-hf model.gguf ./model")
 @click.argument("source", metavar="FILE.gguf", type=FOLDER)
 @click.argument("target", metavar="DST", type=FOLDER)
