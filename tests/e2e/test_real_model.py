@@ -42,6 +42,31 @@ def test_a_verified_step_agrees_in_bfloat16(smollm2):
     assert figures(smollm2, "--engines", "local", "--dtype", "bfloat16", "--steps", "1", "--verify", "1")["verify"]
 
 
+@pytest.mark.filterwarnings("ignore")  # of what peft imports
+def test_an_adapter_that_peft_trained_gives_its_logits(smollm2, tmp_path):
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from slime_core.lora.folder import factors_of, read_factors, read_spec
+    from slime_core.lora.layers import attach
+
+    theirs, ours = (AutoModelForCausalLM.from_pretrained(smollm2 / "model", dtype=torch.float32) for _ in range(2))
+    theirs = get_peft_model(theirs, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    ids = torch.arange(100, 164)[None]
+    theirs(input_ids=ids, labels=ids).loss.backward()
+    torch.optim.AdamW([p for p in theirs.parameters() if p.requires_grad], 1e-3).step()
+    theirs.eval().save_pretrained(str(tmp_path))
+    with torch.no_grad():
+        want, without = theirs(ids).logits, ours.eval()(ids).logits
+        factors = factors_of(attach(ours, read_spec(tmp_path), seed=0), "default")
+        for weight, one in read_factors(tmp_path, factors).items():
+            factors[weight].a.copy_(one.a)
+            factors[weight].b.copy_(one.b)
+        torch.testing.assert_close(ours(ids).logits, want, rtol=1e-4, atol=1e-4)
+    assert (want - without).abs().max() > 0.1
+
+
 @pytest.mark.sglang
 def test_a_real_model_trains_through_sglang(smollm2, sglang_python, monkeypatch):
     monkeypatch.setenv("SLIME_SGLANG_PYTHON", sglang_python)
