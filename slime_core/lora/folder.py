@@ -96,12 +96,12 @@ def from_peft(
     Raises:
         DataError: TOK46 tensors that are missing, of no target of the model, or of another shape.
     """
-    wanted = to_peft(expected)
-    missing = [name for name in wanted if name not in tensors]
-    extra = [name for name in tensors if name not in wanted]
+    model_tensors = to_peft(expected)
+    missing = [name for name in model_tensors if name not in tensors]
+    extra = [name for name in tensors if name not in model_tensors]
     other = [
         f"{name} is {list(tensors[name].shape)} in the folder and {list(one.shape)} in the model"
-        for name, one in wanted.items()
+        for name, one in model_tensors.items()
         if name in tensors and tensors[name].shape != one.shape
     ]
     if missing or extra or other:

@@ -51,19 +51,19 @@ def test_an_adapter_that_peft_trained_gives_its_logits(smollm2, tmp_path):
     from slime_core.lora.folder import factors_of, read_factors, read_spec
     from slime_core.lora.layers import attach
 
-    theirs, ours = (AutoModelForCausalLM.from_pretrained(smollm2 / "model", dtype=torch.float32) for _ in range(2))
-    theirs = get_peft_model(theirs, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    reference, model = (AutoModelForCausalLM.from_pretrained(smollm2 / "model", dtype=torch.float32) for _ in range(2))
+    reference = get_peft_model(reference, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
     ids = torch.arange(100, 164)[None]
-    theirs(input_ids=ids, labels=ids).loss.backward()
-    torch.optim.AdamW([p for p in theirs.parameters() if p.requires_grad], 1e-3).step()
-    theirs.eval().save_pretrained(str(tmp_path))
+    reference(input_ids=ids, labels=ids).loss.backward()
+    torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], 1e-3).step()
+    reference.eval().save_pretrained(str(tmp_path))
     with torch.no_grad():
-        want, without = theirs(ids).logits, ours.eval()(ids).logits
-        factors = factors_of(attach(ours, read_spec(tmp_path), seed=0), "default")
+        want, without = reference(ids).logits, model.eval()(ids).logits
+        factors = factors_of(attach(model, read_spec(tmp_path), seed=0), "default")
         for weight, one in read_factors(tmp_path, factors).items():
             factors[weight].a.copy_(one.a)
             factors[weight].b.copy_(one.b)
-        torch.testing.assert_close(ours(ids).logits, want, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(model(ids).logits, want, rtol=1e-4, atol=1e-4)
     assert (want - without).abs().max() > 0.1
 
 

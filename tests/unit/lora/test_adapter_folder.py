@@ -75,18 +75,18 @@ def loaded(folder, model):
 def test_an_adapter_of_peft_gives_its_logits_here_and_comes_back_to_it_unchanged(config, settings, tmp_path):
     from peft import PeftModel
 
-    theirs = peft_model(config, **settings)
-    theirs.save_pretrained(str(tmp_path / "theirs"))
-    want = theirs(IDS).logits
-    ours = built(config)
-    without = ours(IDS).logits
-    adapters, factors = loaded(tmp_path / "theirs", ours)
-    torch.testing.assert_close(ours(IDS).logits, want, rtol=1e-5, atol=1e-6)
+    reference = peft_model(config, **settings)
+    reference.save_pretrained(str(tmp_path / "peft"))
+    want = reference(IDS).logits
+    model = built(config)
+    without = model(IDS).logits
+    adapters, factors = loaded(tmp_path / "peft", model)
+    torch.testing.assert_close(model(IDS).logits, want, rtol=1e-5, atol=1e-6)
     assert (want - without).abs().max() > 1e-3
-    write_adapter(tmp_path / "ours", adapters.spec.to_peft("the-base"), factors)
-    again = PeftModel.from_pretrained(built(config), str(tmp_path / "ours")).eval()
+    write_adapter(tmp_path / "slime", adapters.spec.to_peft("the-base"), factors)
+    again = PeftModel.from_pretrained(built(config), str(tmp_path / "slime")).eval()
     assert torch.equal(again(IDS).logits, want)
-    one, other = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("theirs", "ours"))
+    one, other = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("peft", "slime"))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
 
