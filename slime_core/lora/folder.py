@@ -52,8 +52,8 @@ def factors_of(adapters: Adapters, name: str) -> dict[str, Factors]:
 
 def _factors(module: LoraLinear | LoraExperts, key: str, name: str) -> Factors:
     if isinstance(module, LoraLinear):
-        magnitudes = module.lora_magnitude_vector if module.adapters.spec.use_dora else {}
-        return Factors(module.lora_A[name], module.lora_B[name], magnitudes.get(name))
+        magnitude = module.lora_magnitude_vector[name] if module.adapters.spec.use_dora else None
+        return Factors(module.lora_A[name], module.lora_B[name], magnitude)
     a, b = (module.get_parameter(f"{kind}.{key}.{name}") for kind in ("lora_A", "lora_B"))
     return Factors(a, b)
 
@@ -152,7 +152,9 @@ def write_adapter(path: Path, config: Mapping[str, Any], factors: Mapping[str, F
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.view(-1).numpy()).cast("B")
+    import torch
+
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
 
 
 def read_factors(path: Path, expected: Mapping[str, Factors]) -> dict[str, Factors]:
