@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from slime_core.backends import ClusterBackend, EngineBackend, TrainerBackend
 from slime_core.hookspecs import hookimpl
-from slime_core.planning import embedded, fsdp
+from slime_core.planning.embedded import footprint as engine_footprint
+from slime_core.planning.fsdp import footprint as trainer_footprint
 from slime_core.plugins.backends import cluster_of
 from slime_core.trainers import rank_grid
 
@@ -34,13 +35,13 @@ def build_serving(config: Config) -> AbstractAsyncContextManager[Serving]:
 @hookimpl(trylast=True)
 def slime_engine() -> list[EngineBackend]:
     """The embedded engine: it lives in the trainer's process, or in processes that the cluster starts."""
-    return [EngineBackend(name="local", memory=embedded.footprint)]
+    return [EngineBackend(name="local", memory=engine_footprint)]
 
 
 @hookimpl(trylast=True)
 def slime_trainer() -> list[TrainerBackend]:
     """FSDP2."""
-    return [TrainerBackend(name="fsdp", trainer=_fsdp, rules=rank_grid.conflicts, memory=fsdp.footprint)]
+    return [TrainerBackend(name="fsdp", trainer=_fsdp, rules=rank_grid.conflicts, memory=trainer_footprint)]
 
 
 @hookimpl(trylast=True)

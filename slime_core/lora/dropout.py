@@ -7,11 +7,17 @@ that several samples share have one mask.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from slime_core.seeds import seed_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from slime_core.types import MicroBatch
 
 Tensor = torch.Tensor
 FACTORS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
@@ -38,11 +44,18 @@ class Dropout:
         return x * keep.to(x.dtype).div_(1 - self.share)
 
 
-def row_keys(tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-    """A key of each row of one sequence, [T], by its tokens up to there."""
-    with np.errstate(over="ignore"):
-        powers = np.cumprod(np.full(len(tokens), FACTORS[1], dtype=np.int64))
-        return np.cumsum((tokens.astype(np.int64) + 1) * powers, dtype=np.int64)
+def micro_keys(micro: MicroBatch) -> NDArray[np.int64]:
+    """A key of each row of a micro-batch, [T]: of its sequence's tokens up to there, a shared prompt's before them."""
+    keys = np.empty(len(micro.tokens), dtype=np.int64)
+    powers = np.cumprod(np.full(len(keys), FACTORS[1], dtype=np.int64))
+    lengths: list[int] = []  # of each segment with its prefix
+    for begin, end, prefix in zip(micro.cu_seqlens, micro.cu_seqlens[1:], micro.prefix):
+        start = lengths[prefix] if prefix >= 0 else 0
+        lengths.append(start + int(end - begin))
+        terms = (micro.tokens[begin:end] + 1) * powers[start : lengths[-1]]
+        terms[:1] += keys[micro.cu_seqlens[prefix + 1] - 1] if prefix >= 0 else 0
+        keys[begin:end] = np.cumsum(terms, dtype=np.int64)
+    return keys
 
 
 def _mixed(values: Tensor) -> Tensor:

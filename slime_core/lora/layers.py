@@ -10,7 +10,7 @@ have their names of a model folder. Products compute in the dtype of the input.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,12 @@ from slime_core.lora.spec import DEFAULT, LoraSpec
 from slime_core.seeds import seed_of
 
 Tensor = torch.Tensor
+Whole = Callable[[Tensor], Tensor]
 ALIGNED = 16  # bytes that an axis of a grouped product on a GPU is a multiple of
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def delta(a: Tensor, b: Tensor, scaling: float) -> Tensor:
@@ -135,11 +140,12 @@ class LoraLinear(nn.Linear):
         y = add_low(F.linear(x, weight), low, b.to(x.dtype), spec.scaling) * scale
         return y if self.bias is None else y + self.bias
 
-    def merged(self, key: str, adapter: str, dtype: torch.dtype | None = None) -> Tensor:
-        """The weight that an engine without adapters computes with."""
-        magnitude = self.lora_magnitude_vector[adapter] if self.adapters.spec.use_dora else None
-        factors = self.lora_A[adapter], self.lora_B[adapter]
-        return merged(self.base_weight(), *factors, self.adapters.spec.scaling, magnitude, dtype=dtype)
+    @torch.no_grad()
+    def merged(self, key: str, adapter: str, dtype: torch.dtype | None = None, whole: Whole = _itself) -> Tensor:
+        """The weight that an engine without adapters computes with; ``whole`` gathers shards."""
+        magnitude = whole(self.lora_magnitude_vector[adapter]) if self.adapters.spec.use_dora else None
+        factors = whole(self.lora_A[adapter]), whole(self.lora_B[adapter])
+        return merged(whole(self.base_weight()), *factors, self.adapters.spec.scaling, magnitude, dtype=dtype)
 
 
 def add_low(y: Tensor, low: Tensor, b: Tensor, scaling: float) -> Tensor:
@@ -199,10 +205,11 @@ class LoraExperts(nn.Module):
         a, b = (_dict(factors, key)[adapter].to(rows.dtype) for factors in (self.lora_A, self.lora_B))
         return y + _by_expert(_by_expert(rows, a, ends), b, ends) * self.adapters.spec.scaling
 
-    def merged(self, key: str, adapter: str, dtype: torch.dtype | None = None) -> Tensor:
-        """The stack of weights that an engine without adapters computes with."""
-        weight, scaling = getattr(self, key), self.adapters.spec.scaling
-        a, b = (_dict(factors, key)[adapter] for factors in (self.lora_A, self.lora_B))
+    @torch.no_grad()
+    def merged(self, key: str, adapter: str, dtype: torch.dtype | None = None, whole: Whole = _itself) -> Tensor:
+        """The stack of weights that an engine without adapters computes with; ``whole`` gathers shards."""
+        weight, scaling = whole(getattr(self, key)), self.adapters.spec.scaling
+        a, b = (whole(_dict(factors, key)[adapter]) for factors in (self.lora_A, self.lora_B))
         if not self.is_transposed:
             return merged(weight, a, b, scaling, dtype=dtype)
         return merged(weight.transpose(1, 2), a, b, scaling, dtype=dtype).transpose(1, 2)
@@ -254,6 +261,7 @@ def attach(
     others: list[str] = []
     for name, module in list(model.named_modules()):
         if id(module) in left_out or not name:
+            others.append(name)
             continue
         adapted: tuple[str, ...] = ()
         if are_experts(module):

@@ -150,7 +150,7 @@ def _parts(worker: Worker) -> list[StatePart]:
     parts = _of(worker.actor, PARAMETERS, MOMENTS)
     if worker.critic is not None:
         parts += _of(worker.critic.learner, CRITIC, CRITIC_MOMENTS)
-    if worker.frozen.reference is not None:
+    if worker.frozen.reference:
         reference, module = worker.frozen.reference, worker.actor.module
         for name, parameter in worker.actor.parameters().items():
             owner, copy = f"{REFERENCE}.{name}", module.copy_of(name, parameter)
@@ -164,7 +164,7 @@ def _parts(worker: Worker) -> list[StatePart]:
 def _biases(worker: Worker) -> dict[str, Tensors]:
     """Router biases of the policy and of the reference, by the kind of their file."""
     biases, reference = worker.actor.biases(), worker.frozen.reference
-    if reference is None:
+    if not reference:
         return {BIASES: biases}
     return {BIASES: biases, REFERENCE_BIASES: {name: reference[name] for name in biases}}
 
@@ -203,7 +203,7 @@ def _state(worker: Worker) -> dict[str, Any]:
         "optimizer_steps": worker.actor.optimizer.steps,
         "steps": worker.steps,
         "nonfinite_in_a_row": worker.guard.in_a_row,
-        "reference": worker.frozen.reference is not None,
+        "reference": bool(worker.frozen.reference),
     }
     if worker.critic is not None:
         state["critic_optimizer_steps"] = worker.critic.learner.optimizer.steps
@@ -228,7 +228,7 @@ def restore(worker: Worker, path: Path) -> None:
         steps = int(state["critic_optimizer_steps"])
         critic = _read(path, worker.critic.learner, CRITIC, CRITIC_MOMENTS, steps)
     reference: Tensors | None = None
-    if state["reference"] and worker.frozen.reference is not None:
+    if state["reference"] and worker.frozen.reference:
         reference = read_shards(path, REFERENCE, worker.actor.parameters())
     biases = _read_biases(worker, path)
     random = _generators(worker, path)

@@ -39,6 +39,8 @@ class FsdpFrozen:
     def begin(self, needs: frozenset[Role], train: Any, policy: FsdpLearner) -> None:
         """Make what the stage needs, and drop the rest; the reference is the policy as it is now, or ``ref_load``'s.
 
+        Of adapters it is the base, which is no further set of weights.
+
         Raises:
             TrainerError: TRN104 another architecture (reference) or vocabulary; a teacher that is not named.
         """
@@ -50,11 +52,13 @@ class FsdpFrozen:
             self._begin_teacher(train)
 
     def _reference(self, path: str, policy: FsdpLearner) -> Tensors:
+        if not path and policy.module.adapters is not None:
+            return {}
         if not path:
             return {name: tensor.clone() for name, tensor in (policy.locals() | policy.biases()).items()}
         folder = roles.open_model("train.ref_load", path, self._folder)
-        parameters = policy.parameters()
-        model = folder.build_model("float32").to(self._device)  # type: ignore[arg-type]
+        parameters = policy.module.base()
+        model = folder.build_model(_dtype_name(parameters)).to(self._device)  # type: ignore[arg-type]
         reference = dict(model.named_parameters())
         policys, references = ({name: tuple(p.shape) for name, p in one.items()} for one in (parameters, reference))
         roles.same_tensors("train.ref_load", folder, policys, references, self._folder)
@@ -100,3 +104,7 @@ class FsdpFrozen:
         if self.teacher is not None:
             tensors += [local(parameter.detach()) for parameter in self.teacher.parameters()]
         return tensors
+
+
+def _dtype_name(parameters: Tensors) -> str:
+    return str(next(iter(parameters.values())).dtype).removeprefix("torch.")

@@ -27,6 +27,7 @@ from slime_core.trainers.compiling import Choice, Compiled, pays
 from slime_core.trainers.expert_load import ExpertLoad
 from slime_core.trainers.fingerprint import all_sums, digest
 from slime_core.trainers.fsdp.adamw import AdamW, clip_scale, global_norm
+from slime_core.trainers.fsdp.adapters import MergedWeights
 from slime_core.trainers.fsdp.attention import PackSegments, take
 from slime_core.trainers.fsdp.blocks import layers, text_of, tower_layers
 from slime_core.trainers.fsdp.exact import ExactPass
@@ -46,6 +47,7 @@ from slime_core.trainers.vision import PackPixels, tower_of
 from slime_core.weights.routers import Routers
 
 if TYPE_CHECKING:
+    from slime_core.lora.layers import Adapters
     from slime_core.protocols import Loss
     from slime_core.types import MicroBatch
 
@@ -57,9 +59,9 @@ Tensors = dict[str, torch.Tensor]
 class FsdpPolicy(nn.Module):
     """The root module that is sharded; ``hf`` is the transformers model."""
 
-    def __init__(self, hf: Any, *, chunk: int) -> None:
+    def __init__(self, hf: Any, *, chunk: int, adapters: Adapters | None = None) -> None:
         super().__init__()
-        self.hf = hf
+        self.hf, self.adapters = hf, adapters
         self.device = next(hf.parameters()).device  # that computes
         self.chunk = chunk
         self.masters: Masters | None = None  # of one rank in half precision
@@ -123,9 +125,24 @@ class FsdpPolicy(nn.Module):
         layer.forward = forward  # type: ignore[method-assign]
 
     def learning(self) -> Tensors:
-        """Parameters by name, tied ones once, frozen ones too: float32 masters where there are some, or shards."""
+        """Parameters by name: of the adapter in use, or all, tied ones once and frozen ones too.
+
+        They are float32 masters where there are some, or shards.
+        """
+        if self.adapters is not None:
+            return dict[str, torch.Tensor](self.adapters.parameters(self.adapters.active or self.adapters.names[0]))
+        return self.base()
+
+    def base(self) -> Tensors:
+        """Parameters without adapters by name, tied ones once: masters where there are some, or shards."""
         named: Mapping[str, torch.Tensor] = self.masters.weights if self.masters else dict(self.named_parameters())
-        return {name.removeprefix("hf."): tensor for name, tensor in named.items()}
+        adapters = self.adapters.parameters() if self.adapters is not None else {}
+        base = {name.removeprefix("hf."): tensor for name, tensor in named.items()}
+        return {name: tensor for name, tensor in base.items() if name not in adapters}
+
+    def merged(self) -> MergedWeights:
+        """Whole weights by all names that a model folder may use."""
+        return MergedWeights(self.adapters, self.all_names())
 
     def frozen(self) -> frozenset[str]:
         """Names of parameters that do not learn."""
@@ -133,10 +150,10 @@ class FsdpPolicy(nn.Module):
         return frozenset(name.removeprefix("hf.") for name, parameter in named if not parameter.requires_grad)
 
     def all_names(self) -> Tensors:
-        """The same by all names that a model folder may use, tied ones under each."""
+        """The base's by all names that a model folder may use, tied ones under each."""
         names = {id(parameter): name.removeprefix("hf.") for name, parameter in self.named_parameters()}
-        named, values = self.hf.named_parameters(remove_duplicate=False), self.learning()
-        return {name: values[names[id(parameter)]] for name, parameter in named}
+        named, values = self.hf.named_parameters(remove_duplicate=False), self.base()
+        return {name: values[one] for name, p in named if (one := names[id(p)]) in values}
 
     def choose_compiling(self, choice: Choice) -> None:
         """Follow ``train.compile``; before the model is sharded."""
@@ -145,6 +162,16 @@ class FsdpPolicy(nn.Module):
 
     def try_model(self) -> None:
         """Find out what the model can do, before it is sharded; leaves its attention as it will be used."""
+        self.try_passes()
+        self.try_fused()
+
+    def try_fused(self) -> None:
+        """Find out whether fused layers compute what the model's do."""
+        with torch.no_grad():
+            self.fused = self.packs and self._fusing_changes_nothing(PolicyTrial(self.hf))
+
+    def try_passes(self) -> None:
+        """Find out about packs, a linear head and pictures."""
         with torch.no_grad():
             trial = PolicyTrial(self.hf)
             self.linear_head = trial.linear_head()
@@ -152,7 +179,6 @@ class FsdpPolicy(nn.Module):
                 self._try_picture()
             reason = trial.packing()
         self.packs = not reason
-        self.fused = self.packs and self._fusing_changes_nothing(trial)
         if reason:
             log.warning("%s: %s; training runs one sequence a row, slower", type(self.hf).__name__, reason)
 
@@ -330,7 +356,10 @@ def shard(
     """
     policy.place = place or policy.place
     if ranks.world == 1:
-        policy.masters = Masters(policy, dtype, exact, policy.place) if dtype != torch.float32 else None
+        half = (
+            dtype != torch.float32 and policy.adapters is None
+        )  # a base is in the dtype of compute, adapters float32
+        policy.masters = Masters(policy, dtype, exact, policy.place) if half else None
         return
     if policy.tower is not None:
         policy.tower.sharded = True
@@ -399,7 +428,16 @@ class FsdpLearner:
 
     @contextmanager
     def computing_with(self, weights: Tensors) -> Iterator[None]:
-        """The model computes with these ``weights``, in shards by name, inside the block; router biases are whole."""
+        """The model computes with these ``weights``, in shards by name, inside the block; router biases are whole.
+
+        Without any it computes with the base alone, as adapters do with a reference's weights in its place.
+        """
+        with self.module.adapters.using(None) if self.module.adapters is not None else nullcontext():
+            with self._all_from(weights) if weights else nullcontext():
+                yield
+
+    @contextmanager
+    def _all_from(self, weights: Tensors) -> Iterator[None]:
         biases = self.biases()
         copies = {name: bias.clone() for name, bias in biases.items()}
         for name, bias in biases.items():
@@ -420,7 +458,7 @@ class FsdpLearner:
             finally:
                 masters.refresh()
             return
-        parameters = self.locals()
+        parameters = {name: local(p.detach()) for name, p in self.module.base().items()}
         copies = {name: tensor.clone() for name, tensor in parameters.items()}
         try:
             for name, tensor in parameters.items():

@@ -9,7 +9,7 @@ Every rank goes through all gathers, also where rank 0 has failed, so that no ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,30 +20,29 @@ from slime_core.weights.transports.buckets import TensorPart, TensorSource
 from slime_core.weights.transports.quantised import no_linear_layers
 
 if TYPE_CHECKING:
+    from slime_core.trainers.fsdp.adapters import MergedWeights
     from slime_core.weights.folder_layout import Parts
     from slime_core.weights.fp8 import BlockFormat
 
 
-def sources_of(
-    named: Mapping[str, torch.Tensor], whole: Callable[[torch.Tensor], torch.Tensor], parts: Parts
-) -> list[TensorSource]:
-    """Tensors by the model's names, tied ones once; ``whole`` makes one whole.
+def sources_of(weights: MergedWeights, device: torch.device, parts: Parts) -> list[TensorSource]:
+    """Tensors by the model's names, tied ones once, each gathered to the device, and merged, as it is sent.
 
     Raises:
         TrainerError: a tensor whose form in a model folder is not known here.
     """
     sources = []
-    for name, tensor in named.items():
+    for name, tensor in weights.parameters.items():
         if not tensor.is_floating_point():
             raise TrainerError(f"{name} is {tensor.dtype}, and engines are sent floats only")
-        sources.append(TensorSource(parts(name, tensor.shape), partial(_plain, whole, tensor)))
+        sources.append(TensorSource(parts(name, tensor.shape), partial(_plain, weights, name, device)))
     return sources
 
 
-def _plain(whole: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whole and without its gradients; a DTensor's own ``detach`` takes twenty times as long."""
+def _plain(weights: MergedWeights, name: str, device: torch.device) -> torch.Tensor:
+    """A merged weight is rounded once, by what sends it."""
     with torch.no_grad():
-        return whole(tensor).detach()
+        return weights.whole(name, torch.float32 if weights.changes(name) else None).to(device)
 
 
 @torch.no_grad()

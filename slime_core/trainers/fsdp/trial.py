@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,12 @@ class PolicyTrial:
         self.positions = torch.cat([torch.arange(n, device=device) for n in TRIAL])
         cu = np.concatenate([[0], np.cumsum(TRIAL)])
         self.segments = PackSegments.of(cu, np.full(len(TRIAL), -1), device)
-        parts = [slice(a, b) for a, b in zip(cu[:-1].tolist(), cu[1:].tolist())]
-        self.logits = torch.cat([self._logits(part) for part in parts])
+        self._parts = [slice(a, b) for a, b in zip(cu[:-1].tolist(), cu[1:].tolist())]
+
+    @cached_property
+    def logits(self) -> torch.Tensor:
+        """Of each sequence alone, by the attention that the model has at the first call."""
+        return torch.cat([self._logits(part) for part in self._parts])
 
     def _logits(self, part: slice, **kwargs: Any) -> torch.Tensor:
         ids, positions = self.tokens[None, part], self.positions[None, part]

@@ -11,8 +11,10 @@ import numpy as np
 import torch
 
 from slime_core.config.sections.train import FEW_TOKENS
+from slime_core.lora.effective import put_on
 from slime_core.trainers.data_parallel import DataParallelRank, RankBatch
 from slime_core.trainers.fsdp import checkpoint, publishing
+from slime_core.trainers.fsdp.adapters import MergedWeights, ServedWeights, adapt, dropout, without_dropout
 from slime_core.trainers.fsdp.critic import FsdpCritic
 from slime_core.trainers.fsdp.exact import ExactPass, fixed_sums
 from slime_core.trainers.fsdp.experts import router_biases, watch
@@ -54,12 +56,12 @@ class FsdpWorker(Worker):
         super().__init__(*args)
         grid = RankGrid.of(self.config, self.world)
         self.ranks = FsdpRanks(grid, self.rank, self.device.type)
-        model: Any = self.folder.build_model("float32", self.config.seed)
-        self.policy: FsdpPolicy = FsdpPolicy(
-            model.to(self.device).eval().requires_grad_(True), chunk=self.train.logprob_chunk_tokens
-        )
+        model = self._model()
         self.layout = FolderLayout(model)
-        self.policy.try_model()
+        adapters = adapt(model, self.train, self.config.seed)
+        self.policy: FsdpPolicy = FsdpPolicy(model, chunk=self.train.logprob_chunk_tokens, adapters=adapters)
+        self.served = ServedWeights()
+        self._try_model()
         self.policy.freeze(self.train)
         self.policy.share_packs(self.ranks)
         if self.train.routing_replay != "off":
@@ -79,6 +81,22 @@ class FsdpWorker(Worker):
             context_parallel=grid.context,
             tokens=least(self._tokens()),
         )
+
+    def _model(self) -> Any:
+        """transformers' model on the device: float32 where it is trained, in the dtype of compute under adapters."""
+        name = self.train.dtype if self.train.lora_rank else "float32"
+        model: Any = self.folder.build_model(name, self.config.seed)
+        return model.to(self.device).eval().requires_grad_(True)
+
+    def _try_model(self) -> None:
+        """Try what the model can do, in float32: a layer at a time where its base is in half precision."""
+        if self.policy.adapters is None or self.dtype == torch.float32:
+            self.policy.try_model()
+            return
+        trial = in_dtype(self.policy, torch.float32)
+        trial.try_passes()
+        self.policy.packs, self.policy.linear_head = trial.packs, trial.linear_head
+        self.policy.try_fused()
 
     def _tokens(self) -> int:
         """Tokens of a micro-batch, by the memory of a device of this kind and not by what is free: a resume's too."""
@@ -135,9 +153,14 @@ class FsdpWorker(Worker):
     def run_backward(self, micros: list[MicroBatch], sums: LossSums) -> None:
         with fixed_sums(self.policy.exact is not None):
             for micro in micros:
-                with self._routed(sums.rank_batch, micro, "train"):
+                with self._routed(sums.rank_batch, micro, "train"), self._dropping(micro):
                     backward(self.policy, self.loss, self.train, micro, self._temperature(micro), sums)
         self.policy.sum_lanes()
+
+    def _dropping(self, micro: MicroBatch) -> AbstractContextManager[None]:
+        """Passes over a micro-batch inside the block drop inputs of adapters."""
+        pack = RankPack(micro, self.device, self.policy.ranks)
+        return dropout(self.policy.adapters, pack, self.config.seed, self.actor.optimizer.steps)
 
     @contextmanager
     def _routed(self, rank_batch: RankBatch, micro: MicroBatch, role: str) -> Iterator[None]:
@@ -185,7 +208,8 @@ class FsdpWorker(Worker):
 
     def gradients(self, rank_batch: RankBatch, micros: list[MicroBatch]) -> tuple[float, Tensors]:
         sums = LossSums(rank_batch, self.device)
-        self.run_backward(micros, sums)
+        with without_dropout(self.policy.adapters):
+            self.run_backward(micros, sums)
         loss = self.finish(sums)[0]["loss"]
         grads, sums_of = {}, self.actor.gradients()
         for name, parameter in self.actor.parameters().items():
@@ -195,7 +219,7 @@ class FsdpWorker(Worker):
         return loss, grads
 
     def slow_model(self) -> Any:
-        weights = {name: full(p.detach()) for name, p in self.actor.parameters().items()}
+        weights = {name: full(p.detach()) for name, p in self.policy.base().items()}
         with torch.random.fork_rng(devices=[]):
             built: Any = self.folder.build_model("float32", attn_implementation="eager")
         model = slow_model(built, self.device)
@@ -204,6 +228,10 @@ class FsdpWorker(Worker):
                 parameter.copy_(weights[name])
             for name, bias in router_biases(model).items():
                 bias.copy_(self.actor.biases()[name])
+        if self.policy.adapters is not None:
+            values = {name: full(p.detach()) for name, p in self.actor.parameters().items()}
+            put_on(model, self.policy.adapters, self.policy.adapters.names[0], values)
+            return model
         for name in self.policy.frozen():
             model.get_parameter(name).requires_grad_(False)
         return model
@@ -216,16 +244,21 @@ class FsdpWorker(Worker):
 
     @torch.no_grad()
     def publish(self, version: int, route: WeightRoute | None = None) -> WeightUpdate:
-        """See `Worker.publish`; without a route one rank hands over the live storage that it computes with."""
+        """See `Worker.publish`; without a route one rank hands over the live storage that it computes with.
+
+        Weights with adapters are then merged into storage of their own.
+        """
         if route is not None or self.world > 1 or self.block_format:
             return super().publish(version, route)
-        return WeightUpdate(version=version, epoch=0, transport="shared", tensors=self.policy.hf.state_dict())
+        tensors = self.policy.hf.state_dict()
+        if self.policy.adapters is not None:
+            tensors = self.served.refreshed(tensors, self.policy.merged(), self.policy.adapters)
+        return WeightUpdate(version=version, epoch=0, transport="shared", tensors=tensors)
 
     def sources(self) -> list[TensorSource]:
         reshard(self.policy)
-        named: dict[str, torch.Tensor] = dict(self.actor.parameters())
-        named |= publishing.stored_buffers(self.policy.hf)
-        sources = publishing.sources_of(named, lambda tensor: full(tensor).to(self.device), self.parts)
+        weights = MergedWeights(self.policy.adapters, self.policy.base() | publishing.stored_buffers(self.policy.hf))
+        sources = publishing.sources_of(weights, self.device, self.parts)
         self.layout.check(sources, self.folder)
         return sources
 
@@ -234,13 +267,16 @@ class FsdpWorker(Worker):
 
     def whole(self) -> Tensors:
         """Every tensor of the model's state on rank 0, tied names as one tensor; nothing on the others."""
-        parameters = self.policy.all_names()
+        parameters, adapters = self.policy.all_names(), self.policy.adapters
+        outside = adapters.parameters() if adapters is not None else {}
+        state = {name: tensor for name, tensor in self.policy.hf.state_dict().items() if name not in outside}
+        weights = MergedWeights(adapters, state | parameters)
         gathered: dict[Any, torch.Tensor] = {}
         tensors: Tensors = {}
-        for name, tensor in (self.policy.hf.state_dict() | parameters).items():
+        for name in weights.parameters:
             owner = id(parameters.get(name, name))
             if owner not in gathered:
-                one = full(tensor.detach())
+                one = weights.whole(name)
                 gathered[owner] = one.cpu().contiguous() if self.rank == 0 else torch.empty(0)
             tensors[name] = gathered[owner]
         return tensors if self.rank == 0 else {}
@@ -276,7 +312,8 @@ class FsdpWorker(Worker):
             models = [learner.module for learner in self.learners()]
             shards = [local(p.detach()) for learner in self.learners() for p in learner.parameters().values()]
             copies = [p.detach() for model in models if model.masters for p in model.masters.copies.values()]
-            return [*shards, *copies, *self.frozen.tensors()]
+            base = [local(p.detach()) for p in self.policy.base().values()] if self.policy.adapters else []
+            return [*shards, *copies, *base, *self.served.tensors(), *self.frozen.tensors()]
         return [tensor for learner in self.learners() for tensor in learner.states()] if what == "optimizer" else []
 
 

@@ -4,12 +4,13 @@ import numpy as np
 import torch
 
 from slime_core.trainers.batch import prepared
-from slime_core.trainers.fsdp.shards import full
+from slime_core.trainers.fsdp.shards import full, local, own_part
 from slime_core.trainers.optimizer_step import LossSums
 
 SETTINGS = {
     "clip": {"eps_clip_high": 0.28, "kl_loss_coef": 0.05, "entropy_coef": 0.01},
     "gspo": {"advantage_estimator": "gspo", "eps_clip": 0.2, "eps_clip_high": 0.25, "loss_aggregation": "token_mean"},
+    "lora": {"lora_rank": 4, "lora_dropout": 0.2, "kl_loss_coef": 0.05, "gradient_checkpointing": True},
     "tis": {"use_tis": True, "tis_batch_normalize": True, "use_rs": True, "rs_upper_bound": 1.2, "eps_clip_c": 3.0},
 }
 
@@ -23,6 +24,16 @@ def with_roles(batch, seed=5):
     for name in ("policy", "reference", "rollout_log_probs"):
         batch.columns[name] = (near + draw.normal(size=count) * 0.15).astype(np.float32)
     return batch
+
+
+def fill_adapters(worker):
+    """Give adapters, whose B is 0 at the start, numbers on which all of their gradients depend."""
+    if worker.policy.adapters is None:
+        return
+    for number, (name, p) in enumerate(sorted(worker.actor.parameters().items())):
+        if ".lora_B." in name:
+            values = torch.sin(torch.arange(p.numel()) * 1.7 + number).view(p.shape) / 10
+            local(p.detach()).copy_(own_part(values, p))
 
 
 def rank_batch_of(worker, batch):

@@ -24,13 +24,14 @@ def verify_rank(folder, out, rank, world):
     thread, trainer = TorchThread(1), None
     for case, train in splits.SETTINGS.items():
         config = made.config_of(folder, max_tokens_per_gpu=40, **train)
-        if trainer is None:
+        if trainer is None or trainer._worker.train.lora_rank != config.train.lora_rank:
             trainer = FsdpTrainer(
                 config, load_plugins(config), ModelFolder.open(folder), thread=thread, rank=rank, world=world,
                 rendezvous=Path(out) / "meet" if world > 1 else None,
             )  # fmt: skip
         worker = trainer._worker
         thread.call(worker.begin, config)
+        thread.call(splits.fill_adapters, worker)
         batch = splits.with_roles(made.batch_of(groups=2, rollouts=3))
         found = thread.call(worker.verify, batch)
         assert found["float64"] == 1
@@ -54,6 +55,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module", params=splits.SETTINGS)
 def one(request, folder):
     found = made.Bench(folder, **splits.SETTINGS[request.param], max_tokens_per_gpu=10_000)
+    splits.fill_adapters(found.worker)
     yield found
     found.thread.close()
 

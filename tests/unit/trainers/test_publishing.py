@@ -18,6 +18,7 @@ from slime_core.testing.families import FAMILIES, family_config, family_model
 from slime_core.testing.models import char_tokenizer
 from slime_core.threads import TorchThread
 from slime_core.trainers.fsdp import FsdpTrainer
+from slime_core.trainers.fsdp.adapters import MergedWeights
 from slime_core.trainers.fsdp.publishing import sources_of, stored_buffers
 from slime_core.types import Piece, RankTensor, WeightRoute
 from slime_core.weights import hashing
@@ -119,7 +120,8 @@ def sources_in(folder):
     """Sources of a folder's model, and the layout that they have."""
     hf = folder.build_model()
     layout = FolderLayout(hf)
-    return sources_of(dict(hf.named_parameters()) | stored_buffers(hf), torch.clone, layout.parts), layout
+    weights = MergedWeights(None, dict(hf.named_parameters()) | stored_buffers(hf))
+    return sources_of(weights, torch.device("cpu"), layout.parts), layout
 
 
 @pytest.mark.parametrize("init_weights", ["load", "random"])

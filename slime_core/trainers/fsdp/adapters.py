@@ -1,0 +1,122 @@
+"""Adapters of an FSDP policy: which layers have them, what the base and they make together, and the rows of dropout.
+
+The base is frozen and held once, in the dtype of compute; adapters are float32 parameters, sharded as the others are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slime_core.lora.dropout import micro_keys
+from slime_core.lora.layers import Adapters, attach
+from slime_core.lora.spec import DEFAULT, LoraSpec
+from slime_core.media.features import tower
+from slime_core.media.positions import MediaLayout
+from slime_core.seeds import seed_of
+from slime_core.trainers.fsdp.shards import full
+from slime_core.trainers.optimizer_step import to_device
+
+if TYPE_CHECKING:
+    from slime_core.trainers.fsdp.packs import RankPack
+
+Tensors = dict[str, torch.Tensor]
+
+
+def adapt(hf: Any, train: Any, seed: int) -> Adapters | None:
+    """Freeze a model of transformers and give it the adapters of the [train] section; None where it has none.
+
+    Raises:
+        ConfigError: CFG04, see `layers.attach`.
+    """
+    spec = LoraSpec.of(train)
+    if spec is None:
+        return None
+    outside = tower(hf) if MediaLayout.of(hf.config) is not None else ()
+    return attach(hf, spec, seed=seed, names=train.lora_adapters or (DEFAULT,), outside=outside)
+
+
+class MergedWeights:
+    """The weights of a model folder by name, those with adapters merged; a merge is a collective.
+
+    Args:
+        parameters: of the base by name, in shards
+    """
+
+    def __init__(self, adapters: Adapters | None, parameters: Mapping[str, torch.Tensor]) -> None:
+        self.parameters = parameters
+        self._adapters = adapters
+        self._targets = adapters.weights() if adapters is not None and adapters.active is not None else {}
+
+    @torch.no_grad()
+    def whole(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """All ranks' shards of a weight as one tensor, in ``dtype``, the stored one where None."""
+        if self._adapters is None or name not in self._targets:
+            tensor = full(self.parameters[name]).detach()  # of a DTensor it takes twenty times as long
+            return tensor if dtype is None else tensor.to(dtype)
+        module, key = self._targets[name]
+        assert self._adapters.active is not None
+        return module.merged(key, self._adapters.active, dtype, full)
+
+    def changes(self, name: str) -> bool:
+        """Whether adapters change a weight."""
+        return name in self._targets
+
+
+@contextmanager
+def dropout(adapters: Adapters | None, pack: RankPack, seed: int, steps: int) -> Iterator[None]:
+    """Passes inside the block are of training: inputs of adapters are dropped, by the tokens of the pack's rows."""
+    mask = adapters.dropout if adapters is not None else None
+    if mask is None or not mask.share:
+        yield
+        return
+    mask.seed = seed_of(seed, "dropout", steps)
+    mask.rows = to_device(micro_keys(pack.micro)[pack.rows], pack.device)
+    try:
+        yield
+    finally:
+        mask.rows = None
+
+
+@contextmanager
+def without_dropout(adapters: Adapters | None) -> Iterator[None]:
+    """Passes inside the block drop nothing, as the slow way does."""
+    if adapters is None:
+        yield
+        return
+    share, adapters.dropout.share = adapters.dropout.share, 0.0
+    try:
+        yield
+    finally:
+        adapters.dropout.share = share
+
+
+class ServedWeights:
+    """What an engine of the same process reads: the base's own storage, and a merged copy of what adapters change."""
+
+    def __init__(self) -> None:
+        self._merged: Tensors = {}
+
+    @torch.no_grad()
+    def refreshed(self, tensors: Tensors, weights: MergedWeights, adapters: Adapters) -> Tensors:
+        """``tensors`` of the model's state without adapters, as they are now; merged ones stay where they are.
+
+        Those of one input lie side by side, as an engine multiplies them.
+        """
+        learning = adapters.parameters().keys()
+        state = {name: tensor for name, tensor in tensors.items() if name not in learning}
+        if not self._merged:
+            changed = {name: tensor for name, tensor in state.items() if weights.changes(name)}
+            sizes, first = [tensor.numel() for tensor in changed.values()], next(iter(changed.values()))
+            parts = torch.empty(sum(sizes), dtype=first.dtype, device=first.device).split(sizes)
+            self._merged = {name: part.view(state[name].shape) for name, part in zip(changed, parts)}
+        for name, merged in self._merged.items():
+            merged.copy_(weights.whole(name))
+        return state | self._merged
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The merged copy."""
+        return list(self._merged.values())
