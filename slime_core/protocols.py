@@ -85,10 +85,10 @@ class Engine(Protocol):
         """Complete the transfer that ``publish`` started and serve ``update.version`` from here on."""
         ...
 
-    async def fingerprints(self) -> dict[str, str]:
+    async def fingerprints(self, adapters: Sequence[str] = ()) -> dict[str, str]:
         """Checksum of every tensor served: by Hugging Face name, or by ``RankTensor.key`` where it has a route.
 
-        Those of adapters go under ``ADAPTER/NAME``.
+        Those of adapters go under ``ADAPTER/NAME``; with ``adapters``, theirs alone, as `fingerprint.checksums`.
         """
         ...
 

@@ -347,7 +347,7 @@ class GenerateRequest:
     session_id: str = ""
     kept: int = 0  # of tokens, at their end: this response's from an aborted try; stop strings look back over them
     media: Media | None = field(default=None, compare=False)
-    adapter: str = ""  # a name among the run's adapters; "" is the first of them, and the base where there is none
+    adapter: str = ""  # one of the run's, or "base"; "": the first of them, and the base where there is none
 
     def text(self, tokenizer: Any, tokens: Sequence[int], finish: str) -> str:
         """``tokens`` decoded, cut before the first stop string where one ended the response; "" with no tokenizer."""

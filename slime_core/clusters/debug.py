@@ -48,7 +48,7 @@ class AbsentEngine(Engine):
         """Refused: weights are not sent where nothing serves them."""
         self._refuse(f"version {update.version} was sent to it")
 
-    async def fingerprints(self) -> dict[str, str]:
+    async def fingerprints(self, adapters: Sequence[str] = ()) -> dict[str, str]:
         """It serves nothing."""
         return {}
 

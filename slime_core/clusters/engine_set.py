@@ -155,14 +155,14 @@ class EngineSet:
         """See `protocols.Engine`: that of any, since all are alike."""
         return await self._engines[self._serving()[0]].route(check)
 
-    async def fingerprints(self) -> dict[str, str]:
+    async def fingerprints(self, adapters: Sequence[str] = ()) -> dict[str, str]:
         """See `protocols.Engine`.
 
         Raises:
             EngineError: ENG83 engines that hold different weights, with the tensors' names.
         """
         zero, *numbers = self._serving()
-        first, *others = await self._all("fingerprints")
+        first, *others = await self._all("fingerprints", *([adapters] if adapters else []))
         for number, other in zip(numbers, others, strict=True):
             if wrong := sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name)):
                 raise EngineError(

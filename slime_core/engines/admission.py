@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from slime_core.types import GenerateRequest, Media
 
+BASE_NAME = "base"  # of adapters: none, where an engine has some
 NO_IDS = "encode with the tokenizer of rollout.hf_checkpoint"
 
 
@@ -31,8 +32,8 @@ def check_vocabulary(ids: NDArray[Any], vocab_size: int, where: str) -> None:
 
 
 def check_adapter(name: str, names: Collection[str], where: str) -> None:
-    """Raises EngineError ENG09 where ``name`` is none of the adapters ``names``; "" is the first of them."""
-    if name and name not in names:
+    """Raises EngineError ENG09 where ``name`` is none of the adapters ``names``, nor the base beside them."""
+    if name and name not in names and (name != BASE_NAME or not names):
         raise EngineError(
             f"no adapter {name!r} is served",
             code="ENG09",

@@ -138,10 +138,12 @@ class FakeEngine:
         base = bool(self.adapters and self.tensors)
         return WeightRoute(transport="tensors", dtype="float32", base=False) if base else None
 
-    async def fingerprints(self) -> dict[str, str]:
+    async def fingerprints(self, adapters: Sequence[str] = ()) -> dict[str, str]:
         """See `protocols.Engine`."""
-        adapters = {f"{name}/{key}": one for name, tensors in self.adapters.items() for key, one in tensors.items()}
-        return {name: checksum(tensor) for name, tensor in (self.tensors | adapters).items()}
+        tensors = {} if adapters else dict(self.tensors)
+        for name in adapters or self.adapters:
+            tensors |= {f"{name}/{key}": one for key, one in self.adapters.get(name, {}).items()}
+        return {name: checksum(tensor) for name, tensor in tensors.items()}
 
     async def pause(self, mode: PauseMode) -> None:
         """See `protocols.Engine`."""

@@ -62,6 +62,23 @@ def _of_run(bits: torch.Tensor, start: int) -> torch.Tensor:
     return totals
 
 
+@torch.no_grad()
+def checksums(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, str]:
+    """Both sums of each tensor's values in ``dtype``, as 32 hex digits by name; equal on every device.
+
+    What an engine serves in ``dtype`` has those of the trainer's wider tensors.
+    """
+    if not tensors:
+        return {}
+    sizes = [tensor.numel() for tensor in tensors.values()]
+    first = next(iter(tensors.values()))
+    rounded = torch.empty(sum(sizes), dtype=dtype, device=first.device)
+    views = [view.view(one.shape) for view, one in zip(rounded.split(sizes), tensors.values(), strict=True)]
+    torch._foreach_copy_(views, [one.detach() for one in tensors.values()])
+    rows = all_sums([(run, 0) for run in rounded.float().split(sizes)]).tolist()
+    return {name: f"{a % 2**64:016x}{b % 2**64:016x}" for name, (a, b) in zip(tensors, rows, strict=True)}
+
+
 def digest(tensors: Mapping[str, tuple[list[int], list[int]]]) -> str:
     """The hash over names, shapes and sums (signed 64-bit)."""
     text = "".join(f"{name} {shape} {first} {second}\n" for name, (shape, (first, second)) in sorted(tensors.items()))

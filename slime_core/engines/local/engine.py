@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime_core.engines.admission import check_adapter, check_vocabulary, too_long
+from slime_core.engines.admission import BASE_NAME, check_adapter, check_vocabulary, too_long
+from slime_core.engines.local.adapters import BASE
 from slime_core.engines.local.media import MediaReader
 from slime_core.engines.local.paged import PagedScheduler
 from slime_core.engines.local.scheduler import Scheduler
@@ -23,7 +24,7 @@ from slime_core.media.positions import MediaLayout
 from slime_core.memory import first_line, is_out_of_memory, trim
 from slime_core.profile import ENGINE_SECONDS
 from slime_core.protocols import Ability, PauseMode
-from slime_core.types import Completion
+from slime_core.types import Completion, WeightRoute
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from slime_core.engines.local.media import JobMedia
     from slime_core.profile import StepProfile
     from slime_core.threads import TorchThread
-    from slime_core.types import GenerateRequest, Media, WeightCheck, WeightRoute, WeightUpdate
+    from slime_core.types import GenerateRequest, Media, WeightCheck, WeightUpdate
     from slime_core.weights.folder import ModelFolder
 
 HOP_SECONDS = 0.02
@@ -75,7 +76,7 @@ class LocalEngine:
             raise ValueError(f"slots must be at least 1 and context_len at least 2, not {slots} and {context_len}")
         self.version, self.epoch = -1, epoch
         self.abilities: frozenset[Ability] = frozenset(
-            {"per_sample_seed", "score", "batch_invariant", "live_load", "release"}
+            {"per_sample_seed", "score", "batch_invariant", "live_load", "release", "adapters"}
         )
         if routing:
             self.abilities |= {"routed_experts"}
@@ -90,6 +91,7 @@ class LocalEngine:
         self._scheduler: Scheduler | None = None  # from the first load on
         self._inbox: list[EngineJob] = []
         self._leavers: list[EngineJob] = []  # their callers were cancelled
+        self._adapters: tuple[str, ...] = ()
         self._resident = set(MEMORY)
         self._paused = False
         self._closed = False
@@ -104,7 +106,7 @@ class LocalEngine:
                 ENG83 no weights were loaded, ENG84 the engine failed or was closed.
         """
         self._require_weights(f"request {request.id}")
-        check_adapter(request.adapter, (), f"request {request.id}")
+        adapter = self._adapter(request.adapter, f"request {request.id}")
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         job = make_job(
             request,
@@ -115,6 +117,7 @@ class LocalEngine:
             epoch=self.epoch,
             reader=self._reader,
         )
+        job.adapter = adapter
         self._inbox.append(job)
         self._stir()
         try:
@@ -133,7 +136,7 @@ class LocalEngine:
             EngineError: as `generate`; ENG03 a start outside 1..len(tokens), ENG06 no cache is held.
         """
         self._require_weights("score")
-        check_adapter(adapter, (), "score")
+        number = self._adapter(adapter, "score")
         ids = np.asarray(tokens, dtype=np.int64)
         check_vocabulary(ids, self._folder.vocab_size, "score")
         if not 1 <= start <= len(ids):
@@ -143,7 +146,7 @@ class LocalEngine:
         pictures = self._reader.read(ids, media, "score")
         if start == len(ids):
             return np.empty(0, dtype=np.float32)
-        return await self._thread.run(self._score, ids, start, pictures)
+        return await self._thread.run(self._score, ids, start, pictures, number)
 
     async def abort(self, ids: Sequence[str]) -> list[Completion]:
         """Stop these requests; each waiting ``generate`` returns what it has, with finish ``abort``."""
@@ -165,16 +168,20 @@ class LocalEngine:
             if is_out_of_memory(error):
                 raise self._no_memory(error, "loading weights") from error
             raise
-        self.version = update.version
+        self.version, self._adapters = update.version, tuple(update.adapters)
         self._stir()
 
     async def route(self, check: WeightCheck) -> WeightRoute | None:
-        """See `protocols.Engine`: it reads the trainer's tensors."""
-        return None
+        """See `protocols.Engine`: it reads the trainer's tensors, the base of adapters once."""
+        if self._scheduler is None or not self._scheduler.served.has_base:
+            return None
+        return WeightRoute(transport="tensors", dtype=self._dtype, base=False)
 
-    async def fingerprints(self) -> dict[str, str]:
-        """crc32 of every served tensor's bytes, by Hugging Face name."""
-        return {} if self._scheduler is None else await self._thread.run(self._scheduler.served.fingerprints)
+    async def fingerprints(self, adapters: Sequence[str] = ()) -> dict[str, str]:
+        """crc32 of every served tensor's bytes, by Hugging Face name; of adapters see `fingerprint.checksums`."""
+        if self._scheduler is None:
+            return {}
+        return await self._thread.run(self._scheduler.served.fingerprints, tuple(adapters))
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop computing: ``abort`` ends requests, ``retract`` gives up their slots, ``keep`` keeps both."""
@@ -222,6 +229,10 @@ class LocalEngine:
         self._inbox.clear()
 
     # -- asyncio side
+
+    def _adapter(self, name: str, where: str) -> int:
+        check_adapter(name, self._adapters, where)
+        return BASE if name == BASE_NAME else self._adapters.index(name) if name else 0
 
     def _require_open(self) -> None:
         if self._closed:
@@ -334,11 +345,11 @@ class LocalEngine:
         assert self._scheduler is not None
         return any(not job.request.id.startswith("eval/") for job in (*jobs, *self._scheduler.jobs()))
 
-    def _score(self, ids: NDArray[np.int64], start: int, media: JobMedia | None) -> NDArray[np.float32]:
+    def _score(self, ids: NDArray[np.int64], start: int, media: JobMedia | None, adapter: int) -> NDArray[np.float32]:
         if self._scheduler is None or not self._scheduler.served.ready:
             raise EngineError("score was called while memory is released", code="ENG06", fix="reacquire first")
         self._scheduler.served.wake()
-        return self._scheduler.score(ids if media is None else media.ids, start, media)
+        return self._scheduler.score(ids if media is None else media.ids, start, media, adapter)
 
     def _end_running(self, chosen: Any) -> list[EngineJob]:
         if self._scheduler is None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from slime_core.engines.local.adapters import LowRank, ServedAdapters
 from slime_core.engines.local.attention import Form
 from slime_core.engines.local.lean import check_family
 from slime_core.engines.local.packed import Unfit
@@ -33,13 +34,16 @@ Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tenso
 class JoinedLinear:
     """Linear layers over the same input, whose weights lie one behind another, as one: [N, in] -> [N, sum of out]."""
 
-    def __init__(self, *layers: Any) -> None:
+    def __init__(self, *layers: Any, adapters: ServedAdapters | None = None) -> None:
         self._layers = layers
+        self._low = LowRank(adapters, layers) if adapters is not None else None
         self.weight = torch.empty(0)  # sum of out, in
         self.bias: torch.Tensor | None = None
 
     def refresh(self) -> None:
         """Follow the parameters."""
+        if self._low:
+            self._low.refresh()
         self.weight = joined([layer.weight.detach() for layer in self._layers])
         biases = [layer.bias.detach() for layer in self._layers if layer.bias is not None]
         if biases and len(biases) < len(self._layers):
@@ -48,18 +52,25 @@ class JoinedLinear:
 
     def release(self) -> None:
         """Let go of the parameters' memory."""
+        if self._low:
+            self._low.release()
         self.weight, self.bias = self.weight.new_empty(0), None
+
+    def product(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        """By ``linear``, and what the rows' adapters add."""
+        y = linear(x, self.weight, self.bias)
+        return self._low.add_to(y, x, self.bias) if self._low else y
 
 
 class _JoinedLayer:
     """One decoder layer's matrices and vectors."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, adapters: ServedAdapters | None) -> None:
         attention, mlp = module.self_attn, module.mlp
-        self.qkv = JoinedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.out = JoinedLinear(attention.o_proj)
-        self.gate_up = JoinedLinear(mlp.gate_proj, mlp.up_proj)
-        self.down = JoinedLinear(mlp.down_proj)
+        self.qkv = JoinedLinear(attention.q_proj, attention.k_proj, attention.v_proj, adapters=adapters)
+        self.out = JoinedLinear(attention.o_proj, adapters=adapters)
+        self.gate_up = JoinedLinear(mlp.gate_proj, mlp.up_proj, adapters=adapters)
+        self.down = JoinedLinear(mlp.down_proj, adapters=adapters)
         self.matrices = self.qkv, self.out, self.gate_up, self.down
         self.norms = module.input_layernorm, module.post_attention_layernorm
         self.head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
@@ -91,13 +102,13 @@ class JoinedPlan:
     name = "lean"
     hidden_widths = False
 
-    def __init__(self, model: Any, *, exact: bool = False) -> None:
+    def __init__(self, model: Any, adapters: ServedAdapters | None = None, *, exact: bool = False) -> None:
         self.linear: Linear = invariant_linear if exact else F.linear
         self.invariant = exact
         config = model.config
         check_family(type(model).__name__, config)
         self._model = model
-        self._layers = [_JoinedLayer(layer) for layer in model.model.layers]
+        self._layers = [_JoinedLayer(layer, adapters) for layer in model.model.layers]
         self._head = JoinedLinear(model.lm_head)
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._dim = model.model.layers[0].self_attn.head_dim
@@ -136,13 +147,13 @@ class JoinedPlan:
         for index, layer in enumerate(self._layers):
             if index:
                 x, residual = add_rms_norm(x, residual, layer.norms[0].weight, self._eps)
-            qkv = linear(x, layer.qkv.weight, layer.qkv.bias).view(count, -1, self._dim)
+            qkv = layer.qkv.product(linear, x).view(count, -1, self._dim)
             at = self._cos, self._sin, rows.positions, rows.places
             norm_rotate_store(qkv, layer.heads, self._eps, *at, cache.keys[index], cache.values[index], self._heads)
             mixed = rows.look(cache, index, qkv[:, : self._heads], layer.form)
-            x = linear(mixed.view(count, -1), layer.out.weight, layer.out.bias)
+            x = layer.out.product(linear, mixed.view(count, -1))
             x, residual = add_rms_norm(x, residual, layer.norms[1].weight, self._eps)
-            x = linear(gated(linear(x, layer.gate_up.weight, layer.gate_up.bias)), layer.down.weight, layer.down.bias)
+            x = layer.down.product(linear, gated(layer.gate_up.product(linear, x)))
         if not logits:
             return None
         if rows.sampled is not None:

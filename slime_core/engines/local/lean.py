@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from slime_core.engines.local.adapters import LowRank, ServedAdapters
 from slime_core.engines.local.attention import GRAIN, Form, PackedTokens, Product, StepAttention, look, write
 from slime_core.engines.local.packed import Unfit
 from slime_core.engines.local.slots import KVCache, LayerShape
@@ -36,16 +37,27 @@ class Matrix:
     ``norm`` holds the weights of the norm before it, which a fused float32 matrix takes in.
     """
 
-    def __init__(self, layers: Sequence[nn.Linear], norm: Any = None, *, fused: bool) -> None:
+    def __init__(
+        self, layers: Sequence[nn.Linear], norm: Any = None, *, fused: bool, adapters: ServedAdapters | None = None
+    ) -> None:
         self._layers = list(layers)
         self._fused = fused
         self._norm = norm
         self._takes_norm = norm is not None and fused and layers[0].weight.dtype == torch.float32
+        self._low = LowRank(adapters, layers, norm if self._takes_norm else None) if adapters is not None else None
         self._weight = torch.empty(0)  # in, out
         self._bias: torch.Tensor | None = None
 
     def refresh(self) -> None:
         """Copy what the layers hold now."""
+        if self._low:
+            self._low.refresh()
+        biases = [layer.bias for layer in self._layers]
+        if any(bias is not None for bias in biases) and (self._fused or (self._low and self._low.scales)):
+            zeros = self._layers[0].weight.new_zeros
+            self._bias = torch.cat(
+                [zeros(layer.out_features) if layer.bias is None else layer.bias for layer in self._layers]
+            )
         if not self._fused:
             return
         width = sum(layer.out_features for layer in self._layers)
@@ -55,14 +67,11 @@ class Matrix:
         torch.cat([layer.weight.t() for layer in self._layers], 1, out=self._weight)
         if self._takes_norm:
             self._weight.mul_(self._norm.weight[:, None])
-        biases = [layer.bias for layer in self._layers]
-        if any(bias is not None for bias in biases):
-            self._bias = torch.cat(
-                [like.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in self._layers]
-            )
 
     def release(self) -> None:
         """Drop the copies."""
+        if self._low:
+            self._low.release()
         self._weight, self._bias = torch.empty(0), None
 
     def after_norm(
@@ -72,6 +81,10 @@ class Matrix:
         return self(into.norm(x, None if self._takes_norm else self._norm.weight, eps), out)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        y = self._base(x, out)
+        return self._low.add_to(y, x, self._bias) if self._low else y
+
+    def _base(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         if not self._fused:
             parts = [F.linear(x, layer.weight, layer.bias) for layer in self._layers]
             return parts[0] if len(parts) == 1 else torch.cat(parts, -1, out=out)
@@ -81,9 +94,10 @@ class Matrix:
 
     def add_to(self, base: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Add the product to ``base``."""
-        if self._fused and self._bias is None:
-            return base.addmm_(x, self._weight)
-        return base.add_(self(x))
+        if not self._fused or self._bias is not None or (self._low and self._low.scales):
+            return base.add_(self(x))
+        base.addmm_(x, self._weight)
+        return self._low.add_to(base, x) if self._low else base
 
     def products(self) -> list[Product]:
         """For measuring how many rows they may have."""
@@ -101,14 +115,15 @@ class Matrix:
 class _Layer:
     """One decoder layer's matrices and vectors."""
 
-    def __init__(self, layer: Any, *, fused: bool) -> None:
+    def __init__(self, layer: Any, *, fused: bool, adapters: ServedAdapters | None) -> None:
         attention, mlp = layer.self_attn, layer.mlp
+        more: Any = {"fused": fused, "adapters": adapters}
         self.module = layer
         before = layer.input_layernorm, layer.post_attention_layernorm
-        self.qkv = Matrix([attention.q_proj, attention.k_proj, attention.v_proj], before[0], fused=fused)
-        self.out = Matrix([attention.o_proj], fused=fused)
-        self.gate_up = Matrix([mlp.gate_proj, mlp.up_proj], before[1], fused=fused)
-        self.down = Matrix([mlp.down_proj], fused=fused)
+        self.qkv = Matrix([attention.q_proj, attention.k_proj, attention.v_proj], before[0], **more)
+        self.out = Matrix([attention.o_proj], **more)
+        self.gate_up = Matrix([mlp.gate_proj, mlp.up_proj], before[1], **more)
+        self.down = Matrix([mlp.down_proj], **more)
         self.head_norms = hasattr(attention, "q_norm")
         norms = [*before, attention.q_norm] if self.head_norms else before
         self.eps = [torch.tensor(norm.variance_epsilon, device=norm.weight.device) for norm in norms]
@@ -184,13 +199,13 @@ class LeanPlan:
     name = "lean"
     hidden_widths = False
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, adapters: ServedAdapters | None = None) -> None:
         self._model = model
         config = model.config
         check_family(type(model).__name__, config)
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         fused = size <= FUSE_BYTES
-        self._layers = [_Layer(layer, fused=fused) for layer in self._model.model.layers]
+        self._layers = [_Layer(layer, fused=fused, adapters=adapters) for layer in self._model.model.layers]
         self._head = Matrix([self._model.lm_head], self._model.model.norm, fused=fused)
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._dim = self._model.model.layers[0].self_attn.head_dim

@@ -153,7 +153,7 @@ class PackedPlan(OwnPlan):
 
     def products(self) -> list[Product]:
         """Every kind of linear layer."""
-        kinds: dict[tuple[int, int, bool], Product] = {}
+        kinds: dict[tuple[int, int, bool, bool], Product] = {}
         head = [self._model.lm_head] if self._sees else []
         for module in (*self._text.modules(), *head):
             if isinstance(module, torch.nn.Linear):
@@ -163,7 +163,7 @@ class PackedPlan(OwnPlan):
             else:
                 continue
             product = Product(inputs, outputs, module.weight.dtype, module, True)
-            kinds.setdefault((inputs, outputs, module.bias is None), product)
+            kinds.setdefault((inputs, outputs, module.bias is None, bool(module._forward_hooks)), product)
         return list(kinds.values())
 
     def forward(self, rows: Any, cache: Any, *, logits: bool = True) -> torch.Tensor | None:

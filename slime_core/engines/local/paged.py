@@ -95,7 +95,7 @@ class PagedScheduler(Scheduler):
         self.served.drop()
 
     @torch.inference_mode()
-    def score(self, tokens: Ints, start: int, media: JobMedia | None = None) -> NDArray[np.float32]:
+    def score(self, tokens: Ints, start: int, media: JobMedia | None = None, adapter: int = 0) -> NDArray[np.float32]:
         """Plain log-prob of each of ``tokens[start:]``, through pages of its own."""
         self._make_room(len(tokens))
         need = pages_of(len(tokens))
@@ -103,7 +103,7 @@ class PagedScheduler(Scheduler):
             self._retract_youngest()
         pages = [self._pool.take() for _ in range(need)]
         try:
-            out = self._runner.score(tokens, start, pages, media)
+            out = self._runner.score(tokens, start, pages, media, adapter)
         finally:
             self._pool.give(pages)
         if not np.isfinite(out).all():
@@ -162,7 +162,7 @@ class PagedScheduler(Scheduler):
         """Give the job a slot and pages for its prompt; None where too few are there."""
         tokens = job.history()
         self._make_room(len(tokens) + 1)
-        pages = self._pool.match(tokens[:-1])
+        pages = self._pool.match(tokens[:-1], job.adapter)
         more = pages_of(len(tokens)) - len(pages)
         running = int(self._slots.active.sum())
         if more + running > self._pool.available:
@@ -186,7 +186,7 @@ class PagedScheduler(Scheduler):
             self._chunks.append(PromptPart(slot, begin, end, end == goal))
             self._fed[slot] = end
             if not self._slots.mixed[slot]:
-                self._pool.publish(self._slots.content[slot, :end], self._pages[slot])
+                self._pool.publish(self._slots.content[slot, :end], self._pages[slot], int(self._slots.adapter[slot]))
         return end - begin
 
     def _add(self, slot: int, page: int) -> None:
@@ -213,7 +213,7 @@ class PagedScheduler(Scheduler):
         slots = self._slots
         if not slots.mixed[slot] and slots.position[slot] >= slots.start[slot]:
             count = min(self._fed[slot], slots.position[slot] + 1)
-            self._pool.publish(slots.content[slot, :count], self._pages[slot])
+            self._pool.publish(slots.content[slot, :count], self._pages[slot], int(slots.adapter[slot]))
         self._note_experts(slot, self._pages[slot], int(min(self._fed[slot], slots.position[slot])))
         self._leave(slot)
         return slots.give_up(slot)

@@ -51,7 +51,7 @@ class PagePool:
         self._idle: OrderedDict[int, None] = OrderedDict()  # without a holder, content known
         self._by_content: dict[Key, int] = {}
         self._keys: dict[int, tuple[Key, int]] = {}  # page -> its key, and the number that its content got
-        self._contents = 0  # numbers given to contents; 0 stands before the first page
+        self._contents = 0  # numbers given to contents
 
     @property
     def available(self) -> int:
@@ -95,9 +95,9 @@ class PagePool:
                     self._free.append(page)
         return loose
 
-    def match(self, tokens: NDArray[Any]) -> list[int]:
-        """Hold the known pages that ``tokens`` begins with, in order."""
-        pages, before = [], 0
+    def match(self, tokens: NDArray[Any], adapter: int = 0) -> list[int]:
+        """Hold the known pages that ``tokens`` begins with under an adapter, in order."""
+        pages, before = [], _root(adapter)
         for block in _blocks(tokens):
             page = self._by_content.get((before, block))
             if page is None:
@@ -108,9 +108,9 @@ class PagePool:
             before = self._keys[page][1]
         return pages
 
-    def publish(self, tokens: NDArray[Any], pages: Sequence[int]) -> None:
-        """Make the full pages among ``pages``, which hold ``tokens``, known."""
-        before = 0
+    def publish(self, tokens: NDArray[Any], pages: Sequence[int], adapter: int = 0) -> None:
+        """Make the full pages among ``pages``, which hold ``tokens`` under an adapter, known."""
+        before = _root(adapter)
         for block, page in zip(_blocks(tokens), pages):
             first = self._by_content.get((before, block))
             if first is None:
@@ -138,6 +138,11 @@ class PagePool:
 
     def _unknow(self, page: int) -> None:
         del self._by_content[self._keys.pop(page)[0]]
+
+
+def _root(adapter: int) -> int:
+    """What stands before the first page; contents have numbers above it."""
+    return -1 - adapter
 
 
 def _blocks(tokens: NDArray[Any]) -> Iterator[bytes]:

@@ -44,6 +44,10 @@ RETRY = 1000
 """Steps until a capture that ran out of memory is tried again."""
 
 
+PassKind = tuple[int, bool]
+"""Rows of a decode step, and whether they choose among adapters."""
+
+
 @dataclass(slots=True, frozen=True)
 class PromptPart:
     """Positions [begin, end) of a slot's tokens; ``last``: the next token is drawn after them."""
@@ -81,6 +85,8 @@ class Runner:
         device = served.device
         self._state = torch.zeros(7, sequences + 1, dtype=torch.int64, device=device)  # the last stands for none
         self._shifts = torch.zeros(sequences + 1, dtype=torch.int64, device=device)  # of positions, after pictures
+        self._adapters = torch.zeros(sequences + 1, dtype=torch.int64, device=device)
+        self._owners = np.zeros(sequences, dtype=np.int64)  # the adapters on the host
         self._tables = torch.zeros(sequences + 1, 0, dtype=torch.int32, device=device)
         self._columns = np.zeros((sequences, 0), dtype=np.int64)  # the tables on the host
         self._index = torch.full((bucket(sequences),), sequences, dtype=torch.int64, device=device)
@@ -88,8 +94,8 @@ class Runner:
         self._rows = np.empty(0, dtype=np.int64)  # what the index holds
         self._fresh: dict[int, tuple[int, ...]] = {}  # by slot, the state of sequences that the device does not know
         self._marks: dict[tuple[int, int], int] = {}  # by slot and column, pages that its tables do not have
-        self._eager: dict[int, int] = {}  # by rows, steps that run as they are before one is captured; 1 at first
-        self._graphs: dict[int, tuple[Any, torch.Tensor]] = {}
+        self._eager: dict[PassKind, int] = {}  # steps that run as they are before one is captured; 1 at first
+        self._graphs: dict[PassKind, tuple[Any, torch.Tensor]] = {}
         self._pool: Any = None
         self._captures = served.device != "cpu"
 
@@ -99,7 +105,8 @@ class Runner:
         numbers = np.array([params.temperature, params.top_p], dtype=np.float32).view(np.int32)
         seed = int(np.uint64(job.seed).astype(np.int64))
         shift = job.media.shift if job.media else 0
-        self._fresh[slot] = (token, position, seed, params.top_k, *numbers.tolist(), 1, shift)
+        self._fresh[slot] = (token, position, seed, params.top_k, *numbers.tolist(), 1, shift, job.adapter)
+        self._owners[slot] = job.adapter
 
     def mark(self, slot: int, column: int, page: int) -> None:
         """Page number ``column`` of a slot's sequence is ``page``."""
@@ -130,12 +137,13 @@ class Runner:
         else:
             self._index[:count] = self._send(index)[0]
             self._rows = index
-        graph = self._graphs.get(count)
-        if graph is None and self._captures and self._eager.get(count, 1) < 1:
-            graph = self._captured(count)
+        kind = count, self._served.chooses(self._owners[slots])
+        graph = self._graphs.get(kind)
+        if graph is None and self._captures and self._eager.get(kind, 1) < 1:
+            graph = self._captured(kind)
         if graph is None:
-            self._eager[count] = self._eager.get(count, 1) - 1
-            return Draws(self._decode(count))
+            self._eager[kind] = self._eager.get(kind, 1) - 1
+            return Draws(self._decode(kind))
         graph[0].replay()
         return Draws(graph[1])
 
@@ -162,16 +170,18 @@ class Runner:
         media = [sequences.media(owner) for owner in owners]
         if any(media):
             rows.media = self._served.sight.rows(list(zip(media, firsts, firsts + counts, strict=True)), len(rows))
+        self._served.use(sequences.adapter[layout.owner], len(rows))
         logits = self._served.plan.forward(rows, self._served.cache, logits=len(draws) > 0)
         if not len(draws):
             return None
         return Draws(self._draw(logits, drawing, read_rows(self._state, self._tables, drawing, PAGE)))
 
     def score(
-        self, tokens: Ints, start: int, pages: Sequence[int], media: JobMedia | None = None
+        self, tokens: Ints, start: int, pages: Sequence[int], media: JobMedia | None = None, adapter: int = 0
     ) -> NDArray[np.float32]:
         """Plain log-prob of each of ``tokens[start:]``; ``pages`` hold the keys of all but the last."""
         parts = []
+        self._served.use(np.array([adapter]))
         tokens = self._served.reader.plain(tokens)
         table = np.array([pages], dtype=np.int64)
         for begin in range(0, len(tokens) - 1, SCORE_ROWS):
@@ -195,8 +205,11 @@ class Runner:
     def _invariant(self) -> bool:
         return bool(getattr(self._served.plan, "invariant", False))
 
-    def _decode(self, count: int) -> torch.Tensor:
+    def _decode(self, kind: PassKind) -> torch.Tensor:
+        count, chooses = kind
         index = self._index[:count]
+        if adapters := self._served.adapters:
+            adapters.select(self._adapters.index_select(0, index) if chooses else None)
         state = read_rows(self._state, self._tables, index, PAGE)
         batch = AttentionBatch(self._bounds[: count + 1], state.lengths, state.tables, 1)
         rows = PagedTokens(state.tokens, state.positions, state.places, batch, None, self._invariant)
@@ -209,30 +222,30 @@ class Runner:
         draws = sample(logits, state.seeds, state.following, state.temperature, state.top_k, state.top_p)
         return move_on(self._state, index, state, *draws)
 
-    def _captured(self, count: int) -> tuple[Any, torch.Tensor] | None:
+    def _captured(self, kind: PassKind) -> tuple[Any, torch.Tensor] | None:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                out = self._decode(count)
+                out = self._decode(kind)
         except Exception as error:
             torch.cuda.set_stream(stream)  # a capture that cannot end leaves its own
-            self._not_captured(count, error)
+            self._not_captured(kind, error)
             return None
-        self._graphs[count] = graph, out
-        return self._graphs[count]
+        self._graphs[kind] = graph, out
+        return self._graphs[kind]
 
-    def _not_captured(self, count: int, error: Exception) -> None:
+    def _not_captured(self, kind: PassKind, error: Exception) -> None:
         self._captures = is_out_of_memory(error) or is_out_of_memory(error.__context__ or error)
-        self._eager[count] = RETRY
+        self._eager[kind] = RETRY
         if not self._graphs:
             self._pool = None
-        log.warning("a decode step of %d rows of %s is not captured: %s", count, self._served.plan.name, error)
+        log.warning("a decode step of %d rows of %s is not captured: %s", kind[0], self._served.plan.name, error)
 
     def _send(self, *arrays: Ints) -> Sequence[torch.Tensor]:
         """Arrays as int64 tensors on the device, and whatever it does not know yet, in one copy."""
-        fresh = np.array([(slot, *state) for slot, state in self._fresh.items()], dtype=np.int64).reshape(-1, 9)
+        fresh = np.array([(slot, *state) for slot, state in self._fresh.items()], dtype=np.int64).reshape(-1, 10)
         width = self._columns.shape[1]
         places = [(slot * width + column, page) for (slot, column), page in self._marks.items()]
         marks = np.array(places, dtype=np.int64).reshape(-1, 2)
@@ -247,8 +260,8 @@ class Runner:
         device = flat.to(self._served.device, non_blocking=True)
         tensors = [device[span] for span in spans]
         if len(fresh):
-            rows = tensors[-2].view(9, -1)
-            self._state[:, rows[0]], self._shifts[rows[0]] = rows[1:8], rows[8]
+            rows = tensors[-2].view(10, -1)
+            self._state[:, rows[0]], self._shifts[rows[0]], self._adapters[rows[0]] = rows[1:8], rows[8], rows[9]
         if len(marks):
             rows = tensors[-1].view(2, -1)
             self._tables.view(-1)[rows[0]] = rows[1].int()

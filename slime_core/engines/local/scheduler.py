@@ -122,11 +122,13 @@ class Scheduler:
         self.sequences, self.tokens = self._configured, 0
 
     @torch.inference_mode()
-    def score(self, tokens: NDArray[np.int64], start: int, media: JobMedia | None = None) -> NDArray[np.float32]:
+    def score(
+        self, tokens: NDArray[np.int64], start: int, media: JobMedia | None = None, adapter: int = 0
+    ) -> NDArray[np.float32]:
         """Plain log-prob of each of ``tokens[start:]``, through the spare slot."""
         self._make_room(len(tokens))
         out = np.empty(len(tokens) - start, dtype=np.float32)
-        for begin, logits in self.served.sequence_logits(tokens[:-1], media):
+        for begin, logits in self.served.sequence_logits(tokens[:-1], media, adapter):
             first = max(begin, start - 1)
             if first >= begin + len(logits):
                 continue
@@ -200,7 +202,7 @@ class Scheduler:
             slots.take(int(slots.free()[0]), job, tokens)
             return True
         pending = {slot for slot, _, _ in pieces} | {target for _, target, _ in copies}
-        shared = slots.shared(tokens[:last])
+        shared = slots.shared(tokens[:last], job.adapter)
         source = int(shared.argmax())
         count = int(shared[source])
         if source in pending and count < last:

@@ -14,13 +14,14 @@ import numpy as np
 import torch
 
 from slime_core.engines.local import verify
+from slime_core.engines.local.adapters import ServedAdapters
 from slime_core.engines.local.attention import RowCounts, Segment, decode_rows, pack
 from slime_core.engines.local.media import JobMedia, MediaReader, RowMedia, Sight
 from slime_core.engines.local.packed import PackedPlan, RescanPlan
 from slime_core.engines.local.pages import PagedCache
 from slime_core.engines.local.slots import KVCache, position_bytes
 from slime_core.engines.local.twin import Twin
-from slime_core.errors import ConfigError
+from slime_core.errors import ConfigError, EngineError
 from slime_core.media.positions import MediaLayout
 from slime_core.weights.routers import Routers
 
@@ -59,6 +60,7 @@ class ServedModel:
         self.routers: Routers | None = None  # of the model, where they are recorded
         self.batch_invariant = exact or not self._paged
         self.counts = RowCounts()
+        self.adapters: ServedAdapters | None = None
         self._twin = Twin(folder.config, self._dtype, device, folder.trust_remote_code, joined=self._paged)
         self.reader = reader or MediaReader(MediaLayout.of(folder.config), folder.config.model_type)
         self.sight = Sight(self._twin.model, self.reader, device)
@@ -84,6 +86,11 @@ class ServedModel:
         return self._twin.ready and (self.rescans or self.holds_cache)
 
     @property
+    def has_base(self) -> bool:
+        """Whether updates may hold adapters alone."""
+        return self.adapters is not None and self._twin.ready
+
+    @property
     def position_bytes(self) -> int:
         """What a position takes in all layers; 0 where whole prefixes are recomputed."""
         choices = 2 * math.prod(self.routers.shape) if self.routers is not None else 0
@@ -92,7 +99,9 @@ class ServedModel:
     @torch.inference_mode(False)
     def load(self, update: WeightUpdate) -> None:
         """Serve an update's weights; the first one also decides how the model is run."""
-        self._twin.load(update)
+        if update.tensors or not self.has_base:
+            self._twin.load(update)
+        self._load_adapters(update)
         self.sight.forget()
         self.version = update.version
         self._resting = False
@@ -101,7 +110,12 @@ class ServedModel:
             return
         with torch.no_grad():
             choice = verify.choose(
-                self._twin.model, self.context_len, self.device, paged=self._paged, exact=self._exact
+                self._twin.model,
+                self.context_len,
+                self.device,
+                paged=self._paged,
+                exact=self._exact,
+                adapters=self.adapters,
             )
         self.plan, self.counts = choice.plan, choice.counts
         self.batch_invariant = self.batch_invariant and choice.batch_invariant
@@ -111,6 +125,20 @@ class ServedModel:
                 raise _not_recorded(type(self._twin.model).__name__)
             self.plan.routers = self.routers
         self.moved()
+
+    def _load_adapters(self, update: WeightUpdate) -> None:
+        if self.plan is None and update.adapters:
+            self.adapters = ServedAdapters(self._twin.model, update.adapters, self._dtype, self.device)
+        if self.adapters is not None:
+            self.adapters.load(update.adapters)
+        elif update.adapters:
+            raise EngineError(
+                f"version {update.version} is the first with adapters",
+                code="ENG86",
+                where="the embedded engine",
+                why="how the model is computed, and how many rows a pass has, is chosen at the first load",
+                fix="send them with the first weights",
+            )
 
     def allocate(self, count: int, tokens: int) -> None:
         """Make an empty cache of ``count`` pages, or slots of ``tokens``, after the one before is gone."""
@@ -123,8 +151,11 @@ class ServedModel:
 
     def moved(self) -> bool:
         """Whether weights lie elsewhere than at the last call."""
-        before, self._addresses = self._addresses, tuple(p.data_ptr() for p in self._twin.model.parameters())
-        return before != self._addresses
+        addresses = tuple(p.data_ptr() for p in self._twin.model.parameters())
+        if self.adapters is not None:
+            addresses += self.adapters.addresses()
+        before, self._addresses = self._addresses, addresses
+        return before != addresses
 
     def drop(self) -> None:
         """Release the cache's memory until the next :meth:`allocate`."""
@@ -148,6 +179,8 @@ class ServedModel:
         """Release memory."""
         if "weights" in what:
             self._twin.release()
+            if self.adapters is not None:
+                self.adapters.release()
             if self.plan is not None:
                 self.plan.release()
         if "kv" in what:
@@ -156,14 +189,30 @@ class ServedModel:
         elif self.device != "cpu":
             torch.cuda.empty_cache()
 
-    def fingerprints(self) -> dict[str, str]:
-        """Checksums of what is served."""
-        return self._twin.fingerprints()
+    def fingerprints(self, adapters: Sequence[str]) -> dict[str, str]:
+        """Checksums of what is served, or of these adapters alone."""
+        sums = {} if adapters else self._twin.fingerprints()
+        return sums | (self.adapters.checksums(adapters or self.adapters.names) if self.adapters is not None else {})
+
+    def chooses(self, owners: NDArray[np.int64]) -> bool:
+        """Whether rows of these adapters, by number, need to choose: not where all use the only one."""
+        return self.adapters is not None and (len(self.adapters.names) > 1 or bool(owners.any()))
+
+    def use(self, owners: NDArray[np.int64], rows: int = 1) -> None:
+        """Let the first of the next pass's ``rows`` use these adapters by number, all where there is one of them."""
+        if self.adapters is None:
+            return
+        if not self.chooses(owners):
+            self.adapters.select(None)
+        else:
+            padding = 0 if len(owners) == 1 else rows - len(owners)
+            self.adapters.select(self._to(np.pad(owners, (0, padding))))
 
     def prefill(self, segments: Sequence[Segment], slots: Slots) -> None:
         """Fill the cache for packed pieces of prompts."""
         ids = np.concatenate([slots.content[s.slot, s.position : s.position + s.end - s.begin] for s in segments])
-        self._pack(list(segments), ids, [slots.media(segment.slot) for segment in segments], logits=False)
+        media = [slots.media(segment.slot) for segment in segments]
+        self._pack(list(segments), ids, media, [slots.adapter[segment.slot] for segment in segments], logits=False)
 
     def decode(self, slots: Slots, count: int) -> torch.Tensor:
         """Feed every active slot's token; logits [count, V], where rows of idle slots mean nothing."""
@@ -175,36 +224,46 @@ class ServedModel:
             rows = decode_rows(slots.token[at], slots.position[at], slots.active[at], self.cache, self.device, first)
             if (shift := np.where(slots.active[at], slots.shift[at], 0)).any():
                 rows.media = RowMedia(rows.position_ids() + self._to(shift))
+            self.use(slots.adapter[at], len(rows))
             parts.append(self.plan.forward(rows, self.cache, logits=True))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def sequence_logits(
-        self, tokens: NDArray[np.int64], media: JobMedia | None = None
+        self, tokens: NDArray[np.int64], media: JobMedia | None = None, adapter: int = 0
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """Logits of one sequence, in runs of rows: (first position, [n, V])."""
         if self.rescans:
+            self.use(np.array([adapter]))
             yield 0, self.plan.logits(self._to(tokens))
             return
         room = min(self.counts.most, SCORE_ROWS)
         for begin in range(0, len(tokens), room):
             part = tokens[begin : begin + room]
             segment = Segment(self.cache.spare, begin, 0, len(part))
-            logits = self._pack([segment], part, [media], logits=True)
+            logits = self._pack([segment], part, [media], [adapter], logits=True)
             assert logits is not None
             yield begin, logits[: len(part)]
 
     def _pack(
-        self, segments: list[Segment], ids: NDArray[np.int64], media: Sequence[JobMedia | None], *, logits: bool
+        self,
+        segments: list[Segment],
+        ids: NDArray[np.int64],
+        media: Sequence[JobMedia | None],
+        adapters: Sequence[int],
+        *,
+        logits: bool,
     ) -> torch.Tensor | None:
         rows = pack(segments, self.reader.plain(ids), self.counts, self.cache, self.device)
         if any(media):
             spans = [(m, s.position, s.position + s.end - s.begin) for m, s in zip(media, segments, strict=True)]
             rows.media = self.sight.rows(spans, len(rows))
+        self.use(np.repeat(adapters, [segment.end - segment.begin for segment in segments]), len(rows))
         return self.plan.forward(rows, self.cache, logits=logits)  # type: ignore[no-any-return]
 
     def _rescan(self, slots: Slots, count: int) -> torch.Tensor:
         out: torch.Tensor | None = None
         for slot in np.flatnonzero(slots.active[:count]):
+            self.use(slots.adapter[slot : slot + 1])
             last: torch.Tensor = self.plan.logits(self._to(slots.content[slot, : slots.position[slot] + 1]))[-1]
             out = last.new_zeros(count, len(last)) if out is None else out
             out[slot] = last

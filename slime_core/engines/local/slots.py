@@ -74,6 +74,7 @@ class EngineJob:
     stop_ids: tuple[int, ...]
     completion: Completion  # with the tokens of slots that it has left
     media: JobMedia | None = None
+    adapter: int = 0  # number of it, or `adapters.BASE`; 0 where there is none
     error: EngineError | None = None
     start: float = field(default_factory=time.monotonic)
     slot_time: float = 0.0  # when it first had a slot
@@ -159,6 +160,7 @@ class Slots:
         self.texts = np.zeros(count, dtype=bool)  # has stop strings
         self.filled = np.zeros(count, dtype=np.int64)
         self.shift = np.zeros(count, dtype=np.int64)  # of positions on the model's axes, after pictures
+        self.adapter = np.zeros(count, dtype=np.int64)  # whose keys and values the cache holds, as in `EngineJob`
         self.mixed = np.zeros(count, dtype=bool)  # its cache was made by several weights: never reused
         self.content = np.zeros((count, length), dtype=np.int64)
         self.log_probs = np.zeros((count, length), dtype=np.float32)  # by absolute position
@@ -213,6 +215,7 @@ class Slots:
         self.budget[slot] = job.limit - len(job.completion.tokens)
         self.seed[slot] = job.seed
         self.shift[slot] = job.media.shift if job.media else 0
+        self.adapter[slot] = job.adapter
         self.temperature[slot], self.top_p[slot], self.top_k[slot] = params.temperature, params.top_p, params.top_k
         self.shaped[slot] = params.temperature != 1 or params.top_p < 1 or params.top_k > 0
         if len(job.stop_ids) > self.stops.shape[1]:
@@ -249,7 +252,17 @@ class Slots:
         self.jobs[target], self.jobs[source] = self.jobs[source], None
         for array in (
             *(self.active, self.position, self.token, self.start, self.budget, self.seed, self.temperature),
-            *(self.top_p, self.top_k, self.shaped, self.stops, self.texts, self.filled, self.mixed, self.shift),
+            *(
+                self.top_p,
+                self.top_k,
+                self.shaped,
+                self.stops,
+                self.texts,
+                self.filled,
+                self.mixed,
+                self.shift,
+                self.adapter,
+            ),
         ):
             array[target] = array[source]
         end = int(self.position[source]) + 1
@@ -257,13 +270,13 @@ class Slots:
             table[target, :end] = table[source, :end]
         self.active[source] = False
 
-    def shared(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """For every slot, how many leading tokens its cache has in common with ``tokens``."""
+    def shared(self, tokens: NDArray[np.int64], adapter: int = 0) -> NDArray[np.int64]:
+        """For every slot, how many leading tokens its cache has in common with ``tokens`` under an adapter."""
         if not len(tokens):
             return np.zeros(self.count, dtype=np.int64)
         differs = self.content[:, : len(tokens)] != tokens
         first = np.where(differs.any(1), differs.argmax(1), len(tokens))
-        return np.minimum(first, self.filled)
+        return np.where(self.adapter == adapter, np.minimum(first, self.filled), 0)
 
     def forget(self) -> None:
         """The cache holds nothing that may be reused."""

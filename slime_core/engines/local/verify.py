@@ -11,11 +11,13 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from slime_core.engines.local.adapters import ServedAdapters
 from slime_core.engines.local.attention import RowCounts, Segment, decode_rows, measure, pack
 from slime_core.engines.local.joined import JoinedPlan
 from slime_core.engines.local.lean import LeanPlan
@@ -57,7 +59,15 @@ class PlanChoice:
     batch_invariant: bool
 
 
-def choose(model: nn.Module, context_len: int, device: str, *, paged: bool = False, exact: bool = False) -> PlanChoice:
+def choose(
+    model: nn.Module,
+    context_len: int,
+    device: str,
+    *,
+    paged: bool = False,
+    exact: bool = False,
+    adapters: ServedAdapters | None = None,
+) -> PlanChoice:
     """Try plans from the fastest; the last one, recomputing prefixes, is right for every model.
 
     Raises:
@@ -69,7 +79,8 @@ def choose(model: nn.Module, context_len: int, device: str, *, paged: bool = Fal
     picture = PictureTrial(model, device) if MediaLayout.of(model.config) is not None else None
     text = text_model(model)
     before = getattr(text.config, "_attn_implementation", None)
-    lean: Callable[[], Any] = (lambda: JoinedPlan(model, exact=exact)) if paged else (lambda: LeanPlan(model))
+    joined = partial(JoinedPlan, model, adapters, exact=exact)
+    lean: Callable[[], Any] = joined if paged else partial(LeanPlan, model, adapters)
     makers: tuple[Callable[[], Any], ...] = (lean,) if exact else (lean, lambda: PackedPlan(model, device))
     reasons = [reason] if (reason := moving_rope(model.config, context_len)) else []
     for make in () if reasons else makers:
