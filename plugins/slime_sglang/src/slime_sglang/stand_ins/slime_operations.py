@@ -1,13 +1,16 @@
 """Declares operations that have no build for a bare CPU before a module looks for them; they are never called.
 
 A torchvision that was built for CUDA loads beside a torch without it, and so do models of `sgl_kernel`'s operations.
+SGLang's plain torch adapters compute on a CPU, but hold some tensors in pinned memory, which only a GPU's driver has:
+there it is ordinary memory.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
+from typing import Any
 
 BOXES = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 OPERATIONS = {  # module that looks for operations when it is imported -> their names and arguments
@@ -20,12 +23,16 @@ OPERATIONS = {  # module that looks for operations when it is imported -> their 
         )
     },
 }
+ADAPTERS = "sglang.srt.lora.backend.torch_backend"
+"""Imported before any tensor of an adapter is made, and only where adapters are served."""
 
 
 class OperationFinder(MetaPathFinder):
     """Declares what a module looks for when it is imported; it finds no module."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: object = None) -> None:
+        if fullname == ADAPTERS:
+            unpin()
         if fullname in OPERATIONS:
             import torch
 
@@ -33,6 +40,24 @@ class OperationFinder(MetaPathFinder):
                 package, _, operation = name.partition("::")
                 if not (torch.version.cuda or torch.version.hip or hasattr(getattr(torch.ops, package), operation)):
                     torch.library.define(name, arguments)
+
+
+def unpin() -> None:
+    """Have torch take ordinary memory where pinned memory is requested and no device could pin it."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for name in ("tensor", "zeros", "empty"):
+        setattr(torch, name, _unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign, assignment, misc]
+
+
+def _unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
+    def without(*arguments: Any, pin_memory: bool = False, **named: Any) -> Any:
+        return make(*arguments, **named)
+
+    return without
 
 
 sys.meta_path.insert(0, OperationFinder())
