@@ -65,7 +65,10 @@ async def over(
     """An engine that has met these servers; it has no weights yet."""
     for server in servers:
         await server.ready(PATIENCE)
-    ways = Ways(model=None, dtype="float32", features=features, folder=folder, device=device, torch=version("torch"))
+    ways = Ways(
+        model=None, dtype="float32", features=features, folder=folder, device=device, torch=version("torch"),
+        adapters=bool(settings.get("adapters")),
+    )  # fmt: skip
     limits = {"concurrency": 64, "timeout": PATIENCE, "retries": 1, "epoch": EPOCH, **settings}
     engine = SglangEngine(
         servers, FleetSettings(vocab_size=VOCAB, context_len=512, features=features, **limits),

@@ -53,6 +53,7 @@ class FakeServer:
         self.came = asyncio.Condition()
         self.running = {}  # rid -> event of its abort
         self.most = 0  # at once
+        self.adapters, self.loses = {}, False  # name -> what was loaded; loads that it says it did and did not
         self.checksums = {"model.norm.weight": "00ff00ff00ff00ff"}
         self.ids = VOCAB  # of the model; None: it does not tell
         self.prompt = lambda body: body["input_ids"]  # as it counts the tokens
@@ -127,6 +128,14 @@ class FakeServer:
                 self.version = body["weight_version"]
                 message = f"Succeeded to update model weights. Weight version updated to {self.version}."
                 return response(success=True, message=message)
+            case "load_lora_adapter" | "load_lora_adapter_from_tensors" | "unload_lora_adapter":
+                return self._adapt(path, body)
+            case "update_weight_version":
+                self.version = body["new_version"]
+                return response(success=True, message=f"Weight version updated to {self.version}")
+            case "v1/models":
+                models = [{"id": "m", "parent": None}, *({"id": name, "parent": "m"} for name in self.adapters)]
+                return response(data=models)
             case "begin_weight_update" | "end_weight_update":
                 return response(success=True, message="Success")
             case "release_memory_occupation" | "resume_memory_occupation":
@@ -148,6 +157,18 @@ class FakeServer:
                 )
         return response(404, detail="Not Found")
 
+    def _adapt(self, path, body):
+        name, unloads = body["lora_name"], path.endswith("unload_lora_adapter")
+        assert not self.running, "an adapter is unloaded once no request has it: SGLang would wait here"
+        if self.refuse or unloads != (name in self.adapters):
+            self.refuse = max(0, self.refuse - 1)
+            return response(400, success=False, error_message=f"{name} is {'not' if unloads else 'already'} loaded")
+        if unloads:
+            del self.adapters[name]
+        elif not self.loses:
+            self.adapters[name] = body
+        return response(success=True, error_message="", loaded_adapters=dict.fromkeys(self.adapters, "m"))
+
     async def _generate(self, request):
         if refusal := self._unauthorized(request):
             return refusal
@@ -160,6 +181,8 @@ class FakeServer:
         if body["sampling_params"].get("logit_bias"):  # an id that no model has: how a client learns their range
             said = f"logit_bias must has keys in [0, {self.ids - 1}], got 2147483647." if self.ids else "no such key"
             return response(400, error={"message": said})
+        if (name := body.get("lora_path")) and name not in self.adapters:
+            return response(400, error={"message": f"Got LoRA adapter that has never been loaded: {name}"})
         self.bodies.append(body)
         rid = body["rid"]
         if any(rid.startswith(other) or other.startswith(rid) for other in self.running):

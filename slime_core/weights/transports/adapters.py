@@ -3,8 +3,8 @@
     disk, nccl   ROUTE.folder/adapters/v-VERSION/NAME: adapter_config.json and adapter_model.safetensors, as peft's
     tensor       one buffer in the memory of the host, which every rank of every server on this machine maps
 
-Engines copy adapters to the host before they use them, so they are sent there and not to a GPU. Two buffers take turns:
-an engine may map the one before until it has loaded the next.
+Engines copy adapters to the host before they use them, so they are sent there and not to a GPU. Two buffers take
+turns: an engine may map the one before until it has loaded the next.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from slime_core.durable import storage_error
+from slime_core.weights.hashing import Checksums
 from slime_core.weights.transports.buckets import DTYPES, Tally, TensorSource, stream
 
 if TYPE_CHECKING:
@@ -65,7 +67,8 @@ class AdapterSenders:
                     handles[name] = {"config": plain, "folder": _write(folder / name, plain, streams[name], route)}
                     continue
                 parts = [part for source in sources for part in source.parts]
-                sent = self._buffer(name).send(parts, streams[name], version, route, Tally(route, _Unchecked))
+                tally = Tally(replace(route, checks=()), Checksums)
+                sent = self._buffer(name).send(parts, streams[name], version, route, tally)
                 handles[name] = {"config": plain, **sent}
             return handles
         finally:
@@ -100,20 +103,6 @@ class AdapterSenders:
             raise storage_error(error, adapters, "adapters cannot be written for the engine") from error
         self._folders.append(place)
         return place
-
-
-class _Unchecked:
-    """Checksums of nothing: what an engine makes of adapters it tells no checksums of."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        del dtype
-
-    def add(self, sources: Any, checks: Any) -> None:
-        """No-op."""
-
-    def finish(self) -> dict[str, str]:
-        """Nothing."""
-        return {}
 
 
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:

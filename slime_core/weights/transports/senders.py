@@ -13,6 +13,7 @@ from slime_core.errors import TrainerError
 from slime_core.plugins.backends import engine_of
 from slime_core.types import WeightUpdate
 from slime_core.weights.hashing import Checksums
+from slime_core.weights.transports.adapters import AdapterSenders, AdapterSources
 from slime_core.weights.transports.buckets import Stream, Tally, TensorPart, TensorSource, stream
 from slime_core.weights.transports.quantised import in_fp8
 
@@ -55,17 +56,35 @@ class Senders:
         self._device, self._folder, self._config = device, folder, config
         self._block_format = block_format
         self.by_transport: dict[str, Sender] = {}
+        self._adapters = AdapterSenders(lambda where: self._constructor("senders", "tensor")(where))
 
     def publish(
-        self, sources: Sequence[TensorSource], version: int, route: WeightRoute, *, rank: int = 0
+        self,
+        sources: Sequence[TensorSource],
+        version: int,
+        route: WeightRoute,
+        *,
+        rank: int = 0,
+        adapters: AdapterSources | None = None,
     ) -> WeightUpdate:
         """The update of ``version``, sent by rank 0; every rank goes through all gathers, also where that fails.
+
+        ``adapters``, of an engine that computes with them beside the base, go under ``adapters`` in the update's
+        handle; without ``route.base`` they are all of the update.
 
         Raises:
             TrainerError: TRN96 no memory for a copy; a broken group; a tensor that comes twice.
             StorageError: the folder cannot be written.
         """
-        update = WeightUpdate(version=version, epoch=0, transport=route.transport)
+        update = WeightUpdate(version=version, epoch=0, transport=route.transport, handle={})
+        if route.base:
+            self._send(sources, update, route, rank)
+        if adapters:
+            update.handle |= {"adapters": self._adapters.send(adapters, version, route, rank=rank)}
+        return update
+
+    def _send(self, sources: Sequence[TensorSource], update: WeightUpdate, route: WeightRoute, rank: int) -> None:
+        """Tensors of the model."""
         if self._block_format is not None:
             sources = in_fp8(sources, self._block_format)
         tensors = stream(sources)
@@ -75,7 +94,7 @@ class Senders:
         try:
             if rank == 0:
                 tally = Tally(route, self._sums(route), self._block_format)
-                update.handle = self.by_transport[route.transport].send(parts, tensors, version, route, tally)
+                update.handle = self.by_transport[route.transport].send(parts, tensors, update.version, route, tally)
                 update.fingerprints = tally.finish()
         finally:
             for _ in tensors:
@@ -85,12 +104,12 @@ class Senders:
             copies = sender.spread(parts, route, rank)
             if rank == 0:
                 update.handle["copies"] = copies
-        return update
 
     def drop(self) -> None:
         """Give the memory of transports back; the next update makes it anew."""
         for sender in self.by_transport.values():
             sender.drop()
+        self._adapters.drop()
 
     def _open(self, route: WeightRoute) -> Sender:
         if route.transport == "disk":

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from slime_core.errors import EngineError
-from slime_sglang.adapters import unservable_weights
 
 if TYPE_CHECKING:
     from slime_sglang.client import Client
@@ -53,15 +52,11 @@ async def update_adapters(to: Target, adapters: Mapping[str, Mapping[str, Any]])
 
 
 async def _load(to: Target, name: str, sent: Mapping[str, Any]) -> None:
-    config = dict(sent["config"])
     if "folder" in sent:
         await to.call(LOAD, {"lora_name": name, "lora_path": sent["folder"]})
         return
-    names = [part for bucket in sent["buckets"] for part in bucket["names"]]
-    if reason := unservable_weights(names):
-        raise to.refused(reason)
     (handles,) = to.handles(sent)  # adapters have one dtype, so they are one bucket
-    body = {"lora_name": name, "config_dict": config, "serialized_named_tensors": handles}
+    body = {"lora_name": name, "config_dict": sent["config"], "serialized_named_tensors": handles}
     await to.call(LOAD_TENSORS, body | {"load_format": "flattened_bucket"})
 
 
@@ -84,6 +79,6 @@ async def compare(to: Target, names: set[str]) -> None:
             f"{to.name} does not serve the adapters of version {to.update.version}",
             code="ENG83",
             where=to.where,
-            why=f"it lists {', '.join(sorted(served)) or 'none'}, and not {', '.join(sorted(names))}: an update was lost",
+            why=f"an update was lost: it lists {', '.join(sorted(served)) or 'none'}, not {', '.join(sorted(names))}",
             fix="see the server's log; --lora-sync merged sends whole weights",
         )

@@ -1,5 +1,5 @@
-"""Adapters that SGLang's servers compute beside the base (``lora_sync = adapter``): what a run asks of the servers, and
-what of it they cannot do.
+"""Adapters that SGLang's servers compute beside the base (``lora_sync = adapter``): what a run asks of the servers,
+and what of it they cannot do.
 
 SGLang (0.5.23) knows plain LoRA of attention and MLP layers; of experts it has kernels for some GPUs, in other names
 than peft's.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from slime_core.config.problems import Problem, conflict
 from slime_core.errors import ConfigError
 from slime_core.lora.spec import DEFAULT, PLAIN, LoraSpec
-from slime_sglang.architectures import raw_config
+from slime_sglang.model_config import raw_config
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -26,7 +26,7 @@ FUSED = ("qkv_proj", "gate_up_proj")  # of families whose model folders have the
 SERVED = (*ATTENTION, *MLP, *FUSED)
 """Last parts of names of layers that SGLang's adapters reach."""
 COMPANIONS = {"k_proj": ("q_proj",), "q_proj": ("v_proj",), "v_proj": ("q_proj",), "up_proj": ("gate_proj",)}
-"""SGLang joins the factors of these layers, and takes one alone for a damaged adapter, or ends at the first request."""
+"""SGLang joins the factors of these layers; one alone it refuses, or it ends at the first request."""
 OPTIONS = ("enable_lora", "lora_paths", "max_lora_rank", "lora_target_modules", "max_loaded_loras")
 """SGLang's, which follow from the keys of [train]."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -104,11 +104,13 @@ def _targets(targets: tuple[str, ...], model: str) -> Iterator[Problem]:
         reason = unservable(leaves)
     if reason:
         fix = f"{MERGED}   or other lora_target_modules"
-        yield conflict(f"lora_target_modules = {', '.join(targets)} with lora_sync = adapter", [key, SYNC], why=reason, fix=fix)
+        yield conflict(
+            f"lora_target_modules = {', '.join(targets)} with lora_sync = adapter", [key, SYNC], why=reason, fix=fix
+        )
 
 
 def unservable(leaves: Collection[str]) -> str:
-    """Why SGLang cannot serve adapters of one layer's modules, by the last parts of their names; empty where it can."""
+    """Why SGLang cannot serve adapters of one layer's modules, by last parts of names; empty where it can."""
     if others := sorted(set(leaves) - set(SERVED)):
         return f"SGLang serves adapters of {', '.join(SERVED)}, and none of {', '.join(others)}"
     for name in leaves:
@@ -158,7 +160,7 @@ def _experts(model: str) -> bool:
     return any(text.get(name) for name in EXPERT_COUNTS)
 
 
-def missing(facts: Mapping[str, Any], config: Config) -> str:
+def missing_options(facts: Mapping[str, Any], config: Config) -> str:
     """Options that a server which runs already should have been started with; empty where it has them."""
     needed = options(config, config.rollout.hf_checkpoint)
     if not needed:

@@ -53,8 +53,12 @@ def body(
     features: frozenset[str],
     dp_rank: int | None,
     experts: bool = False,
+    adapter: str = "",
 ) -> dict[str, Any]:
-    """What is posted to /generate. Every parameter is named, so that no server's own preference counts."""
+    """What is posted to /generate. Every parameter is named, so that no server's own preference counts.
+
+    ``adapter`` is the name of one on the server.
+    """
     p = request.params
     params: dict[str, Any] = {
         "max_new_tokens": limit,
@@ -84,12 +88,19 @@ def body(
         "logprob_start_len": -1,
         "stream": stream,
         **({"return_routed_experts": True} if experts else {}),
+        **_adapter(adapter),
         **_rank(dp_rank, features),
     }
 
 
 def score_body(
-    tokens: Sequence[int], start: int, *, rid: str, features: frozenset[str], dp_rank: int | None = None
+    tokens: Sequence[int],
+    start: int,
+    *,
+    rid: str,
+    features: frozenset[str],
+    dp_rank: int | None = None,
+    adapter: str = "",
 ) -> dict[str, Any]:
     """What is posted to /generate for the log-probs of ``tokens[start:]``."""
     return {
@@ -98,8 +109,13 @@ def score_body(
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
         "return_logprob": True,
         "logprob_start_len": start - 1,
+        **_adapter(adapter),
         **_rank(dp_rank, features),
     }
+
+
+def _adapter(adapter: str) -> dict[str, str]:
+    return {"lora_path": adapter} if adapter else {}
 
 
 def _rank(dp_rank: int | None, features: frozenset[str]) -> dict[str, int]:

@@ -21,6 +21,7 @@ from slime_core.engines.admission import too_long
 from slime_core.errors import EngineError
 from slime_core.types import Completion
 from slime_sglang import bodies, stop_strings, wire
+from slime_sglang.adapter_updates import served_name
 from slime_sglang.calls import HttpCalls, ServerProgress
 from slime_sglang.chunks import ChunkedAnswer
 from slime_sglang.concurrency import InFlightRequest
@@ -83,6 +84,7 @@ class Client(HttpCalls):
         eos: Collection[int] = (),
         experts: tuple[int, int] | None = None,
         pictures: PictureCodec | None = None,
+        adapters: Sequence[str] = (),
     ) -> None:
         super().__init__(address, concurrency=concurrency, timeout=timeout, retries=retries)
         self._vocab_size, self._context_len = vocab_size, context_len
@@ -91,17 +93,23 @@ class Client(HttpCalls):
         self._tokenizer_of, self._eos = tokenizer, eos
         self._experts = experts  # layers, and experts a token, where samples carry those that were chosen
         self._pictures = pictures  # of a model that sees them
+        self._adapters = adapters  # that the server has beside the base, the one in training first
         self._tokenizer: Any = None
 
     def version_text(self, version: int) -> str:
         """What the server is told to stamp on tokens of ``version``: ``EPOCH.VERSION``."""
         return f"{self._epoch}.{version}"
 
+    def _served_adapter(self, adapter: str, version: int) -> str:
+        """The server's name of an adapter; empty where it has none, and serves whole weights."""
+        return served_name(adapter or self._adapters[0], self.version_text(version)) if self._adapters else ""
+
     async def generate(
         self, request: GenerateRequest, *, dp_rank: int | None = None, low: int, high: Callable[[], int]
     ) -> Completion:
-        """Continue ``request.tokens``; versions of its tokens must lie in ``[low, high()]``. A caller that is
-        cancelled ends the request on the server. ``timeout`` counts from the moment when it is admitted.
+        """Continue ``request.tokens``; versions of its tokens must lie in ``[low, high()]``, and an adapter is that of
+        ``low``. A caller that is cancelled ends the request on the server. ``timeout`` counts from the moment when it
+        is admitted.
 
         Raises:
             EngineError: the request is at fault (ENG01-ENG03, ENG72, ENG78 the server refuses it), or ENG73 the token,
@@ -116,7 +124,7 @@ class Client(HttpCalls):
         entry = InFlightRequest(request.id)
 
         async def one_try(end: float) -> Completion:
-            body = self._body(entry, request, limit, dp_rank, stream=False)
+            body = self._body(entry, request, limit, dp_rank, low, stream=False)
             answer = await self._request(body, request, end=end, cap=self._cap(request, limit))
             self._check_answer(answer, entry)
             done = wire.completion(answer, self._expected(request, limit, low, high))
@@ -156,9 +164,17 @@ class Client(HttpCalls):
             finally:
                 self._leave()
 
-    async def score(self, tokens: Sequence[int], start: int, media: Media | None = None) -> NDArray[Any]:
+    async def score(
+        self,
+        tokens: Sequence[int],
+        start: int,
+        media: Media | None = None,
+        *,
+        adapter: str = "",
+        version: int = -1,
+    ) -> NDArray[Any]:
         """Log-prob of each of ``tokens[start:]`` (start >= 1) under the plain softmax, float32; those of the
-        placeholders of ``media`` have no meaning.
+        placeholders of ``media`` have no meaning. An adapter is that of ``version``.
 
         Raises:
             EngineError, ServerFault: as `generate`; ENG03 a start outside 1..len(tokens).
@@ -173,7 +189,8 @@ class Client(HttpCalls):
         entry = InFlightRequest("score", scores=True)
 
         async def one_try(end: float) -> NDArray[Any]:
-            body = bodies.score_body(tokens, start, rid=self._rid(entry), features=self.features)
+            served = self._served_adapter(adapter, version)
+            body = bodies.score_body(tokens, start, rid=self._rid(entry), features=self.features, adapter=served)
             answer = await self._request(dumps(body | entry.media), None, end=end, cap=_cap(len(tokens) - start))
             self._check_answer(answer, entry)
             unnamed = self._pictures.layout.ids if entry.media and self._pictures is not None else ()
@@ -307,7 +324,7 @@ class Client(HttpCalls):
         retries = Retries(self._retries, time.monotonic() + self._timeout, entry.stop)
         where, count = f"request {request.id}", 0
         while True:
-            body, pieces = self._body(entry, request, limit, dp_rank, stream=True), ChunkedAnswer()
+            body, pieces = self._body(entry, request, limit, dp_rank, low, stream=True), ChunkedAnswer()
             try:
                 headers = self._headers(request)
                 sent = self._http.events(
@@ -345,10 +362,17 @@ class Client(HttpCalls):
                 return
 
     def _body(
-        self, entry: InFlightRequest, request: GenerateRequest, limit: int, dp_rank: int | None, *, stream: bool
+        self,
+        entry: InFlightRequest,
+        request: GenerateRequest,
+        limit: int,
+        dp_rank: int | None,
+        version: int,
+        *,
+        stream: bool,
     ) -> bytes:
-        rid = self._rid(entry)
-        options: dict[str, Any] = {"features": self.features, "dp_rank": dp_rank}
+        rid, adapter = self._rid(entry), self._served_adapter(request.adapter, version)
+        options: dict[str, Any] = {"features": self.features, "dp_rank": dp_rank, "adapter": adapter}
         experts = self._experts_of(request) is not None
         body = bodies.body(request, rid=rid, limit=limit, stream=stream, experts=experts, **options)
         return dumps(body | entry.media)

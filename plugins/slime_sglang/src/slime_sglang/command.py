@@ -15,7 +15,7 @@ from slime_core.config.problems import raise_all
 from slime_core.errors import ConfigError
 from slime_core.weights.fp8 import rollout_form
 from slime_core.weights.shards import storage_form
-from slime_sglang import rules as engine_rules
+from slime_sglang import adapters, rules as engine_rules
 from slime_sglang.installation import (
     RESERVED,
     Installation,
@@ -24,6 +24,7 @@ from slime_sglang.installation import (
     find_python,
     read_installation,
 )
+from slime_sglang.model_config import raw_config
 from slime_sglang.options import Place
 from slime_sglang.pictures import OPTIONS as PICTURE_OPTIONS, UNKEPT
 from slime_sglang.router_options import router_arguments, uses_router
@@ -162,9 +163,11 @@ def command(
     if not group.frozen and not fixed and (as_sent := stored_otherwise(config, group.model)):
         _check_draft(written)
         defaults |= as_sent
+    beside = {} if group.frozen or fixed else adapters.options(config, group.model)
+    defaults |= beside
     if not group.frozen and shares(config):
         if gives_memory(config, options_set(config)):
-            defaults["enable_memory_saver"] = True
+            defaults |= {"enable_memory_saver": True, "enable_weights_cpu_backup": bool(beside)}
         else:
             defaults["mem_fraction_static"] = SHARE
     defaults = {
@@ -172,7 +175,7 @@ def command(
     }
     env = {**installation.env, **group.env}
     trains_tower = not (group.frozen or config.train.freeze_vision_tower)
-    if trains_tower and "vision_config" in engine_rules.raw_config(group.model):
+    if trains_tower and "vision_config" in raw_config(group.model):
         env = {**UNKEPT, **env}
     if config.cluster.device == "cpu":
         env = {"SGLANG_USE_CPU_ENGINE": "1", **env}
@@ -197,7 +200,7 @@ def own_options(config: Config, group: ServerGroup, server: ServerPlace, tp_size
         options["device"] = device
     if device == "cpu":
         options |= ON_CPU
-    if "vision_config" in engine_rules.raw_config(group.model):
+    if "vision_config" in raw_config(group.model):
         options |= PICTURE_OPTIONS
     if group.mode != "regular":
         options["disaggregation_mode"] = group.mode
@@ -219,7 +222,7 @@ def stored_otherwise(config: Config, model: str) -> dict[str, Any]:
 
     It starts without the folder's weights: the trainer's come before the first token.
     """
-    stored = storage_form(engine_rules.raw_config(model))
+    stored = storage_form(raw_config(model))
     sent = rollout_form(config.rollout.rollout_quantization, stored)
     if sent == stored:
         return {}
@@ -247,7 +250,7 @@ def _check_draft(options: Mapping[str, Any]) -> None:
 def _context(model: str) -> int:
     """Positions of a model folder, from its config; 0 where that is not told."""
     try:
-        raw = engine_rules.raw_config(model)
+        raw = raw_config(model)
         return int((raw.get("text_config") or raw)["max_position_embeddings"])
     except (KeyError, TypeError, ValueError, AttributeError):
         return 0
@@ -274,6 +277,13 @@ def check_features(config: Config, installation: Installation) -> None:
             code="CFG04",
             where="train.routing_replay",
             fix="update it   or   --routing-replay policy",
+        )
+    if adapters.adapter_names(config) and "adapters" not in has:
+        raise ConfigError(
+            f"SGLang {installation.version} takes no adapters from memory",
+            code="CFG04",
+            where=adapters.SYNC,
+            fix=f"{adapters.MERGED}   or a newer SGLang",
         )
     updates = {"disk": "disk_update", "tensor": "tensor_update", "nccl": "nccl_update"}
     transport = rollout.update_weight_transport

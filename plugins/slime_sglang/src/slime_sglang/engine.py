@@ -122,7 +122,7 @@ class SglangEngine:
                 left.
         """
         self._require_weights(f"request {request.id}")
-        check_adapter(request.adapter, (), f"request {request.id}")
+        check_adapter(request.adapter, self._settings.adapters, f"request {request.id}")
         return await self._chain(request)
 
     async def score(
@@ -130,7 +130,7 @@ class SglangEngine:
     ) -> NDArray[Any]:
         """See `protocols.Engine`; raises as `generate`."""
         self._require_weights("score")
-        check_adapter(adapter, (), "score")
+        check_adapter(adapter, self._settings.adapters, "score")
         self._scores += 1
         stands_for = GenerateRequest(
             id=f"score-{self._scores}",
@@ -138,6 +138,7 @@ class SglangEngine:
             params=SamplingParams(max_new_tokens=1),
             seed=0,
             media=media,
+            adapter=adapter,
         )
         return await self.requests.score(tokens, start, stands_for)
 
@@ -195,8 +196,11 @@ class SglangEngine:
             hold.close()
 
     async def _halt(self, mode: ServerMode) -> None:
-        """Hold what servers have: there, or here with what it has where the server cannot or ``mode`` is abort."""
-        if mode == "abort" or "pause_modes" not in self._settings.features:
+        """Hold what servers have: there, or here with what it has where the server cannot or ``mode`` is abort.
+
+        An adapter is not unloaded while a server has a request for it, so those wait here.
+        """
+        if mode == "abort" or "pause_modes" not in self._settings.features or self._settings.adapters:
             await self.requests.recall()
             return
         lanes = self.router.lanes
@@ -308,6 +312,7 @@ class SglangEngine:
             await lane.client.post(f"/flush_cache?timeout={IDLE:g}", {}, timeout=CONTROL)
             await self._memory(lane, "/release_memory_occupation", names)
             lane.released.update(names)
+            lane.base = lane.base and ("weights" not in names or bool(lane.fact("enable_weights_cpu_backup")))
 
     async def _get(self, lane: Lane, what: set[str]) -> None:
         names = [name for name in ("weights", "kv") if name in what & lane.released]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 OLDEST, SPANS = (0, 5, 12), (0, 5, 23)
 CONTROL = ("pause_modes", "memory_tags", "sampling_seed", "weights_checker", "abort")
 OLD = frozenset((*CONTROL, "disk_update", "tensor_update", "nccl_update"))
-NEW = OLD | {"version_spans", "routed_dp_rank", "update_brackets"}
+NEW = OLD | {"version_spans", "routed_dp_rank", "update_brackets", "adapters"}
 
 
 def features(version: str) -> frozenset[str]:

@@ -20,6 +20,7 @@ from slime_sglang.bodies import NO_TOKENIZER
 from slime_sglang.client import Client
 from slime_sglang.gateway_client import GatewayClient
 from slime_sglang.http import BROKEN
+from slime_sglang.loading import has_base
 from slime_sglang.reserved_server import ReservedServer, ReservedServers
 from slime_sglang.router import Lane, Middleware, Router
 from slime_sglang.vocabulary import check_vocabulary
@@ -59,6 +60,7 @@ class FleetSettings:
     scores: bool = True  # its servers take a prompt without a token to make
     experts: tuple[int, int] | None = None  # see `Client`
     pictures: PictureCodec | None = None  # see `Client`
+    adapters: tuple[str, ...] = ()  # see `Client`
 
     @property
     def abilities(self) -> frozenset[Ability]:
@@ -72,7 +74,10 @@ class FleetSettings:
             abilities.add("routed_experts")
         if self.pictures is not None:
             abilities.add("multimodal")
-        if "version_spans" in self.features and "pause_modes" in self.features and self.pause_mode != "abort":
+        if self.adapters:
+            abilities.add("adapters")
+        live = {"version_spans", "pause_modes"} <= self.features and self.pause_mode != "abort"
+        if live and not self.adapters:
             abilities.add("live_load")
         return frozenset(abilities)
 
@@ -157,14 +162,23 @@ class Fleet:
     async def load(self, update: WeightUpdate, paused: PausedEngine) -> None:
         """See `SglangEngine.load`."""
         failures = await self._load(update, paused)
-        if self.version != update.version and update.transport == "disk" and self.watch is not None:
+        if self.version == update.version or self.watch is None:
+            pass
+        elif _in_folder(update):
             await self.watch.settled()  # servers that come back read the folder
-        elif self.version != update.version and update.transport == "tensor" and self.watch is not None:
+        elif update.transport == "tensor" or not has_base(update):
             await self._some_server()
-            failures = await self._load(update, paused)
+            failures = await self._load(await self._complete(update), paused)
         if self.version != update.version:
             error = self.over or next(iter(failures), None)
             raise error or EngineError(f"no server is left to take version {update.version}", code="ENG86")
+
+    async def _complete(self, update: WeightUpdate) -> WeightUpdate:
+        """An update of adapters alone once more with their base, where a server lacks it."""
+        lanes = self.router.lanes
+        if has_base(update) or all(lane.base for lane in lanes) or self.source is None:
+            return update
+        return await self.source(await self._weights.route("none", lanes))
 
     async def _load(self, update: WeightUpdate, paused: PausedEngine) -> list[EngineError]:
         """Take an update on the servers that are open; the engine has its version where one of them has."""
@@ -172,7 +186,8 @@ class Fleet:
             self.newest = update.version
             try:
                 async with paused() as flush:
-                    lanes = [*self.router.lanes, *self.reserved.due(folder=update.transport == "disk")]
+                    anyone = update.transport == "disk" or not has_base(update)
+                    lanes = [*self.router.lanes, *self.reserved.due(anyone=anyone)]
                     failures = await self.call_all(lanes, lambda lane: self._take(lane, update, flush=flush))
                     self._update = update
                     if len(failures) < len(lanes):
@@ -197,7 +212,15 @@ class Fleet:
             raise EngineError("no SGLang server is left", code="ENG84", fix="see the servers' logs")
 
     async def _take(self, lane: Lane, update: WeightUpdate, *, flush: bool) -> None:
+        if not lane.base and not has_base(update):
+            raise EngineError(
+                f"server {lane.number} lacks the base of the adapters",
+                code="ENG83",
+                where=lane.client.address.url,
+                why="it started after the base was sent",
+            )
         await self._weights.load(lane, update, flush=flush)
+        lane.base = True
         lane.version = update.version
 
     @asynccontextmanager
@@ -212,6 +235,7 @@ class Fleet:
             abilities=settings.abilities,
             epoch=settings.epoch,
             middleware=middleware,
+            adapters=settings.adapters,
         )
         self.reserved.add(server)
         try:
@@ -280,7 +304,7 @@ class Fleet:
             update = fresh.update if fresh is not None else self._update
             if update is None or self._coming.is_set():  # the first load, or the one that is coming, brings them
                 lane.version = self.version
-            elif update.version != self.version if fresh is not None else update.transport != "disk":
+            elif update.version != self.version if fresh is not None else not _in_folder(update):
                 return False
             else:
                 await self._fill(lane, update, fresh)
@@ -290,7 +314,7 @@ class Fleet:
 
     async def _published(self, lane: Lane) -> Fresh | None:
         """What the trainer publishes once more for a server; None where a folder has it, or a load is coming."""
-        if self._update is None or self._update.transport == "disk":
+        if self._update is None or _in_folder(self._update):
             return None
         if self.source is None:
             raise EngineError("no trainer can send weights to the restarted server", code="ENG86")
@@ -353,6 +377,7 @@ class Fleet:
             "eos": settings.eos,
             "experts": settings.experts,
             "pictures": settings.pictures,
+            "adapters": settings.adapters,
             "tokenizer": (lambda: self._tokenizer) if self._tokenizer is not None else None,
         }
 
@@ -400,6 +425,11 @@ class Fleet:
                 self.watch.report(lane.number, error)
             elif not self.router.lanes:
                 self.lost(error)
+
+
+def _in_folder(update: WeightUpdate) -> bool:
+    """Whether a server that comes back finds all that it needs in a folder."""
+    return update.transport == "disk" and has_base(update)
 
 
 async def _alive(lane: Lane) -> bool:

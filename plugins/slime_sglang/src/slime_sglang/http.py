@@ -382,7 +382,7 @@ def message(body: bytes) -> str:
         content = loads(body)
     except ValueError:
         content = None
-    for key in ("error", "message", "detail"):
+    for key in ("error", "message", "detail", "error_message"):
         if isinstance(content, dict) and key in content:
             content = content[key]
     text = content if isinstance(content, str) else body[:SHOWN].decode(errors="replace")

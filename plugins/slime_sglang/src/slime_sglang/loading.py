@@ -6,6 +6,7 @@
 
 SGLang 0.5.23 wants ``tensor`` and ``nccl`` between two calls of their own, which are made where it has them. The last
 call of an update carries the version, so a server that got a part of it keeps the old stamp; it has to be restarted.
+Adapters, of an update that has them, come after the base, or alone: `adapter_updates`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime_core.errors import EngineError, SlimeError
 from slime_core.weights.shards import Shards
+from slime_sglang.adapter_updates import update_adapters
 
 if TYPE_CHECKING:
     from slime_core.types import WeightUpdate
@@ -46,6 +48,12 @@ class Target:
     def remaining(self) -> float:
         """Seconds."""
         return max(0.001, self.deadline - time.monotonic())
+
+    def handles(self, sent: Mapping[str, Any]) -> list[list[str]]:
+        """Of each bucket the memory that each rank of the server reads."""
+        buckets, copies = sent["buckets"], sent.get("copies", {})
+        near = [copies.get(str(trainer), buckets) for trainer in self.trainers] or [buckets] * self.ranks
+        return [[payload[number]["handle"] for payload in near] for number in range(len(buckets))]
 
     async def post(self, path: str, body: dict[str, Any], *, last: bool) -> None:
         """One call of the update.
@@ -128,6 +136,19 @@ async def load(
         ServerFault: it does not answer.
     """
     to = Target(client, update, time.monotonic() + timeout, flush, ranks, first_rank, tuple(trainers))
+    if has_base(update):
+        await _load_base(to)
+    if adapters := update.handle.get("adapters"):
+        await update_adapters(to, adapters)
+
+
+def has_base(update: WeightUpdate) -> bool:
+    """Whether an update has the model's own tensors, not adapters alone."""
+    return set(update.handle or ()) != {"adapters"}
+
+
+async def _load_base(to: Target) -> None:
+    update = to.update
     if update.transport == "disk":
         await _from_disk(to)
     elif update.transport == "tensor":
@@ -148,12 +169,10 @@ async def _from_disk(to: Target) -> None:
 
 
 async def _from_tensor(to: Target) -> None:
-    buckets, copies = to.update.handle["buckets"], to.update.handle.get("copies", {})
-    near = [copies.get(str(trainer), buckets) for trainer in to.trainers] or [buckets] * to.ranks
-    for number in range(len(buckets)):
-        handles = [payload[number]["handle"] for payload in near]
-        body = {"serialized_named_tensors": handles, "load_format": "flattened_bucket"}
-        await to.post("/update_weights_from_tensor", body, last=number == len(buckets) - 1)
+    handles = to.handles(to.update.handle)
+    for number, payload in enumerate(handles, 1):
+        body = {"serialized_named_tensors": payload, "load_format": "flattened_bucket"}
+        await to.post("/update_weights_from_tensor", body, last=number == len(handles))
 
 
 async def _from_group(to: Target) -> None:

@@ -12,7 +12,7 @@ from slime_core.config.values import show
 from slime_core.errors import ConfigError, install_line
 from slime_core.plugins.backends import cluster_of
 from slime_core.protocols import CheckResult
-from slime_sglang import rules
+from slime_sglang import adapters, rules
 from slime_sglang.architectures import fallback
 from slime_sglang.command import prepare
 from slime_sglang.installation import PYTHON_ENV, find_python, is_here, named_here, read_here
@@ -38,6 +38,8 @@ def plan(planning: Planning) -> Plan | None:
     if planning.config.rollout.debug_train_only:
         return None
     facts, reason = _facts(planning), ""
+    if planning.folder is not None:
+        adapters.check_model(planning.config, planning.folder.config)
     if planning.folder is not None and planning.config.rollout.check_weights != "off":
         reason = unknown(planning.folder.config)
     return Plan(facts=facts, rows=rows(facts) | ({"weight check": reason} if reason else {}))

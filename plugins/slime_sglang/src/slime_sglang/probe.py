@@ -39,6 +39,7 @@ FEATURES = {  # name -> file of the installation, and what stands in it
     "nccl_update": (SERVER, r"\"/update_weights_from_distributed\""),
     "update_brackets": (SERVER, r"\"/begin_weight_update\""),
     "abort": (SERVER, r"\"/abort_request\""),
+    "adapters": (SERVER, r"\"/load_lora_adapter_from_tensors\""),
 }
 MODELS = re.compile(r"^EntryClass\b[^=]*=\s*(\[[^\]]*\]|\w+)", re.MULTILINE)
 PACKAGES = {"router": "sglang_router", "memory_saver": "torch_memory_saver"}

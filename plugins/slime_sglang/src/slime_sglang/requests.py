@@ -99,7 +99,10 @@ class Requests:
         failed: list[LaneKey] = []
         while True:
             place = await self._router.pick(request, failed)
-            work = asyncio.ensure_future(place.lane.client.score(tokens, start, request.media))
+            ask = place.lane.client.score(
+                tokens, start, request.media, adapter=request.adapter, version=place.lane.version
+            )
+            work = asyncio.ensure_future(ask)
             self._scores.add(work)
             try:
                 scores = await work

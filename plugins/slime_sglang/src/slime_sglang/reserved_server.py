@@ -45,7 +45,9 @@ class ReservedServer:
         abilities: frozenset[Ability],
         epoch: int,
         middleware: Sequence[Middleware] = (),
+        adapters: Sequence[str] = (),
     ) -> None:
+        self._adapters = adapters
         self.lane, self.version, self.epoch = lane, lane.version, epoch
         self.abilities = abilities - CHANGES
         self._router = Router()
@@ -58,17 +60,19 @@ class ReservedServer:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """See `SglangEngine.generate`; a server that fails has no other in its place."""
-        check_adapter(request.adapter, (), f"request {request.id}")
+        check_adapter(request.adapter, self._adapters, f"request {request.id}")
         return await self._chain(request)
 
     async def score(
         self, tokens: Sequence[int], start: int, media: Media | None = None, adapter: str = ""
     ) -> NDArray[Any]:
         """See `protocols.Engine`."""
-        check_adapter(adapter, (), "score")
+        check_adapter(adapter, self._adapters, "score")
         self._scores += 1
         params = SamplingParams(max_new_tokens=1)
-        scored = GenerateRequest(id=f"score-{self._scores}", tokens=list(tokens), params=params, seed=0, media=media)
+        scored = GenerateRequest(
+            id=f"score-{self._scores}", tokens=list(tokens), params=params, seed=0, media=media, adapter=adapter
+        )
         return await self._requests.score(tokens, start, scored)
 
     async def abort(self, ids: Collection[str]) -> list[Completion]:
@@ -129,9 +133,9 @@ class ReservedServers:
         self._promised = set(self._behind)
         return list(self._behind.values())
 
-    def due(self, *, folder: bool) -> list[Lane]:
-        """Servers behind that an update reaches: those of its route, or all where a ``folder`` brings it."""
-        return [lane for number, lane in self._behind.items() if folder or number in self._promised]
+    def due(self, *, anyone: bool) -> list[Lane]:
+        """Servers behind that an update reaches: those of its route, or all where it is for ``anyone``."""
+        return [lane for number, lane in self._behind.items() if anyone or number in self._promised]
 
     async def caught_up(self, version: int) -> None:
         """Have servers serve again that have taken an update."""

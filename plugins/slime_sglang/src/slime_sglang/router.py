@@ -44,6 +44,7 @@ class Lane:
     generation: int = 1
     ranks: int = 1  # data-parallel
     version: int = -1  # of the weights that it serves
+    base: bool = False  # it has the trainer's base of the adapters
     in_flight: int = 0
     by_rank: list[int] = field(default_factory=list)
     came: list[int] = field(default_factory=list)  # by rank: rises with every token and reply

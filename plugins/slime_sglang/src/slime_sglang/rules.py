@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from slime_core.config.problems import Problem, conflict
 from slime_core.config.sections.rollout import is_loopback
+from slime_sglang import adapters
+from slime_sglang.model_config import raw_config
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -41,6 +41,7 @@ def conflicts(config: Config) -> Iterator[Problem]:
     yield from _options(config)
     yield from _fp8(config)
     yield from _pictures(config)
+    yield from adapters.conflicts(config)
 
 
 def notices(config: Config) -> Iterator[str]:
@@ -67,15 +68,6 @@ def count(config: Config) -> int:
     if rollout.rollout_num_engines or config.cluster.device == "cpu":
         return rollout.rollout_num_engines or 1
     return max(1, rollout.rollout_num_gpus // rollout.rollout_num_gpus_per_engine)
-
-
-def raw_config(model: str) -> dict[str, Any]:
-    """config.json of a model folder; empty where it is not on this machine."""
-    try:
-        raw = json.loads((Path(model).expanduser() / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return raw if isinstance(raw, dict) else {}
 
 
 def _default(rollout: RolloutSection, name: str) -> Any:

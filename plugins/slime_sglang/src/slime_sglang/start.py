@@ -23,6 +23,7 @@ from slime_core.errors import ConfigError, EngineError
 from slime_core.plugins.locate import locate
 from slime_core.weights.folder import ModelFolder
 from slime_sglang import external, start_gateway as gateways
+from slime_sglang.adapters import MERGED, adapter_names, missing_options
 from slime_sglang.engine import FleetSettings, SglangEngine
 from slime_sglang.health import Watch
 from slime_sglang.host import LocalPlacements
@@ -150,6 +151,8 @@ async def _engine(
     rollout, frozen = config.rollout, part.role != POLICY
     facts = part.servers[0].facts
     features = part.features or external.common_features(server.facts for server in part.servers)
+    adapters = () if frozen or start.fixed else adapter_names(config)
+    _require_adapters(config, part.servers if adapters else ())
     device: Literal["cpu", "cuda"] = "cpu" if facts.get("device", config.cluster.device) == "cpu" else "cuda"
     ways = Ways(
         model=folder.config,
@@ -166,6 +169,7 @@ async def _engine(
         torch=part.torch,
         trainer=part.trainer,
         host=host,
+        adapters=bool(adapters),
     )
     if not frozen:
         for text in unused(config, ways):
@@ -193,6 +197,7 @@ async def _engine(
         scores=not paired,
         experts=experts,
         pictures=PictureCodec.of(folder),
+        adapters=adapters,
         deterministic=not others,
         memory_saver=all(server.facts.get("enable_memory_saver") for server in part.servers),
         concurrency=rollout.server_concurrency,
@@ -213,6 +218,19 @@ async def _engine(
         await engine.close()
         raise
     return engine
+
+
+def _require_adapters(config: Config, servers: Sequence[Server]) -> None:
+    """ENG86 for servers that were started without room for the run's adapters."""
+    for server in servers:
+        if missing := missing_options(server.facts, config):
+            raise EngineError(
+                "a server has no room for the run's adapters",
+                code="ENG86",
+                where=server.address.url,
+                why="adapters, their rank and layers are settled where a server is started",
+                fix=f"start it with {missing}   or   {MERGED}",
+            )
 
 
 def routed_experts(

@@ -51,6 +51,7 @@ class Ways:
     fp8: bool = False  # linear weights are sent in fp8
     torch: str = ""  # version in the servers' environment; empty: not known
     trainer: str = ""  # and in the trainer's; empty: that of this process
+    adapters: bool = False  # updates have adapters beside the base, which is sent to servers that lack it
 
     @property
     def unmapped(self) -> str:
@@ -113,16 +114,19 @@ class WeightRoutes:
             EngineError: ENG86 the installation lacks the transport, or a model whose tensors are not known.
         """
         ways = self._ways
+        base = not ways.adapters or not all(lane.base for lane in lanes)
         route = WeightRoute(
             transport=ways.transport,
             dtype=ways.dtype,
             buffer_bytes=ways.buffer_bytes,
             checksum=checksum_of(ways.device),
-            checks=await self._checks(check, lanes),
+            checks=await self._checks(check if base else "none", lanes),
             timeout=ways.timeout,
+            folder=str(ways.folder) if ways.adapters or ways.transport == "disk" else "",
+            base=base,
         )
-        if route.transport == "disk":
-            return replace(route, folder=str(ways.folder))
+        if route.transport == "disk" or not base:
+            return route
         if route.transport == "tensor":
             ranks = {rank for lane in lanes for rank in ways.places.get(lane.number, ())}
             return replace(route, copies=tuple(sorted(ranks - {0})))
