@@ -81,8 +81,12 @@ def conflicts(config: Config) -> Iterator[Problem]:
     for option in OPTIONS:
         if option in table:
             name = f"sglang.{table[option][0]}"
-            why = "slime sets it from the keys lora_* of [train]"
-            yield conflict(f"{name} with lora_sync = adapter", [name, SYNC], why=why, fix=f"leave {name} out")
+            yield conflict(
+                f"{name} with lora_sync = adapter",
+                [name, SYNC],
+                why="slime sets it from the keys lora_* of [train]",
+                fix=f"leave {name} out",
+            )
     name, value = table.get("dp_size", ("", 1))
     if value != 1:
         yield conflict(
