@@ -25,7 +25,7 @@ from slime_core.weights.transports.buckets import DTYPES, Tally, TensorSource, s
 
 if TYPE_CHECKING:
     from slime_core.types import WeightRoute
-    from slime_core.weights.transports.senders import Sender
+    from slime_core.weights.transports.buckets import Sender
 
 PREFIX = "base_model.model."
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

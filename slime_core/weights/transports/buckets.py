@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -260,6 +260,20 @@ class Tally:
                 why="the trainer's model and the engine's are not the same",
             )
         return self._sums.finish()
+
+
+class Sender(Protocol):
+    """One transport at rank 0."""
+
+    def send(
+        self, parts: list[TensorPart], tensors: Stream, version: int, route: WeightRoute, tally: Tally
+    ) -> dict[str, Any]:
+        """The update's handle; ``tally`` counts the bytes sent."""
+        ...
+
+    def drop(self) -> None:
+        """Give memory back."""
+        ...
 
 
 def _names(check: RankTensor) -> set[str]:

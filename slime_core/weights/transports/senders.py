@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,27 +14,13 @@ from slime_core.plugins.backends import engine_of
 from slime_core.types import WeightUpdate
 from slime_core.weights.hashing import Checksums
 from slime_core.weights.transports.adapters import AdapterSenders, AdapterSources
-from slime_core.weights.transports.buckets import Stream, Tally, TensorPart, TensorSource, stream
+from slime_core.weights.transports.buckets import Sender, Tally, TensorSource, stream
 from slime_core.weights.transports.quantised import in_fp8
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.types import WeightRoute
     from slime_core.weights.fp8 import BlockFormat
-
-
-class Sender(Protocol):
-    """One transport at rank 0."""
-
-    def send(
-        self, parts: list[TensorPart], tensors: Stream, version: int, route: WeightRoute, tally: Tally
-    ) -> dict[str, Any]:
-        """The update's handle; ``tally`` counts the bytes sent."""
-        ...
-
-    def drop(self) -> None:
-        """Give memory back."""
-        ...
 
 
 class Senders:
