@@ -129,6 +129,11 @@ class TrainSection(LoraKeys):
         0, "Optimizer steps in a row with a loss or gradient that is not finite, skipped before an error.", LIMIT, ge=0
     )
     ref_load: str = key("", "Reference model folder; empty is the starting weights.", MODEL, path="model")
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = key(
+        "adamw",
+        "AdamW's moments: float32, 8 bits (bitsandbytes), or 8 bits that leave a full GPU for its host; FSDP.",
+        KIND,
+    )
     lr: float = key(1e-6, "Peak learning rate.", SCHEDULE, ge=0)
     min_lr: float = key(0.0, "Where decay ends.", SCHEDULE, ge=0)
     lr_decay_style: Literal["constant", "linear", "cosine"] = key("constant", "After the warm-up.", SCHEDULE)
@@ -308,6 +313,22 @@ class TrainSection(LoraKeys):
                 ["train.lr_warmup_iters", "train.lr_decay_iters"],
                 why="decay starts where the warm-up ends",
                 fix="lower lr_warmup_iters or raise lr_decay_iters",
+            )
+
+    def _optimizer(self) -> Iterator[Problem]:
+        if self.optimizer != "adamw" and self.train_backend == "megatron":
+            yield conflict(
+                f"optimizer = {self.optimizer} with train_backend = megatron",
+                ["train.optimizer", "train.train_backend"],
+                why="Megatron has its own optimizer",
+                fix="set train_backend = fsdp, or leave optimizer out",
+            )
+        if self.optimizer == "paged_adamw_8bit" and self.fsdp_cpu_offload:
+            yield conflict(
+                "optimizer = paged_adamw_8bit with fsdp_cpu_offload",
+                ["train.optimizer", "train.fsdp_cpu_offload"],
+                why="both say where moments lie: memory that the driver moves, or the host's",
+                fix="set optimizer = adamw_8bit, or leave fsdp_cpu_offload out",
             )
 
     def _true_on_policy(self, rollout: RolloutSection) -> Iterator[Problem]:

@@ -45,6 +45,23 @@ class AdamW:
                         copies[name].copy_(tensor)
         self.steps += 1
 
+    def states(self) -> dict[str, Tensors]:
+        """What it remembers, by kind and parameter name."""
+        return {"moment1": self.moment1, "moment2": self.moment2}
+
+    def moment_dtype(self, shard: torch.Tensor) -> torch.dtype:
+        """Of both moments of a parameter's shard."""
+        return torch.float32
+
+    def scale_shape(self, shard: torch.Tensor) -> tuple[int, ...]:
+        """Of the scales of a moment of a parameter's shard; empty where it has none."""
+        return ()
+
+    def state_bytes(self, shard: torch.Tensor) -> int:
+        """Of all that it remembers of a parameter's shard."""
+        scales = 4 * sum(self.scale_shape(shard))
+        return 2 * (shard.numel() * self.moment_dtype(shard).itemsize + scales)
+
     def _step(self, tensors: list[list[torch.Tensor]], lr: float, scale: float, decay: float) -> None:
         """One window's: parameters, both moments, gradients."""
         params, moment1, moment2, grads = tensors

@@ -48,6 +48,9 @@ BIASES, REFERENCE_BIASES = "router_biases", "reference_router_biases"
 PREFIXES = {REFERENCE: "reference.", REFERENCE_BIASES: "reference.", CRITIC: "critic.", CRITIC_MOMENTS: "critic."}
 """Of names in the files of a kind; files of older versions have none."""
 STATE, GENERATORS = "trainer.json", "generators"
+SCALES = "scale1", "scale2"
+"""Of moments of 8 bits: whole tensors of a rank, moment1's scale1.NAME, of several ranks scale1-R-of-W.NAME."""
+OF_SCALES = re.compile(r"scale[12](-[0-9]+-of-[0-9]+)?\.")
 SHOWN = 4  # differences of each sort in a message
 
 
@@ -132,9 +135,9 @@ def save(worker: Worker, path: Path) -> None:
 def reserve(worker: Worker) -> None:
     """Make the host memory of a save before it is due."""
     parts, frozen = _own_parts(worker), worker.policy.frozen()
-    moments = sum(p.shard.nbytes for p in parts if p.kind in (PARAMETERS, CRITIC) and p.name not in frozen)
+    learning = [p.shard for p in parts if p.kind in (PARAMETERS, CRITIC) and p.name not in frozen]
     fixed = sum(part.shard.nbytes for part in parts if part.kind not in (MOMENTS, CRITIC_MOMENTS))
-    worker.staging.reserve(fixed + 2 * moments)
+    worker.staging.reserve(fixed + sum(map(worker.actor.optimizer.state_bytes, learning)))
 
 
 def _own_parts(worker: Worker) -> list[StatePart]:
@@ -177,10 +180,27 @@ def _of(learner: FsdpLearner, kind: str, moments: str) -> list[StatePart]:
         parts.append(StatePart(kind, name, owner, shard, parameter, copy))
         if not steps or name in frozen:
             continue
-        for which, state in (("moment1", learner.optimizer.moment1), ("moment2", learner.optimizer.moment2)):
-            moment = state[name] if name in state else torch.zeros(shard.shape)  # what had no gradient yet
-            parts.append(StatePart(moments, f"{which}.{name}", owner, moment, parameter, copy))
+        for which, state in learner.optimizer.states().items():
+            if which in SCALES:
+                parts += _scales(learner, moments, which, name, shard)
+                continue
+            empty = torch.zeros(shard.shape, dtype=learner.optimizer.moment_dtype(shard))  # what had no gradient yet
+            parts.append(StatePart(moments, f"{which}.{name}", owner, state.get(name, empty), parameter, copy))
     return parts
+
+
+def _scales(learner: FsdpLearner, kind: str, which: str, name: str, shard: torch.Tensor) -> list[StatePart]:
+    """Scales of a moment of 8 bits: each rank's own, whose blocks are of its shard."""
+    shape = learner.optimizer.scale_shape(shard)
+    if not shape:
+        return []
+    scales = learner.optimizer.states()[which].get(name, torch.zeros(shape))
+    full_name = f"{which}{_of_rank(learner)}.{name}"
+    return [StatePart(kind, full_name, f"{kind}.{which}.{name}", scales, scales)]
+
+
+def _of_rank(learner: FsdpLearner) -> str:
+    return f"-{learner.rank + 1}-of-{learner.world}" if learner.world > 1 else ""
 
 
 def _layouts(worker: Worker, parts: list[StatePart]) -> dict[str, FileLayout]:
@@ -221,7 +241,7 @@ def restore(worker: Worker, path: Path) -> None:
     state = read_state(path / STATE)
     worker.staging.wait()
     actor = _read(path, worker.actor, PARAMETERS, MOMENTS, int(state["optimizer_steps"]))
-    critic: tuple[Tensors, Tensors, Tensors] | None = None
+    critic: tuple[Tensors, dict[str, Tensors]] | None = None
     if worker.critic is not None:
         if "critic_optimizer_steps" not in state:
             raise TrainerError("the checkpoint holds no critic", code="TRN108", where=str(path))
@@ -244,17 +264,34 @@ def restore(worker: Worker, path: Path) -> None:
     set_generators(random)
 
 
-def _read(path: Path, learner: FsdpLearner, kind: str, moments: str, steps: int) -> tuple[Tensors, Tensors, Tensors]:
-    """Parameters and both moments, this rank's rows."""
+def _read(path: Path, learner: FsdpLearner, kind: str, moments: str, steps: int) -> tuple[Tensors, dict[str, Tensors]]:
+    """Parameters and the optimizer's states by kind, this rank's rows."""
     parameters = learner.parameters()
     stored = read_shards(path, kind, parameters)
+    states: dict[str, Tensors] = {which: {} for which in learner.optimizer.states()}
     if not steps:
-        return stored, {}, {}
-    learning = [name for name in parameters if name not in learner.module.frozen()]
-    both = {f"{which}.{name}": parameters[name] for which in ("moment1", "moment2") for name in learning}
-    read = read_shards(path, moments, both)
-    first, second = ({name: read[f"{which}.{name}"] for name in learning} for which in ("moment1", "moment2"))
-    return stored, first, second
+        return stored, states
+    expected, places = dict[str, torch.Tensor](), dict[str, tuple[str, str]]()
+    for name, shard in learner.locals().items():
+        for which in states if name not in learner.module.frozen() else ():
+            if which in SCALES:
+                like, full_name = (
+                    torch.empty(learner.optimizer.scale_shape(shard)),
+                    f"{which}{_of_rank(learner)}.{name}",
+                )
+            else:
+                like, full_name = parameters[name], f"{which}.{name}"
+            if which not in SCALES or like.ndim:
+                expected[full_name], places[full_name] = like, (which, name)
+    dtypes = {
+        full_name: learner.optimizer.moment_dtype(local(parameters[name]))
+        for full_name, (which, name) in places.items()
+        if which not in SCALES
+    }
+    for full_name, tensor in read_shards(path, moments, expected, dtypes).items():
+        which, name = places[full_name]
+        states[which][name] = tensor.to(local(parameters[name]).device)
+    return stored, states
 
 
 def _read_biases(worker: Worker, path: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -300,21 +337,30 @@ def tensors_of(path: Path, kind: str) -> dict[str, SavedTensor]:
     return {name.removeprefix(PREFIXES.get(kind, "")): tensor for name, tensor in tensors.items()}
 
 
-def check_fit(path: Path, kind: str, saved: Mapping[str, SavedTensor], parameters: Mapping[str, torch.Tensor]) -> None:
+def check_fit(
+    path: Path,
+    kind: str,
+    saved: Mapping[str, SavedTensor],
+    parameters: Mapping[str, torch.Tensor],
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> None:
     """Refuse a file that is of another model: every difference in one message.
 
     Raises:
         TrainerError: TRN108 names, shapes or dtypes that differ.
     """
     missing = [f"{name} is not in the checkpoint" for name in parameters if name not in saved]
-    extra = [f"{name} is not in the model" for name in saved if name not in parameters]
+    extra = [f"{name} is not in the model" for name in saved if not (name in parameters or OF_SCALES.match(name))]
+    if any(map(OF_SCALES.match, missing)):
+        raise _other_ranks(path)
     other: list[str] = []
     for name in sorted(saved.keys() & parameters.keys()):
         shape, want = list(saved[name].shape), list(parameters[name].shape)
         if shape != want:
             other.append(f"{name} is {shape} in the checkpoint and {want} in the model")
-        if saved[name].dtype != "F32":
-            other.append(f"{name} is {saved[name].dtype} in the checkpoint and F32 in the model")
+        dtype = "U8" if dtypes and dtypes.get(name) == torch.uint8 else "F32"
+        if saved[name].dtype != dtype:
+            other.append(f"{name} is {saved[name].dtype} in the checkpoint and {dtype} in the model")
     if missing or extra or other:
         shown = [line for lines in (missing, extra, other) for line in lines[:SHOWN]]
         count = len(missing) + len(extra) + len(other)
@@ -327,15 +373,33 @@ def check_fit(path: Path, kind: str, saved: Mapping[str, SavedTensor], parameter
         )
 
 
-def read_shards(path: Path, kind: str, parameters: Mapping[str, torch.Tensor]) -> Tensors:
+def _other_ranks(path: Path) -> TrainerError:
+    return TrainerError(
+        "moments of 8 bits were saved by another optimizer or number of ranks",
+        code="TRN108",
+        where=str(path),
+        why="their scales are of blocks of a rank's shard",
+        fix="resume with the optimizer and the ranks that saved them",
+    )
+
+
+def read_shards(
+    path: Path,
+    kind: str,
+    parameters: Mapping[str, torch.Tensor],
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> Tensors:
     """This rank's part of every tensor of a kind, on its device; ``parameters`` says how each is cut.
+
+    Args:
+        dtypes: of those that are not float32
 
     Raises:
         StorageError: STO111, STO112 files missing or damaged.
         TrainerError: TRN108 other names, shapes or dtypes.
     """
     saved = tensors_of(path, kind)
-    check_fit(path, kind, saved, parameters)
+    check_fit(path, kind, saved, parameters, dtypes)
     shards: Tensors = {}
     for name, parameter in parameters.items():
         shard = local(parameter.detach())

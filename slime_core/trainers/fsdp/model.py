@@ -27,6 +27,7 @@ from slime_core.trainers.compiling import Choice, Compiled, pays
 from slime_core.trainers.expert_load import ExpertLoad
 from slime_core.trainers.fingerprint import all_sums, digest
 from slime_core.trainers.fsdp.adamw import AdamW, clip_scale, global_norm
+from slime_core.trainers.fsdp.adamw_8bit import optimizer_of
 from slime_core.trainers.fsdp.adapters import MergedWeights
 from slime_core.trainers.fsdp.attention import PackSegments, take
 from slime_core.trainers.fsdp.blocks import layers, text_of, tower_layers
@@ -387,8 +388,7 @@ class FsdpLearner:
 
     def begin(self, train: Any, schedule: Schedule) -> None:
         """A fresh optimizer with the [train] section's settings."""
-        betas = train.adam_beta1, train.adam_beta2
-        self.optimizer = AdamW(*betas, train.adam_eps, train.weight_decay, self.module.place)
+        self.optimizer = optimizer_of(train, self.module.place)
         self.schedule, self.clip_grad = schedule, train.clip_grad
 
     def parameters(self) -> Tensors:
@@ -480,18 +480,23 @@ class FsdpLearner:
         if self.module.masters is not None:
             self.module.masters.forget()
 
-    def put(self, parameters: Tensors, moment1: Tensors, moment2: Tensors, *, steps: int) -> None:
-        """Take the state that ``steps`` optimizer steps made: this rank's shards by parameter name."""
+    def put(self, parameters: Tensors, states: Mapping[str, Tensors], *, steps: int) -> None:
+        """Take the state that ``steps`` optimizer steps made: this rank's shards by parameter name.
+
+        Args:
+            states: of the optimizer, by kind
+        """
         for name, tensor in self.locals().items():
             tensor.copy_(parameters[name])
         self.refresh()
         self.optimizer.steps = steps
-        place = self.module.place
-        self.optimizer.moment1, self.optimizer.moment2 = place.keep(moment1), place.keep(moment2)
+        for kind, tensors in self.optimizer.states().items():
+            tensors.clear()
+            tensors |= self.optimizer.place.keep(states.get(kind, {}))
 
     def states(self) -> list[torch.Tensor]:
         """What AdamW remembers, in shards."""
-        return [*self.optimizer.moment1.values(), *self.optimizer.moment2.values()]
+        return [tensor for tensors in self.optimizer.states().values() for tensor in tensors.values()]
 
 
 @torch.no_grad()

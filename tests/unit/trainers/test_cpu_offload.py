@@ -22,7 +22,7 @@ from slime_core.weights.folder import ModelFolder
 pytestmark = pytest.mark.integration
 
 DEVICE = os.environ.get("SLIME_GPU_TESTS_DEVICE", "cpu")  # tests/gpu has the ranks on GPUs
-DTYPES = ("float32", "bfloat16")
+KINDS: dict = {"float32": {}, "bfloat16": {}, "8bit": {"dtype": "float32", "optimizer": "adamw_8bit"}}
 PLACES: dict = {"device": {}, "host": {"fsdp_cpu_offload": True, "activation_offload": True}}
 SETTINGS = {
     "max_tokens_per_gpu": 60, "num_steps_per_rollout": 2, "kl_loss_coef": 0.05, "advantage_estimator": "ppo",
@@ -68,18 +68,19 @@ class Rank:
 
 
 def train_rank(folder: Path, out: Path, thread: TorchThread, rank: int = 0, world: int = 1) -> dict[str, list[str]]:
-    """Checksums of two steps by dtype and place, and of the second after a resume in the other place."""
+    """Checksums of two steps by kind and place, and of the second after a resume in the other place."""
     places.WINDOW, places.BLOCK = 4096, 1 << 14
     sums = {}
-    for dtype in DTYPES:
-        both = {name: Rank(folder, out, thread, rank, world, dtype=dtype, **PLACES[name]) for name in PLACES}
+    for kind, settings in KINDS.items():
+        settings = {"dtype": kind, **settings}
+        both = {name: Rank(folder, out, thread, rank, world, **settings, **PLACES[name]) for name in PLACES}
         for name, one in both.items():
             steps = [one.step()]
-            one.save(out / f"{dtype}-{name}")
-            sums[f"{dtype}-{name}"] = [*steps, one.step()]
+            one.save(out / f"{kind}-{name}")
+            sums[f"{kind}-{name}"] = [*steps, one.step()]
         for one, other in zip(both.values(), reversed(both)):
-            one.call("restore", out / f"{dtype}-{other}")
-            sums[f"{dtype}-{other}-resumed"] = [one.step()]
+            one.call("restore", out / f"{kind}-{other}")
+            sums[f"{kind}-{other}-resumed"] = [one.step()]
     return sums
 
 
@@ -98,16 +99,16 @@ def sums(request, folder, zygote, tmp_path_factory):
     return every[0]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_weights_have_the_bits_of_a_run_without_offload(sums, dtype):
-    assert sums[f"{dtype}-host"] == sums[f"{dtype}-device"]
-    assert len(set(sums[f"{dtype}-host"])) == 2
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_have_the_bits_of_a_run_without_offload(sums, kind):
+    assert sums[f"{kind}-host"] == sums[f"{kind}-device"]
+    assert len(set(sums[f"{kind}-host"])) == 2
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", PLACES)
-def test_a_checkpoint_of_one_place_resumes_in_the_other(sums, dtype, name):
-    assert sums[f"{dtype}-{name}-resumed"] == sums[f"{dtype}-{name}"][1:]
+def test_a_checkpoint_of_one_place_resumes_in_the_other(sums, kind, name):
+    assert sums[f"{kind}-{name}-resumed"] == sums[f"{kind}-{name}"][1:]
 
 
 def test_windows_hold_few_bytes_and_give_back_what_changed(monkeypatch):
