@@ -316,13 +316,6 @@ class TrainSection(LoraKeys):
             )
 
     def _optimizer(self) -> Iterator[Problem]:
-        if self.optimizer != "adamw" and self.train_backend == "megatron":
-            yield conflict(
-                f"optimizer = {self.optimizer} with train_backend = megatron",
-                ["train.optimizer", "train.train_backend"],
-                why="Megatron has its own optimizer",
-                fix="set train_backend = fsdp, or leave optimizer out",
-            )
         if self.optimizer == "paged_adamw_8bit" and self.fsdp_cpu_offload:
             yield conflict(
                 "optimizer = paged_adamw_8bit with fsdp_cpu_offload",

@@ -37,12 +37,13 @@ def conflicts(config: Config) -> Iterator[Problem]:
                 why=f"only FSDP reads {name}",
                 fix=f"--{flag} in place of --{name.replace('_', '-')}",
             )
-    of_fsdp = {"tensor_parallel_size": "--tensor-model-parallel-size N", "fsdp_shard_size": "leave it out"}
+    of_fsdp = {"tensor_parallel_size": "--tensor-model-parallel-size N"}
+    of_fsdp |= dict.fromkeys(("fsdp_shard_size", "optimizer"), "leave it out")
     for name in config.train.changed(of_fsdp):
         yield conflict(
             f"{name} with train_backend = megatron",
             [f"train.{name}", "train.train_backend"],
-            why="it is a size of FSDP's",
+            why="only FSDP reads it",
             fix=of_fsdp[name],
         )
     table = {name.replace("-", "_"): value for name, value in config.table("megatron").items()}
