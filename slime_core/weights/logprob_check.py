@@ -16,6 +16,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -51,28 +52,30 @@ PRECISIONS: tuple[Role, ...] = ("float32", "bfloat16")
 Metrics = dict[str, float]
 
 
-def probe(text: Sequence[int], context_len: int) -> Batch:
+def probe(text: Sequence[int], context_len: int, adapters: Sequence[str] = ()) -> Batch:
     """Prompts as a batch to score: the first token of each is the prompt, the rest its response.
 
     Args:
         text: token ids; PROMPTS pieces of up to LENGTH are cut from it, and it is repeated where it is shorter.
+        adapters: names of several, which the prompts take in turn; each has one at least.
     """
-    length = max(2, min(LENGTH, context_len))
-    tokens = np.resize(np.asarray(text, dtype=np.int32), PROMPTS * length)
-    responses = PROMPTS * (length - 1)
+    length, count = max(2, min(LENGTH, context_len)), max(PROMPTS, len(adapters))
+    tokens = np.resize(np.asarray(text, dtype=np.int32), count * length)
+    responses = count * (length - 1)
     return Batch(
         version=0,
         stage="canary",
-        sample_ids=[f"canary/{n}" for n in range(PROMPTS)],
-        tasks=["canary"] * PROMPTS,
-        group=np.arange(PROMPTS, dtype=np.int64),
-        rollout=np.arange(PROMPTS, dtype=np.int64),
-        reward=np.zeros(PROMPTS),
+        sample_ids=[f"canary/{n}" for n in range(count)],
+        tasks=["canary"] * count,
+        group=np.arange(count, dtype=np.int64),
+        rollout=np.arange(count, dtype=np.int64),
+        reward=np.zeros(count),
         tokens=tokens,
-        offsets=np.arange(PROMPTS + 1, dtype=np.int64) * length,
+        offsets=np.arange(count + 1, dtype=np.int64) * length,
         loss_mask=np.ones(responses, dtype=np.float32),
-        response_offsets=np.arange(PROMPTS + 1, dtype=np.int64) * (length - 1),
-        train_metadata=[{} for _ in range(PROMPTS)],
+        response_offsets=np.arange(count + 1, dtype=np.int64) * (length - 1),
+        models=[adapters[n % len(adapters)] for n in range(count)] if adapters else [],
+        train_metadata=[{} for _ in range(count)],
     )
 
 
@@ -143,16 +146,24 @@ class LogprobCheck:
         self.band.measures = False
 
     async def compare(self, engine: Engine, version: int) -> Metrics:
-        """Take the engine's and compare.
+        """Take the engine's and compare; of several adapters the one with the largest mean difference counts.
 
         Raises:
             EngineError: ENG83 the mean difference is beyond the band: the worst prompt and token.
         """
         assert self.trainer_log_probs is not None, "ask the trainer first"
-        parts = [self._tokens(n) for n in range(len(self.batch))]
-        served = await asyncio.gather(*(engine.score(tokens, 1) for tokens in parts))
-        served_log_probs = np.concatenate([np.asarray(part, dtype=np.float32) for part in served])
-        metrics = differences(self.trainer_log_probs, served_log_probs)
+        models = self.batch.models or [""] * len(self.batch)
+        scores = [engine.score(self._tokens(n), 1, adapter=name) for n, name in enumerate(models)]
+        served = [np.asarray(part, dtype=np.float32) for part in await asyncio.gather(*scores)]
+        served_log_probs = np.concatenate(served)
+        owners = np.repeat(models, [len(part) for part in served])
+        metrics = max(
+            (
+                differences(self.trainer_log_probs[owners == name], served_log_probs[owners == name])
+                for name in set(models)
+            ),
+            key=itemgetter("canary/logprob_diff_mean"),
+        )
         limit = self.band.limit
         mean = metrics["canary/logprob_diff_mean"]
         if not mean <= limit:
@@ -175,13 +186,14 @@ class LogprobCheck:
         apart = np.abs(self.trainer_log_probs.astype(np.float64) - served)
         row = int(np.argmax(np.where(np.isfinite(apart), apart, np.inf)))
         sample = int(np.searchsorted(self.batch.response_offsets, row, side="right")) - 1
+        owner = f"adapter {self.batch.models[sample]}, " if self.batch.models else ""
         place = row - int(self.batch.response_offsets[sample]) + 1
         return EngineError(
             f"log-probs of trainer and engine differ by {metrics['canary/logprob_diff_mean']:.3g} on average after "
             f"version {version}; the band is {limit:.3g}",
             code="ENG83",
-            where=f"prompt {self.batch.sample_ids[sample]}, token {place} (id {self._tokens(sample)[place]}): trainer "
-            f"{self.trainer_log_probs[row]:.4f}, engine {served[row]:.4f}",
+            where=f"{owner}prompt {self.batch.sample_ids[sample]}, token {place} (id {self._tokens(sample)[place]}): "
+            f"trainer {self.trainer_log_probs[row]:.4f}, engine {served[row]:.4f}",
             why="the engine does not compute what is trained: it has other weights or another model"
             + self._rounding(),
             fix="compare config.json and dtypes of both sides; where the difference is known and harmless: "

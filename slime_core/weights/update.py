@@ -59,11 +59,13 @@ class Canary:
         return metrics
 
     async def compare_tensors(self, engine: Engine, route: WeightRoute, update: WeightUpdate) -> None:
-        """The exact half, when the engine has loaded.
+        """The exact half, when the engine has loaded; no-op for adapters that come without their base.
 
         Raises:
             EngineError: ENG83, see `canary.compare`.
         """
+        if not route.base:
+            return
         if not route.checks:
             off = self.config.rollout.check_weights == "off"
             reason = (
@@ -86,7 +88,9 @@ class Canary:
         if self._logprob_check is None:
             low = "bfloat16" in (route.dtype, self.config.train.dtype)
             text = self.text(PROMPTS * LENGTH) or random_tokens(self.config.seed, self.vocab_size).tolist()
-            prompts = probe(text, self.config.rollout.rollout_max_context_len or self.context_len or LENGTH)
+            adapters = self.config.train.lora_adapters if "adapters" in engine.abilities else ()
+            context_len = self.config.rollout.rollout_max_context_len or self.context_len or LENGTH
+            prompts = probe(text, context_len, adapters)
             dtype, fixed = "bfloat16" if low else "float32", self.config.rollout.canary_band
             mixture = any(EXPERTS in check.name for check in route.checks)
             band = Band(dtype, fixed, mixture=mixture, fp8=self.config.rollout.rollout_quantization == "fp8")

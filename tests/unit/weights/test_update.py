@@ -76,7 +76,7 @@ class SmallEngine:
             for name, tensor in rank.tensors.items()
         }
 
-    async def score(self, tokens, start):
+    async def score(self, tokens, start, media=None, adapter=""):
         ranks = [rank.tensors for rank in self.servers[0]]
         embed = torch.cat([held["model.embed_tokens.weight"] for held in ranks])
         head = torch.cat([held.get("lm_head.weight", held["model.embed_tokens.weight"]) for held in ranks])
@@ -356,7 +356,7 @@ def test_weights_that_both_sides_agree_on_and_compute_differently():
     for _ in range(5):
         run.sync()
 
-    async def score(tokens, start):
+    async def score(tokens, start, media=None, adapter=""):
         found = (await honest(tokens, start)).copy()
         if tokens[0] == run.canary._logprob_check.batch.tokens[2 * logprob_check.LENGTH]:
             found[6] -= 8.0
@@ -392,6 +392,33 @@ def test_prompts_are_pieces_of_the_runs_text():
     assert batch.tokens.tolist() == text
     assert batch.lengths.tolist() == [logprob_check.LENGTH] * logprob_check.PROMPTS
     assert batch.temperature is None  # scored at 1
+
+
+def test_of_several_adapters_each_has_prompts_and_one_that_is_stale_is_named():
+    names = ("solver", "critic", "judge")
+    assert probe([1, 2], 8, names).models == ["solver", "critic", "judge"] * 2 + ["solver", "critic"]
+    assert len(probe([1, 2], 8, [str(n) for n in range(20)])) == 20
+    stale: set[str] = set()
+    scored = []
+
+    class Trainer:
+        async def score(self, batch, roles):
+            return {"policy": {"log_probs": np.full(len(batch.loss_mask), -1.0, np.float32)}}
+
+    class Adapters:
+        async def score(self, tokens, start, media=None, adapter=""):
+            scored.append(adapter)
+            return np.full(len(tokens) - start, -1.0 - 0.01 * (adapter in stale), np.float32)
+
+    check = LogprobCheck(probe([1, 2], 8, names), Band("float32"))
+    asyncio.run(check.ask(Trainer()))
+    assert asyncio.run(check.compare(Adapters(), 1))["canary/logprob_diff_mean"] == 0
+    assert scored == check.batch.models
+    stale.add("judge")
+    asyncio.run(check.ask(Trainer()))
+    with pytest.raises(EngineError, match=r"differ by 0\.01 on average") as error:
+        asyncio.run(check.compare(Adapters(), 2))
+    assert error.value.where.startswith("adapter judge, prompt canary/2")
 
 
 def test_a_run_is_asked_about_its_own_text():
@@ -486,7 +513,7 @@ def test_a_band_of_the_config_stands():
 def test_log_probs_that_are_not_finite_are_outside_every_band(bad):
     run = Run(**{"rollout.canary_band": 1e9})
 
-    async def score(tokens, start):
+    async def score(tokens, start, media=None, adapter=""):
         return np.full(len(tokens) - start, bad, np.float32)
 
     run.engine.score = score
@@ -502,7 +529,7 @@ class Rounded(Run):
         self.trainer.rounding = {"bfloat16": trainers, "policy": trainers}
         honest = self.engine.score
 
-        async def score(tokens, start):
+        async def score(tokens, start, media=None, adapter=""):
             return (await honest(tokens, start)) + np.float32(engines)
 
         self.engine.score = score
