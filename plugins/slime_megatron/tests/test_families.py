@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from adapted import adapted
 from cuda_on_cpu import cpu_redirect
 from megatron_ranks import TENSOR, micro_batch
 from safetensors.torch import load_file, save_file
@@ -170,7 +171,26 @@ LAYOUTS = {  # ranks, flags, families
         SPARSE,
     ),
 }
+LORA = {"lora": True}  # no flag: an adapter learns, over a base that is the model less what it adds
+ADAPTED = ("qwen2-tied", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_5_moe", "glm4", "deepseek_v3", "minimax_m2")
+"""Families of layers in which adapters lie differently."""
+LAYOUTS |= {
+    "adapter": (1, LORA, ADAPTED),
+    "adapter, tensor, grouped": (2, LORA | GROUPED | TENSOR, ADAPTED),
+    "adapter, tensor without sequence": (2, LORA | TENSOR | {"sequence_parallel": False}, ADAPTED[:1]),
+    "adapter, tensor, expert": (
+        2,
+        LORA | GROUPED | WITHIN | TENSOR | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+        ADAPTED[1:3],
+    ),
+    "adapter, pipeline, interleaved, recomputed": (
+        2,
+        LORA | INTERLEAVED | {"recompute_granularity": "full"},
+        ADAPTED[:2],
+    ),
+}
 RARE = (
+    "adapter",
     *("tensor, gradients within products", "pipeline, interleaved, tensor", "tensor, whole experts"),
     *("grouped", "grouped tensor", "grouped tensor, expert, expert tensor"),
 )
@@ -330,6 +350,7 @@ class Folder:
 
     path: Path
     init_weights: str = "load"
+    trust_remote_code: bool = False
 
     @property
     def config(self):
@@ -349,6 +370,11 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).norm() / want.norm().clamp_min(1e-12))
 
 
+def same(got: torch.Tensor, want: torch.Tensor, lora: bool) -> bool:
+    """Whether a gathered weight is the folder's: to the bit, or to the rounding of its base."""
+    return relative(got, want) < VALUES if lora else torch.equal(got, want)
+
+
 def check(name: str, root: Path, world: int, flags: dict) -> dict:
     """One family on this rank."""
     from slime_convert.bridge import join, shard
@@ -364,8 +390,10 @@ def check(name: str, root: Path, world: int, flags: dict) -> dict:
     folder = Folder(root / name / "model")
     bridge = BRIDGES[folder.config.model_type]
     options = ["--dtype", DTYPE, "train.compile=" + os.environ.get("COMPILE", "auto"), "--no-freeze-vision-tower"]
+    if lora := "lora" in flags:
+        options = [*options[:-1], "train.lora_rank=4", "train.lora_alpha=6"]
     train = load_config(None, options).train
-    table = {name: value for name, value in flags.items() if name not in WITHIN}
+    table = {name: value for name, value in flags.items() if name not in WITHIN | LORA}
     options = settings(bridge, folder.config, table, train, world, DEVICE)
     options = replace(
         options,
@@ -373,6 +401,9 @@ def check(name: str, root: Path, world: int, flags: dict) -> dict:
         transformer={**options.transformer, **{n: v for n, v in flags.items() if n in WITHIN}},
     )
     model = build_model(options, bridge, folder, torch.device(DEVICE))
+    stored, gradients = folder.tensors(), Folder(root / name / "gradients").tensors()
+    if lora:
+        gradients = adapted(model, stored, gradients)
     learner = MegatronLearner(model.stage)
     learner.wrap(build(options))
     model.learn(learner.wrapped)
@@ -391,20 +422,18 @@ def check(name: str, root: Path, world: int, flags: dict) -> dict:
     sums = LossSums(None, torch.device(DEVICE))
     model.passes.backward(micros, Loss(name="test", fn=loss), train, sums)
     answer["loss"] = abs(totals(sums)[0]["loss"] - float(expected["loss"])) / float(expected["size"])
-    gradients = Folder(root / name / "gradients").tensors()
-    for key, held in model.tensors.by_name.items():
+    for key, held in model.trained.by_name.items():
         if held.entry.megatron.endswith("expert_bias"):
             continue
         whole = join(held.entry, [gradients[n] for n in held.entry.hf], options.sizes)
         error = relative(held.tensor.main_grad, shard(held.entry, whole, held.group.rank(), held.group.size()))
         if error > answer["gradients"]:
             answer["gradients"], answer["tensor"] = error, key
-    stored = folder.tensors()
-    for source in model.tensors.sources():
+    for source in model.sources():
         whole = source.gather()
         if dist.get_rank() == 0:
             answer["gathered"] += [
-                p.name for p in source.parts if not torch.equal(p.cut(whole).cpu(), stored[p.name].to(whole.dtype))
+                p.name for p in source.parts if not same(p.cut(whole).cpu(), stored[p.name].to(whole.dtype), lora)
             ]
             answer["count"] = answer.get("count", 0) + len(source.parts)
     answer["speaks"] = speaks()
@@ -434,7 +463,7 @@ def check_families(rank: int, root: Path, world: int, flags: dict, names: list) 
         from slime_megatron.state import start
 
         join_group(rank, world, DEVICE, root / "rendezvous")
-        start(Layout.of({n: v for n, v in flags.items() if n not in WITHIN}, world), 0)
+        start(Layout.of({n: v for n, v in flags.items() if n not in WITHIN | LORA}, world), 0)
         answers = {name: check(name, root, world, flags) for name in names}
     (root / f"answers-{rank}.json").write_text(json.dumps(answers))
     dist.destroy_process_group()

@@ -70,6 +70,14 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         self.direct = False  # set where no hook of a single weight has anything to do: then none is called
         self._linears: dict[str, list[Held]] = {}
 
+    @torch.no_grad()
+    def lay_together(self) -> None:
+        """Have frozen weights at equal distances, where no gradient buffer has them so."""
+        for name in ("linear_fc1", "linear_fc2"):
+            weights = [getattr(expert, name).weight for expert in self.local_experts]
+            for weight, place in zip(weights, torch.stack(weights), strict=True):
+                weight.data = place
+
     def _weights(self, name: str) -> list[Held]:
         """Weight and bias of every expert's ``linear_fc1`` or ``linear_fc2``."""
         if not self.direct:
@@ -90,9 +98,8 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         if self.config.moe_apply_probs_on_input:
             rows, probs = (rows * probs[:, None]).to(rows.dtype), torch.ones_like(probs)
         ends = counts.to(rows.device).cumsum(0, dtype=torch.int32)
-        modes = {"within": self.config.gradient_accumulation_fusion, "direct": self.direct}
         columns = self._weights("linear_fc1")
-        hidden = product(rows, ends, [weight for weight, _ in columns], **modes)
+        hidden = self._product(rows, ends, "linear_fc1", [weight for weight, _ in columns])
         bias = _of_rows([bias for _, bias in columns], counts, rows)
         if self.recomputes:
             checkpoint = CheckpointWithoutOutput(fp8=None)  # its False means that there is some
@@ -100,12 +107,24 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         else:
             hidden = self._activated(hidden, bias, probs)
         heights = self._weights("linear_fc2")
-        out = product(hidden, ends, [weight for weight, _ in heights], **modes)
+        out = self._product(hidden, ends, "linear_fc2", [weight for weight, _ in heights])
         if self.recomputes:
             checkpoint.discard_output_and_register_recompute(out)
         if (bias := _of_rows([bias for _, bias in heights], counts, rows)) is not None:
             out = (out + bias * probs[:, None]).to(out.dtype)
         return out, None
+
+    def _product(
+        self, rows: torch.Tensor, ends: torch.Tensor, name: str, weights: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Each run of rows times its expert's matrix, and its adapter's where there is one."""
+        modes = {"within": self.config.gradient_accumulation_fusion, "direct": self.direct}
+        out = product(rows, ends, weights, **modes)
+        adapters: Any = [getattr(getattr(expert, name), "low_rank", None) for expert in self.local_experts]
+        if adapters[0] is None or not adapters[0].switch.on:
+            return out
+        low = product(rows, ends, [one.a[0] for one in adapters], **modes)
+        return out + product(low, ends, [one.b[0] for one in adapters], **modes) * adapters[0].switch.spec.scaling
 
     def _activated(self, hidden: torch.Tensor, bias: torch.Tensor | None, probs: torch.Tensor) -> torch.Tensor:
         """The activation of [T, f] or, gated, of [T, 2 f], times the router's weights; as `MLP.forward` has it."""
@@ -162,7 +181,7 @@ def product(
     Args:
         rows: [T, in]; sizes of both axes of matrices are multiples of 16 bytes.
         ends: where the run of each matrix ends, [E] int32.
-        weights: E matrices [out, in].
+        weights: E matrices [out, in], in the dtype of rows or, of adapters, in float32.
         within: add gradients of weights that have a ``main_grad`` to it, all at once, in the backward pass itself.
         direct: then autograd sees the first weight alone: a leaf for each of hundreds takes longer than the product.
 
@@ -186,7 +205,7 @@ class _Product(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(rows, ends, *weights)
         ctx.within = within
-        return multiply(rows, stacked(weights), ends)
+        return multiply(rows, stacked(weights).to(rows.dtype), ends)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -195,7 +214,7 @@ class _Product(torch.autograd.Function):
         of_rows: torch.Tensor | None = None
         of_weights: Sequence[torch.Tensor | None] = [None] * len(weights)
         if ctx.needs_input_grad[0]:
-            of_rows = multiply(grad, stacked(weights), ends, transposed=True)
+            of_rows = multiply(grad, stacked(weights).to(grad.dtype), ends, transposed=True)
         if any(ctx.needs_input_grad[3:]):
             if ctx.within and hasattr(weights[0], "main_grad"):
                 _accumulate(weights, grad, rows, ends)
@@ -214,13 +233,17 @@ class _DirectProduct(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(rows, ends)
         ctx.weights = weights
-        return multiply(rows, stacked(weights), ends)
+        return multiply(rows, stacked(weights).to(rows.dtype), ends)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, ends = ctx.saved_tensors
         grad = grads[0].contiguous()
-        of_rows = multiply(grad, stacked(ctx.weights), ends, transposed=True) if ctx.needs_input_grad[0] else None
+        of_rows = (
+            multiply(grad, stacked(ctx.weights).to(grad.dtype), ends, transposed=True)
+            if ctx.needs_input_grad[0]
+            else None
+        )
         _accumulate(ctx.weights, grad, rows, ends)
         return of_rows, None, None, torch.empty_like(ctx.weights[0])
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from slime_megatron.worker import MegatronWorker
 
 EXPERT = re.compile(r"(.*mlp\.experts)\.\d+\.(?:(gate|up|down)_proj|(w[123]))\.weight")
+FACTOR = re.compile(r"(.*\.lora_[AB]\..*)\.\d+")
+"""A factor of an expert's adapter, of which transformers has all as a stack."""
 MIXTRAL = {"w1": "gate", "w3": "up", "w2": "down"}
 """Names of an expert's matrices that begin with ``block_sparse_moe``, where transformers has ``mlp``."""
 AT_ONCE, AT_ONCE_ON_CPU = 1 << 22, 1 << 16  # elements
@@ -86,6 +88,9 @@ def spots(entry: Entry, tensors: Tensors) -> list[Spot]:
     spots = []
     for stored, shape in zip(entry.hf, entry.shapes, strict=True):
         name = tensors.parameter_name(stored).replace(".block_sparse_moe.", ".mlp.")
+        if entry.expert >= 0 and (factor := FACTOR.fullmatch(name)):
+            spots.append(Spot(factor[1], (tensors.sizes.experts, *shape), entry.expert * math.prod(shape)))
+            continue
         stack = EXPERT.fullmatch(name)
         if stack is None or entry.expert < 0:
             spots.append(Spot(name, shape))

@@ -64,7 +64,12 @@ class MegatronFrozen:
         self.teacher.passes.chunk = train.logprob_chunk_tokens
 
     def _reference(self, path: str, policy: Model, run: ModelContext) -> Tensors:
-        """This rank's shards of the reference: the policy as it is, a model folder's, or a torch_dist folder's."""
+        """This rank's shards of the reference: the policy as it is, a model folder's, or a torch_dist folder's.
+
+        Nothing where the policy has an adapter: the reference is its base.
+        """
+        if policy.adapter is not None:
+            return {}
         tensors = policy.tensors.of_model()
         if not path:
             return {name: shard.tensor.detach().clone() for name, shard in tensors.by_name.items()}
@@ -86,7 +91,11 @@ class MegatronFrozen:
 
     @contextmanager
     def as_reference(self, policy: Model) -> Iterator[None]:
-        """The policy computes with the reference's weights inside the block."""
+        """The policy computes with the reference's weights inside the block, or without its adapter."""
+        if policy.adapter is not None:
+            with policy.adapter.switch.base():
+                yield
+            return
         assert self.reference is not None
         tensors = {name: shard.tensor for name, shard in policy.tensors.of_model().by_name.items()}
         copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}

@@ -18,6 +18,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from slime_core.trainers.optimizer_step import Schedule
 from slime_megatron import offloading
 from slime_megatron.experts import GroupedExperts
+from slime_megatron.low_rank import sum_gradients
 
 if TYPE_CHECKING:
     from slime_megatron.model import ModelStage
@@ -51,7 +52,8 @@ class MegatronLearner:
             self.stage.chunks[-1].wait_for = self._wait_for
 
     def _wait_for(self, parameter: torch.Tensor) -> None:
-        self.wrapped[-1].param_to_bucket_group[parameter].finish_param_sync()
+        if parameter.requires_grad:  # or it is the base of an adapter
+            self.wrapped[-1].param_to_bucket_group[parameter].finish_param_sync()
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -150,6 +152,7 @@ class MegatronLearner:
 def _finalize(model: Any, tokens: Any, **kwargs: Any) -> None:
     """Reduce gradients over ranks and divide them by nothing: weights are those of the whole step."""
     finalize_model_grads(model, None, **kwargs)
+    sum_gradients(model)
 
 
 def _fuse(inner: Any) -> None:

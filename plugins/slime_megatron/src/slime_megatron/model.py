@@ -29,6 +29,7 @@ from slime_convert.tower import build_tower
 from slime_core.trainers.compiling import Choice, pays
 from slime_core.trainers.optimizer_step import to_device
 from slime_megatron.accumulating import provide
+from slime_megatron.lora import StageAdapter
 from slime_megatron.packing import make_pack, owned
 from slime_megatron.passes import Passes
 from slime_megatron.pictures import Pictures, Vision, add_level, joined, keep_levels, parted
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from slime_convert.bridge import Bridge
     from slime_core.types import MicroBatch
     from slime_core.weights.folder import ModelFolder
+    from slime_core.weights.transports.buckets import TensorSource
     from slime_megatron.packing import Pack
 
 ENTRIES = 64  # forms of a compiled function that are kept, before it is run step by step
@@ -113,6 +115,8 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         if pack.pictures is not None:
             decoder_input = self._see(decoder_input, pack.pictures)
         self._turn(pack)
+        if decoder_input is not None and torch.is_grad_enabled():  # of a frozen embedding too: a layer that is
+            decoder_input.requires_grad_()  # computed again has gradients only if its input has
         hidden: torch.Tensor = self.decoder(
             hidden_states=decoder_input, attention_mask=None, packed_seq_params=pack, padding_mask=filling
         )
@@ -288,6 +292,16 @@ class Model:
     def __init__(self, stage: ModelStage, tensors: Tensors, device: torch.device) -> None:
         self.stage, self.tensors, self.device = stage, tensors, device
         self.passes = Passes(stage.chunks, stage, device)
+        self.adapter: StageAdapter | None = None  # what learns in place of the tensors
+
+    @property
+    def trained(self) -> Tensors:
+        """What learns: all tensors, or the adapter's."""
+        return self.tensors if self.adapter is None else self.adapter.tensors
+
+    def sources(self) -> list[TensorSource]:
+        """Tensors of the whole model in the names of its folder, an adapter merged into them; a collective, once."""
+        return self.tensors.sources() if self.adapter is None else self.adapter.merged_sources()
 
     def learn(self, wrapped: Sequence[Any]) -> None:
         """Passes go through megatron-core's gradient buffers from now on, a module a chunk."""
@@ -322,6 +336,7 @@ def build_model(
 
     Raises:
         TrainerError: TRN108 the bridge and the model disagree.
+        ConfigError: CFG04 targets of adapters that cannot have them.
         DataError: the folder lacks a tensor, or is damaged.
     """
     ahead = settings.ahead > 0
@@ -330,6 +345,8 @@ def build_model(
     model = Model(stage, Tensors(stage.chunks, bridge, folder.config, multiple=multiple, entries=entries), device)
     model.passes.ahead = settings.ahead
     model.fill(stored(folder, seed))
+    if settings.lora is not None:
+        model.adapter = StageAdapter.attach(stage, model.tensors, folder, settings.lora, seed=seed)
     return model
 
 

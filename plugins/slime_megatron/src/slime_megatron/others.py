@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,4 +57,4 @@ def settings_of(folder: ModelFolder, bridge: Bridge, run: ModelContext) -> Megat
         table = {name: value for name, value in table.items() if name not in UNEVEN}
     if not sizes.experts:
         table = {name: value for name, value in table.items() if not name.startswith(("expert_", "moe_"))}
-    return settings(bridge, folder.config, table, run.train, run.world, run.device.type)
+    return replace(settings(bridge, folder.config, table, run.train, run.world, run.device.type), lora=None)

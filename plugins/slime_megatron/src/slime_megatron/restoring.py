@@ -106,7 +106,7 @@ def _read(
     with _as_storage(path):
         states = [_read_model(one, folder, int(state[counter(one)])) for one in models]
         reference: Values | None = None
-        if state["reference"] and worker.frozen.reference is not None:
+        if state["reference"] and worker.frozen.reference:
             tensors = worker.policy.tensors.of_model().by_name
             reference = {n: _shard(worker.policy.tensors, one, folder, REFERENCE) for n, one in tensors.items()}
     return state, states, reference, _generators(worker, path)

@@ -55,8 +55,8 @@ class Learned:
 
     @property
     def tensors(self) -> Tensors:
-        """Of the model."""
-        return self.model.tensors
+        """What of the model learns."""
+        return self.model.trained
 
 
 @dataclass(slots=True, frozen=True)
@@ -158,7 +158,7 @@ def _items(worker: MegatronWorker, *, moments: bool = False) -> Iterator[Item]:
         tensors = {name: shard.tensor for name, shard in one.tensors.by_name.items()}
         yield from _weights(one.tensors, tensors, one.prefix)
         yield from _states(one, moments)
-    if worker.frozen.reference is not None:
+    if worker.frozen.reference:
         yield from _weights(worker.policy.tensors.of_model(), worker.frozen.reference, REFERENCE)
 
 
@@ -253,7 +253,7 @@ def _state(worker: MegatronWorker) -> dict[str, Any]:
         "dtype": worker.train.dtype,
         "steps": worker.steps,
         "nonfinite_in_a_row": worker.guard.in_a_row,
-        "reference": worker.frozen.reference is not None,
+        "reference": bool(worker.frozen.reference),
     }
     return state | {counter(one): one.learner.steps for one in learned(worker)}
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime_core.config.problems import Problem, dotted, raise_all
 from slime_core.errors import ConfigError, install_line
+from slime_core.lora.spec import LoraSpec
 from slime_core.weights.prediction_layers import layers
 from slime_megatron import layout as layouts
 from slime_megatron.agreement import disagreements
@@ -80,6 +81,7 @@ class MegatronSettings:
     frozen_tower: bool = True  # train.freeze_vision_tower
     ahead: float = 0.0  # weight of the loss of the layer that predicts further ahead; 0 does without the layer
     compile: Choice = "auto"  # train.compile
+    lora: LoraSpec | None = None  # of the policy's adapter; None trains the whole model
     notices: tuple[str, ...] = ()
 
     @property
@@ -131,7 +133,8 @@ def settings(
     fields = {**model_fields, "multi_latent_attention": mla}
     layouts.check(layout, sizes, fields, sequence_parallel=shared, origins=origins)
     _raise([*_uneven_units(run, layout, sizes), *_small_group(run, layout)], origins)
-    unaligned = _unaligned(model_fields, layout, train.dtype) if sizes.experts and not _engine(device) else []
+    engine = _engine(device) and not train.lora_rank  # its layers would hide what adapters take
+    unaligned = _unaligned(model_fields, layout, train) if sizes.experts and not engine else []
     _raise(unaligned if run.get("moe_grouped_gemm") else [], origins)
     if not sizes.experts:
         model_fields = {
@@ -144,7 +147,7 @@ def settings(
     fixed = _fixed(layout, train, device, mla=mla, shared=shared)
     if run.get("fp32_residual_connection"):
         fixed["pipeline_dtype"] = "float32"  # what stages hand on
-    defaults = _defaults(device, sizes, train, grouped=not unaligned)
+    defaults = _defaults(device, sizes, train, engine=engine, grouped=not unaligned)
     return MegatronSettings(
         layout=layout,
         sizes=sizes,
@@ -157,6 +160,7 @@ def settings(
         frozen_tower=train.freeze_vision_tower,
         ahead=_ahead(options.ahead, bridge, hf_config, len(layout.chunks(sizes.layers)[-1]), origins),
         compile=train.compile,
+        lora=LoraSpec.of(train),
         notices=(*options.notices, *notices, *unused(options)),
     )
 
@@ -252,13 +256,15 @@ def _small_group(run: Mapping[str, Any], layout: Layout) -> list[Problem]:
     ]
 
 
-def _unaligned(fields: Mapping[str, Any], layout: Layout, dtype: str) -> list[Problem]:
+def _unaligned(fields: Mapping[str, Any], layout: Layout, train: TrainSection) -> list[Problem]:
     """A problem where the matrices of experts are none for torch's grouped product."""
+    dtype = train.dtype
     multiple = ALIGNED // (2 if dtype == "bfloat16" else 4)
     widths = {
         "hidden_size": int(fields["hidden_size"]),
         "an expert's width on a rank": int(fields.get("moe_ffn_hidden_size") or fields["ffn_hidden_size"])
         // layout.etp,
+        "lora_rank": train.lora_rank,
     }
     if not (odd := {name: width for name, width in widths.items() if width % multiple}):
         return []
@@ -281,9 +287,14 @@ def _shared_sequence(megatron: Mapping[str, Any], layout: Layout) -> bool:
     return layout.tp > 1 if flag is None else bool(flag) and layout.tp > 1
 
 
-def _defaults(device: str, sizes: Sizes, train: TrainSection, *, grouped: bool) -> dict[str, Any]:
-    """What a flag or the bridge may say otherwise; ``grouped``: whether torch's grouped product takes the experts."""
-    gpu, engine = device == "cuda", _engine(device)
+def _defaults(device: str, sizes: Sizes, train: TrainSection, *, engine: bool, grouped: bool) -> dict[str, Any]:
+    """What a flag or the bridge may say otherwise.
+
+    Args:
+        engine: whether layers are Transformer Engine's
+        grouped: whether torch's grouped product takes the experts
+    """
+    gpu = device == "cuda"
     defaults: dict[str, Any] = {
         "add_bias_linear": False,
         "bias_dropout_fusion": gpu,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,11 +27,6 @@ if TYPE_CHECKING:
     from slime_convert.bridge import Bridge
 
 NORMS = ("input_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm", "kv_layernorm")
-
-
-def has_transformer_engine() -> bool:
-    """Whether its modules are used for linear layers, norms and experts."""
-    return find_spec("transformer_engine") is not None
 
 
 class SandwichLayer(TransformerLayer):  # type: ignore[misc]
@@ -78,12 +72,13 @@ class ExpertRouter(BalancedRouter):
 def block_spec(config: TransformerConfig, bridge: Bridge, chunk: int | None = None) -> Any:
     """The decoder's layers of this pipeline stage, or of a chunk of it, and the last norm."""
     shown = copy(config)
-    grouped = config.moe_grouped_gemm and not has_transformer_engine()
+    engine = config.transformer_impl == "transformer_engine"
+    grouped = config.moe_grouped_gemm and not engine
     if grouped:
         shown.moe_grouped_gemm = False  # megatron-core's own keeps all experts in one tensor, and is given up there
     block = get_gpt_decoder_block_spec(
         shown,
-        use_transformer_engine=has_transformer_engine(),
+        use_transformer_engine=engine,
         normalization=config.normalization,
         vp_stage=chunk,
     )
@@ -96,8 +91,9 @@ def block_spec(config: TransformerConfig, bridge: Bridge, chunk: int | None = No
             attention = layer.submodules.self_attention
             attention.module = WideNormAttention
             attention.submodules.q_layernorm = attention.submodules.k_layernorm = IdentityOp
-        _replace(layer, grouped=grouped, latent=not has_transformer_engine() or config.layernorm_epsilon != EPSILON)
-    if not has_transformer_engine():
+        latent = not engine or config.layernorm_epsilon != EPSILON
+        _replace(layer, grouped=grouped, latent=latent, engine=engine)
+    if not engine:
         block.layer_norm = Norm
     if config.linear_attention_freq:
         first = get_transformer_layer_offset(config, vp_stage=chunk)
@@ -113,21 +109,25 @@ def _linear(layer: ModuleSpec, bridge: Bridge) -> ModuleSpec:
     return replace(layer, submodules=replace(layer.submodules, input_layernorm=IdentityOp, self_attention=attention))
 
 
-def _replace(spec: Any, *, grouped: bool, latent: bool) -> None:
-    """Our modules in a layer's tree of specs; ``latent``: our latent attention too."""
+def _replace(spec: Any, *, grouped: bool, latent: bool, engine: bool) -> None:
+    """Our modules in a layer's tree of specs; ``latent``: our latent attention too.
+
+    Args:
+        engine: whether linear layers, norms and experts are Transformer Engine's
+    """
     submodules = spec.submodules
     if spec.module is MLASelfAttention and latent:
         spec.module = LatentAttention
-    if not has_transformer_engine():
+    if not engine:
         for name in NORMS:
             if getattr(submodules, name, IdentityOp) is not IdentityOp and hasattr(submodules, name):
                 setattr(submodules, name, Norm)
         if grouped and hasattr(submodules, "experts"):
             submodules.experts = grouped_spec()
     if hasattr(submodules, "router"):
-        submodules.router = BalancedRouter if has_transformer_engine() else ExpertRouter
+        submodules.router = BalancedRouter if engine else ExpertRouter
     if hasattr(submodules, "core_attention"):
         submodules.core_attention = CoreAttention
     for child in vars(submodules).values():
         if isinstance(child, ModuleSpec) and child.submodules is not None:
-            _replace(child, grouped=grouped, latent=latent)
+            _replace(child, grouped=grouped, latent=latent, engine=engine)

@@ -33,7 +33,7 @@ WHOLE_UP_TO = 10**9  # parameters of a model that ranks hold whole, in float32, 
 
 def gradients(worker: MegatronWorker, rank_batch: RankBatch, micros: list[MicroBatch]) -> tuple[float, Tensors]:
     """See `Worker.gradients`: named as in the model folder, whole on every rank; a collective."""
-    tensors = worker.policy.tensors.of_model()
+    tensors = worker.policy.trained.of_model()
     sums = LossSums(rank_batch, worker.device)
     worker.actor.zero_grad()
     worker.policy.passes.backward(micros, worker.loss, worker.train, sums)
@@ -43,6 +43,8 @@ def gradients(worker: MegatronWorker, rank_batch: RankBatch, micros: list[MicroB
     parameters: dict[str, Any] = {name: tensor for name, tensor in local.items() if tensor.requires_grad}
     grads = {name: parameter.main_grad for name, parameter in parameters.items()}
     whole = _everywhere(tensors.like(grads), worker)
+    if worker.policy.adapter is not None:
+        whole = worker.policy.adapter.stacked(whole)
     worker.actor.zero_grad()
     return loss, {name: grad.double().cpu() for name, grad in whole.items()}
 
@@ -84,6 +86,8 @@ def slow_copy(worker: MegatronWorker) -> Any:
         save_file(weights, str(Path(directory) / "model.safetensors"), metadata={"format": "pt"})
         model: Any = build.load_converted(Path(directory), folder.config, "float32", "eager", folder.trust_remote_code)
     slow, tower = slow_model(model, worker.device), tower_of(model)
+    if worker.policy.adapter is not None:
+        worker.policy.adapter.put_on(slow, _everywhere(worker.policy.trained, worker))
     if tower is not None and worker.train.freeze_vision_tower:
         tower.freeze()
     return slow

@@ -1,0 +1,226 @@
+"""Linear layers of megatron-core with an adapter: y = W x + scaling B A x, with A and B dealt to ranks as W is.
+
+    column-parallel   A whole, B's rows dealt       rows of x --A--> low --gather or copy--> B --> columns of y
+    row-parallel      A's columns dealt, B whole    columns of x --A--> low --sum--> B --> rows of y
+
+Only the low rank travels. A layer that is several of transformers' (q, k and v; gate and up) has an A and a B of each:
+the As lie over each other, the Bs side by side in the rows of the layer's own order, with 0 elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from torch import nn
+
+from slime_convert.bridge import Entry, Sizes, join
+from slime_core.lora.dropout import Dropout
+from slime_core.lora.layers import add_low
+from slime_megatron.experts import HeldColumns, HeldRows
+from slime_megatron.linear_attention import Projection
+
+if TYPE_CHECKING:
+    from slime_core.lora.spec import LoraSpec
+
+Tensor = torch.Tensor
+
+
+class AdapterSwitch:
+    """What the passes of a stage compute: with the adapter, or the base alone; one object for all its layers."""
+
+    def __init__(self, spec: LoraSpec) -> None:
+        self.spec, self.on = spec, True
+        self.dropout = Dropout(spec.dropout)
+        self.rows: tuple[Tensor, ...] = ()  # keys of the rows of the pass: all, and this tensor-parallel rank's
+
+    @contextmanager
+    def base(self) -> Iterator[None]:
+        """Passes inside the block compute without the adapter."""
+        before, self.on = self.on, False
+        try:
+            yield
+        finally:
+            self.on = before
+
+
+@dataclass(slots=True, frozen=True)
+class AdapterPart:
+    """A layer of transformers within a layer of megatron-core.
+
+    ``index`` is its place in the bridge's entry; -1 where the adapter is of the whole layer, as of an expert's gate
+    and up. ``number`` is that of `LoraLinear`.
+    """
+
+    weight: str  # in transformers' model
+    index: int
+    number: int
+    shape: tuple[int, int]  # [out, in]
+
+
+@dataclass(slots=True)
+class LowRank:
+    """The adapter of one layer: this rank's shards of A and B of each of its parts."""
+
+    switch: AdapterSwitch
+    entry: Entry
+    sizes: Sizes  # heads are those of this rank
+    tp: int  # ranks that share the layer
+    parts: Sequence[AdapterPart]
+    a: list[nn.Parameter]  # [r, in or its share]
+    b: list[nn.Parameter]  # [out or its share, r]
+    first: int = 0  # the column of x that this rank's begin with
+
+    def lower(self, x: Tensor) -> Tensor:
+        """A x of all parts, [..., parts * r], of x in training with the columns that dropout leaves."""
+        if not self.switch.rows:
+            return F.linear(x, self.down(x.dtype))
+        return torch.cat([F.linear(self._dropped(x, p), a.to(x.dtype)) for p, a in zip(self.parts, self.a)], dim=-1)
+
+    def add(self, y: Tensor, low: Tensor) -> Tensor:
+        """y + scaling B low."""
+        return add_low(y, low, self.up(y.dtype), self.switch.spec.scaling)
+
+    def down(self, dtype: torch.dtype) -> Tensor:
+        """The As over each other, [parts * r, in]."""
+        return torch.cat([a.to(dtype) for a in self.a]) if len(self.a) > 1 else self.a[0].to(dtype)
+
+    def up(self, dtype: torch.dtype) -> Tensor:
+        """The Bs side by side, [out, parts * r], in the order of the layer's rows."""
+        if self.parts[0].index < 0 or len(self.entry.hf) == 1:
+            return self.b[0].to(dtype)
+        rank, width = self.b[0].shape[1], self.b[0].shape[1] * len(self.b)
+        rows = {}
+        for number, (part, b) in enumerate(zip(self.parts, self.b, strict=True)):
+            rows[part.index] = F.pad(b.to(dtype), (number * rank, width - (number + 1) * rank))
+        for index, shape in enumerate(self.entry.shapes):
+            if index not in rows:  # it has no adapter
+                rows[index] = self.b[0].new_zeros(shape[0] // self.tp, width, dtype=dtype)
+        return join(self.entry, [rows[index] for index in range(len(rows))], self.sizes)
+
+    def _dropped(self, x: Tensor, part: AdapterPart) -> Tensor:
+        dropout = self.switch.dropout
+        dropout.rows = next((keys for keys in self.switch.rows if len(keys) == len(x)), None)
+        dropped: Tensor = dropout(x.transpose(0, -2), part.number, self.first).transpose(0, -2)
+        return dropped
+
+
+class LowRankColumns(ColumnParallelLinear):  # type: ignore[misc]
+    """A column-parallel layer with an adapter; :func:`adapt` makes one of a layer in place."""
+
+    low_rank: LowRank
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        y, bias = super().forward(input_, *args, **kwargs)
+        adapter = self.low_rank
+        if not adapter.switch.on:
+            return y, bias
+        low = adapter.lower(input_)
+        if self.sequence_parallel and not self.explicit_expert_comm:
+            low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.tp_group)
+        elif not self.explicit_expert_comm:
+            low = copy_to_tensor_model_parallel_region(low, group=self.tp_group)
+        return adapter.add(y, low), bias
+
+
+class LowRankRows(RowParallelLinear):  # type: ignore[misc]
+    """A row-parallel layer with an adapter."""
+
+    low_rank: LowRank
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        y, bias = super().forward(input_)
+        adapter = self.low_rank
+        if not adapter.switch.on:
+            return y, bias
+        low = adapter.lower(input_)
+        if self.explicit_expert_comm:  # what gives and takes the tokens sums
+            pass
+        elif self.sequence_parallel:
+            low = reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
+        else:
+            low = reduce_from_tensor_model_parallel_region(low, group=self.tp_group)
+        return adapter.add(y, low), bias
+
+
+class LowRankProjection(Projection):
+    """A projection of linear attention with an adapter; its rows are gathered already."""
+
+    low_rank: LowRank
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, adapter = super().forward(x), self.low_rank
+        return adapter.add(y, adapter.lower(x)) if adapter.switch.on else y
+
+
+class LowRankGate(SharedExpertMLP):  # type: ignore[misc]
+    """A shared expert whose gate has an adapter: the gate's one row is merged for every pass."""
+
+    low_rank: LowRank
+
+    @property
+    def gate_weight(self) -> Tensor:
+        """[1, hidden]."""
+        weight, adapter = self._parameters["gate_weight"], self.low_rank
+        dtype = weight.dtype
+        delta = adapter.up(dtype) @ adapter.down(dtype) * adapter.switch.spec.scaling
+        return weight + delta if adapter.switch.on else weight
+
+
+CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    ColumnParallelLinear: LowRankColumns,
+    RowParallelLinear: LowRankRows,
+    Projection: LowRankProjection,
+    SharedExpertMLP: LowRankGate,
+    HeldColumns: HeldColumns,  # `GroupedExperts` multiplies by what they have
+    HeldRows: HeldRows,
+}
+"""Layers that can have adapters, and what they become."""
+
+
+def adapt(module: Any, low_rank: LowRank) -> None:
+    """Give a layer its adapter. Parameters are the layer's own, so that hooks before it wait for them too."""
+    module.__class__ = CLASSES[type(module)]
+    module.low_rank = low_rank
+    for letter, parameters in (("A", low_rank.a), ("B", low_rank.b)):
+        for number, parameter in enumerate(parameters):
+            module.register_parameter(f"lora_{letter}_{number}", parameter)
+
+
+def is_summed(module: Any, dealt: bool, group: Any) -> bool:
+    """Whether each rank of a layer's group has a part of a factor's gradient, which is whole on none.
+
+    Args:
+        dealt: the factor itself is
+    """
+    of_rows = isinstance(module, Projection) or getattr(module, "explicit_expert_comm", False)
+    config = getattr(module, "config", None)
+    return bool(group.size() > 1 and not dealt and (of_rows or (config is not None and config.sequence_parallel)))
+
+
+def sum_gradients(chunks: Sequence[Any]) -> None:
+    """Sum what ranks that share a layer have of the gradients of its whole factors; a collective."""
+    by_group: dict[Any, list[Tensor]] = {}
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            if (group := getattr(parameter, "summed_over", None)) is not None:
+                by_group.setdefault(group, []).append(parameter.main_grad)
+    for group, grads in by_group.items():
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        dist.all_reduce(flat, group=group)
+        for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(total.view_as(grad))
