@@ -33,11 +33,11 @@ class Dropout:
         self.seed = 0  # of the step
         self.rows: Tensor | None = None  # [T] int64, keys of the rows of the pass
 
-    def __call__(self, x: Tensor, layer: int) -> Tensor:
+    def __call__(self, x: Tensor, layer: int, first: int = 0) -> Tensor:
         """x [..., T, in] in training, with the mask of a layer; itself where no rows are given."""
         if not self.share or self.rows is None:
             return x
-        columns = torch.arange(x.shape[-1], device=x.device) * FACTORS[0]
+        columns = torch.arange(first, first + x.shape[-1], device=x.device) * FACTORS[0]
         seed = seed_of(self.seed, "dropout", layer) - 2**63
         draws = _mixed(_mixed(self.rows + seed)[:, None] + columns) >> (64 - BITS) & ((1 << BITS) - 1)
         keep = draws >= int(self.share * (1 << BITS))

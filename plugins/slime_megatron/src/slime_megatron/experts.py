@@ -119,12 +119,13 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Each run of rows times its expert's matrix, and its adapter's where there is one."""
         modes = {"within": self.config.gradient_accumulation_fusion, "direct": self.direct}
-        out = product(rows, ends, weights, **modes)
+        out: torch.Tensor = product(rows, ends, weights, **modes)
         adapters: Any = [getattr(getattr(expert, name), "low_rank", None) for expert in self.local_experts]
         if adapters[0] is None or not adapters[0].switch.on:
             return out
         low = product(rows, ends, [one.a[0] for one in adapters], **modes)
-        return out + product(low, ends, [one.b[0] for one in adapters], **modes) * adapters[0].switch.spec.scaling
+        scaling: float = adapters[0].switch.spec.scaling
+        return out + product(low, ends, [one.b[0] for one in adapters], **modes) * scaling
 
     def _activated(self, hidden: torch.Tensor, bias: torch.Tensor | None, probs: torch.Tensor) -> torch.Tensor:
         """The activation of [T, f] or, gated, of [T, 2 f], times the router's weights; as `MLP.forward` has it."""

@@ -23,14 +23,14 @@ from torch import nn
 from slime_convert.bridge import Entry, join, part
 from slime_core.errors import ConfigError
 from slime_core.lora.folder import Factors, factors_of
-from slime_core.lora.layers import attach, drawn, merged
+from slime_core.lora.layers import attach, initial_factor, merged
 from slime_core.media.features import tower
 from slime_core.seeds import seed_of
 from slime_core.weights.build import skeleton
-from slime_core.weights.transports.buckets import TensorSource
+from slime_core.weights.transports.buckets import TensorSource, stream
 from slime_megatron.experts import GroupedExperts
 from slime_megatron.fingerprint import spots
-from slime_megatron.low_rank import CLASSES, AdapterPart, AdapterSwitch, LowRank, adapt, is_summed
+from slime_megatron.low_rank import CLASSES, KINDS, AdapterPart, AdapterSwitch, LowRank, adapt, is_summed
 from slime_megatron.tensors import LocalTensor, Tensors, canonical
 
 if TYPE_CHECKING:
@@ -47,11 +47,10 @@ LEAVES = ("weight", "gate_weight")
 
 @dataclass(slots=True, frozen=True)
 class PlacedPart:
-    """A part of a layer, with the entries of its A and B."""
+    """A part of a layer, with the entries of its factors: A, B and, with DoRA, magnitudes."""
 
     part: AdapterPart
-    a: Entry
-    b: Entry
+    factors: tuple[Entry, ...]
 
 
 class StageAdapter:
@@ -68,13 +67,14 @@ class StageAdapter:
         self.targets, self.name = targets, targets.names[0]
         self.spec, self.base = targets.spec, base  # the spec says what it means for this model
         self.switch = AdapterSwitch(spec)
-        self._origins: dict[str, tuple[str, str, int]] = {}  # weight, letter and expert of a factor's name
+        self._origins: dict[str, tuple[str, str, int]] = {}  # weight, kind and expert of a factor's name
+        self._layers: list[tuple[LocalTensor, LowRank]] = []  # of this rank, with the base of each
         self._places: dict[str, list[PlacedPart]] = {}  # by the name of the layer's tensor
         for entry in base.of_model().entries:
             if placed := list(self._parts(entry)):
                 self._places[entry.megatron] = placed
         self.tensors = copy(base)
-        self.tensors.entries = [e for placed in self._places.values() for one in placed for e in (one.a, one.b)]
+        self.tensors.entries = [e for placed in self._places.values() for one in placed for e in one.factors]
         self.tensors.by_name, self.tensors.copies, self.tensors._sources = {}, [], None
         self.tensors.parameter_name = _same
 
@@ -100,6 +100,8 @@ class StageAdapter:
                         adapter._adapt(module, local)
         adapter._check()
         adapter.fill(adapter._draw(seed))
+        for local, low_rank in adapter._layers if spec.use_dora else ():
+            low_rank.start_magnitudes(local.tensor)
         return adapter
 
     def _parts(self, entry: Entry) -> Iterator[PlacedPart]:
@@ -112,22 +114,22 @@ class StageAdapter:
         for index, name in chosen:
             shape = int(factors[name].b.shape[-2]), int(factors[name].a.shape[-1])
             one = AdapterPart(name, index, weights[name][0].number, shape)
-            yield PlacedPart(one, self._entry(entry, one, "A"), self._entry(entry, one, "B"))
+            kinds = KINDS if self.spec.use_dora else KINDS[:2]
+            yield PlacedPart(one, tuple(self._entry(entry, one, factor) for factor in kinds))
 
-    def _entry(self, entry: Entry, one: AdapterPart, letter: str) -> Entry:
+    def _entry(self, entry: Entry, one: AdapterPart, factor: str) -> Entry:
         """Of a factor."""
         module, _, leaf = one.weight.rpartition(".")
-        name, key = f"{module}.lora_{letter}.{self.name}", f"{module}.lora_{letter}"
+        name, key = f"{module}.{factor}.{self.name}", f"{module}.{factor}"
         if entry.expert >= 0:
-            name = f"{module}.lora_{letter}.{leaf}.{self.name}.{entry.expert}"
-            key = f"{module}.local_experts.{entry.expert}.{leaf}.lora_{letter}"
-        self._origins[name] = (one.weight, letter, entry.expert)
-        out, inputs = one.shape
-        if letter == "A":
-            kind, shape = "columns" if entry.kind == "columns" else "whole", (self.spec.rank, inputs)
-        else:
-            of_rows = entry.kind if one.index < 0 or len(entry.hf) == 1 else "rows"
-            kind, shape = "whole" if entry.kind == "columns" else of_rows, (out, self.spec.rank)
+            name = f"{module}.{factor}.{leaf}.{self.name}.{entry.expert}"
+            key = f"{module}.local_experts.{entry.expert}.{leaf}.{factor}"
+        self._origins[name] = (one.weight, factor, entry.expert)
+        (out, inputs), rank = one.shape, self.spec.rank
+        shape = {"lora_A": (rank, inputs), "lora_B": (out, rank)}.get(factor, (out,))
+        kind = entry.kind if one.index < 0 or len(entry.hf) == 1 else "rows"
+        if (factor == "lora_A") != (entry.kind == "columns"):
+            kind = "whole"
         key = f"adapters.{self.name}.{key}"
         return replace(entry, megatron=key, hf=(name,), kind=kind, layer=-1, shapes=(shape,))  # type: ignore[arg-type]
 
@@ -136,13 +138,15 @@ class StageAdapter:
         entry, group, tp = local.entry, local.group, local.group.size()
         if not (placed := self._places.get(entry.megatron)):
             return
-        a, b = ([self._factor(module, local, getattr(one, which)) for one in placed] for which in "ab")
+        entries = zip(*(one.factors for one in placed), strict=True)
+        factors = [[self._factor(module, local, one) for one in of_kind] for of_kind in entries]
         sizes = self.base.sizes
         if entry.expert < 0:
             sizes = replace(sizes, heads=sizes.heads // tp, groups=sizes.groups // tp)
-        parts = [one.part for one in placed]
-        first = group.rank() * parts[0].shape[1] // tp if entry.kind == "columns" else 0
-        adapt(module, LowRank(self.switch, entry, sizes, tp, parts, a, b, first))
+        a, b, magnitude = (*factors, [])[:3]
+        low_rank = LowRank(self.switch, entry, sizes, group, [one.part for one in placed], a, b, magnitude)
+        adapt(module, low_rank)
+        self._layers.append((local, low_rank))
 
     def _factor(self, module: Any, local: LocalTensor, entry: Entry) -> nn.Parameter:
         """This rank's shard of a factor, and what megatron-core has to know of it."""
@@ -164,7 +168,8 @@ class StageAdapter:
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, list(self.tensors.by_name))
         present = {name for names in everyone for name in names}
-        adapted = {one.part.weight for placed in self._places.values() for one in placed if one.a.megatron in present}
+        every = [one for placed in self._places.values() for one in placed]
+        adapted = {one.part.weight for one in every if one.factors[0].megatron in present}
         if missing := [name.removesuffix(".weight") for name in self.targets.weights() if name not in adapted]:
             leaves = sorted({name.rpartition(".")[2] for name in missing})
             raise ConfigError(
@@ -176,14 +181,14 @@ class StageAdapter:
             )
 
     def _draw(self, seed: int) -> Callable[[str], Factors]:
-        """Factors as they start, by weight, the same as with FSDP: A is drawn, B is 0."""
+        """Factors as they start, by weight, as with FSDP: A is drawn, B is 0; and 0 for magnitudes."""
         shapes = factors_of(self.targets, self.name)
 
         @lru_cache(maxsize=1)
         def draw(weight: str) -> Factors:
             name, one = weight.removesuffix(".weight"), shapes[weight]
-            a = drawn(tuple(one.a.shape), seed_of(seed, "lora", self.name, name), torch.device("cpu"))
-            return Factors(a, torch.zeros(one.b.shape))
+            a = initial_factor(tuple(one.a.shape), seed_of(seed, "lora", self.name, name), torch.device("cpu"))
+            return Factors(a, torch.zeros(one.b.shape), torch.zeros(one.b.shape[:1]))
 
         return draw
 
@@ -198,24 +203,21 @@ class StageAdapter:
     @torch.no_grad()
     def factors(self) -> dict[str, Factors]:
         """Whole factors by weight, in the order of the model, on rank 0; nothing on the others; a collective."""
-        whole: dict[tuple[str, str], list[Tensor]] = {}
-        for source in self.tensors.sources():
-            tensor, (one,) = source.gather(), source.parts
-            if dist.get_rank() == 0:
-                weight, letter, _ = self._origins[one.name]
-                whole.setdefault((weight, letter), []).append(one.cut(tensor))
-        factors = {}
-        for weight, expected in factors_of(self.targets, self.name).items() if whole else ():
-            a, b = (whole[weight, letter] for letter in "AB")
-            factors[weight] = Factors(torch.stack(a), torch.stack(b)) if expected.a.ndim == 3 else Factors(a[0], b[0])
-        return factors
+        whole = stream(self.tensors.sources())
+        values = self.stacked({one.name: one.cut(tensor) for (one,), tensor in whole if dist.get_rank() == 0})
+        of_weight: dict[str, list[Tensor]] = {}
+        for name, (weight, _, expert) in self._origins.items():  # the first expert's name stands for all
+            if values and expert <= 0:
+                of_weight.setdefault(weight, []).append(values[_stack(name, expert)])
+        return {weight: Factors(*of_weight[weight]) for weight in self.targets.weights() if values}
 
     def stacked(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors by names of factors, by the names of transformers' parameters: experts' are stacks there."""
         stacks: dict[str, list[Tensor]] = {}
         for name, tensor in tensors.items():
-            stacks.setdefault(name if self._origins[name][2] < 0 else name.rpartition(".")[0], []).append(tensor)
-        return {name: torch.stack(s) if self._origins.get(name) is None else s[0] for name, s in stacks.items()}
+            expert = self._origins[name][2]
+            stacks.setdefault(_stack(name, expert), []).append(tensor[None] if expert >= 0 else tensor)
+        return {name: torch.cat(parts) for name, parts in stacks.items()}
 
     def put_on(self, model: Any, tensors: Mapping[str, Tensor]) -> None:
         """Give transformers' own model the adapter, in the dtype of its weights.
@@ -241,14 +243,14 @@ class StageAdapter:
     def _merged(self, entry: Entry, source: TensorSource, own: Mapping[str, TensorSource]) -> Tensor:
         """A whole tensor of megatron-core's on rank 0, its parts merged as transformers has them; a collective."""
         whole, placed = source.gather(), self._places[entry.megatron]
-        gathered = [[own[one.megatron].gather() for one in (place.a, place.b)] for place in placed]
+        gathered = [[own[one.megatron].gather() for one in place.factors] for place in placed]
         if dist.get_rank():
             return whole
         parts = [whole] if placed[0].part.index < 0 else part(entry, whole, self.base.sizes)
-        for place, pair in zip(placed, gathered, strict=True):
-            a, b = (own[e.megatron].parts[0].cut(t) for e, t in zip((place.a, place.b), pair, strict=True))
+        for place, tensors in zip(placed, gathered, strict=True):
+            a, b, *rest = (own[e.megatron].parts[0].cut(t) for e, t in zip(place.factors, tensors, strict=True))
             index = max(place.part.index, 0)
-            parts[index] = merged(parts[index], a, b, self.spec.scaling)
+            parts[index] = merged(parts[index], a, b, self.spec.scaling, *rest)
         return parts[0] if placed[0].part.index < 0 else join(entry, parts, self.base.sizes)
 
 
@@ -259,9 +261,10 @@ class _NamedFactors(Mapping[str, Tensor]):
         self._origins, self._factors = origins, factors
 
     def __getitem__(self, name: str) -> Tensor:
-        weight, letter, expert = self._origins[name]
+        weight, factor, expert = self._origins[name]
         factors = self._factors(weight)
-        tensor = factors.a if letter == "A" else factors.b
+        tensor = {"lora_A": factors.a, "lora_B": factors.b}.get(factor, factors.magnitude)
+        assert tensor is not None
         return tensor[expert] if expert >= 0 else tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -269,6 +272,11 @@ class _NamedFactors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._origins)
+
+
+def _stack(name: str, expert: int) -> str:
+    """What transformers calls the parameter that a factor is part of."""
+    return name if expert < 0 else name.removesuffix(f".{expert}")
 
 
 def _same(name: str) -> str:

@@ -28,7 +28,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import nn
 
-from slime_convert.bridge import Entry, Sizes, join
+from slime_convert.bridge import Entry, Sizes, join, part
 from slime_core.lora.dropout import Dropout
 from slime_core.lora.layers import add_low
 from slime_megatron.experts import HeldColumns, HeldRows
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from slime_core.lora.spec import LoraSpec
 
 Tensor = torch.Tensor
+KINDS = ("lora_A", "lora_B", "lora_magnitude_vector")
+"""Factors of a part, by their names in transformers' model."""
 
 
 class AdapterSwitch:
@@ -74,26 +76,32 @@ class AdapterPart:
 
 @dataclass(slots=True)
 class LowRank:
-    """The adapter of one layer: this rank's shards of A and B of each of its parts."""
+    """The adapter of one layer: this rank's shards of the factors of each of its parts."""
 
     switch: AdapterSwitch
     entry: Entry
     sizes: Sizes  # heads are those of this rank
-    tp: int  # ranks that share the layer
+    group: Any  # ranks that share the layer
     parts: Sequence[AdapterPart]
     a: list[nn.Parameter]  # [r, in or its share]
     b: list[nn.Parameter]  # [out or its share, r]
-    first: int = 0  # the column of x that this rank's begin with
+    magnitude: list[nn.Parameter]  # [out or its share], of DoRA; else none
+    adds_bias: bool = False  # the layer leaves its bias to the adapter
 
     def lower(self, x: Tensor) -> Tensor:
-        """A x of all parts, [..., parts * r], of x in training with the columns that dropout leaves."""
+        """A x of all parts, [..., parts * r]; in training of what dropout leaves of x."""
         if not self.switch.rows:
             return F.linear(x, self.down(x.dtype))
         return torch.cat([F.linear(self._dropped(x, p), a.to(x.dtype)) for p, a in zip(self.parts, self.a)], dim=-1)
 
-    def add(self, y: Tensor, low: Tensor) -> Tensor:
-        """y + scaling B low."""
-        return add_low(y, low, self.up(y.dtype), self.switch.spec.scaling)
+    def add(self, y: Tensor, low: Tensor, weight: Tensor) -> Tensor:
+        """y + scaling B low, with DoRA times magnitudes over norms of rows; y is W x without a bias then."""
+        y = add_low(y, low, self.up(y.dtype), self.switch.spec.scaling)
+        return y * self.scale(weight).to(y.dtype) if self.magnitude else y
+
+    def biased(self, y: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What the layer gives."""
+        return (y + bias, None) if self.adds_bias and bias is not None else (y, bias)
 
     def down(self, dtype: torch.dtype) -> Tensor:
         """The As over each other, [parts * r, in]."""
@@ -101,22 +109,49 @@ class LowRank:
 
     def up(self, dtype: torch.dtype) -> Tensor:
         """The Bs side by side, [out, parts * r], in the order of the layer's rows."""
+        rank, more = self.b[0].shape[1], len(self.b) - 1
+        bs = [b.to(dtype) for b in self.b]
+        return self._ordered([F.pad(b, (n * rank, (more - n) * rank)) for n, b in enumerate(bs)] if more else bs)
+
+    def scale(self, weight: Tensor) -> Tensor:
+        """Magnitudes over the norms of rows of W + scaling B A, which are constants to the gradient; [out] float32."""
+        with torch.no_grad():  # section 4.3 of arXiv:2402.09353
+            product = self.up(torch.float32) @ self.down(torch.float32)
+            norms = self._norms(product.mul_(self.switch.spec.scaling).add_(weight))
+        scale = self._ordered(self.magnitude) / norms
+        if len(self.parts) < len(self.entry.hf):  # rows of parts without an adapter keep their size
+            scale = scale + 1 - self._ordered([torch.ones_like(one) for one in self.magnitude])
+        return scale
+
+    @torch.no_grad()
+    def start_magnitudes(self, weight: Tensor) -> None:
+        """Norms of rows of the base."""
+        norms = self._norms(weight.float())
+        of_parts = part(self.entry, norms, self.sizes) if len(self.entry.hf) > 1 else [norms]
+        for one, magnitude in zip(self.parts, self.magnitude):
+            magnitude.copy_(of_parts[one.index])
+
+    def _norms(self, weight: Tensor) -> Tensor:
+        squares = weight.square().sum(1)
+        if self.entry.kind == "columns":
+            dist.all_reduce(squares, group=self.group)
+        return squares.sqrt_()
+
+    def _ordered(self, parts: Sequence[Tensor]) -> Tensor:
+        """Rows of parts in the order of the layer's own, 0 where a part has no adapter."""
         if self.parts[0].index < 0 or len(self.entry.hf) == 1:
-            return self.b[0].to(dtype)
-        rank, width = self.b[0].shape[1], self.b[0].shape[1] * len(self.b)
-        rows = {}
-        for number, (part, b) in enumerate(zip(self.parts, self.b, strict=True)):
-            rows[part.index] = F.pad(b.to(dtype), (number * rank, width - (number + 1) * rank))
+            return parts[0]
+        rows = {one.index: tensor for one, tensor in zip(self.parts, parts, strict=True)}
         for index, shape in enumerate(self.entry.shapes):
-            if index not in rows:  # it has no adapter
-                rows[index] = self.b[0].new_zeros(shape[0] // self.tp, width, dtype=dtype)
+            if index not in rows:
+                rows[index] = parts[0].new_zeros(shape[0] // self.group.size(), *parts[0].shape[1:])
         return join(self.entry, [rows[index] for index in range(len(rows))], self.sizes)
 
-    def _dropped(self, x: Tensor, part: AdapterPart) -> Tensor:
+    def _dropped(self, x: Tensor, one: AdapterPart) -> Tensor:
         dropout = self.switch.dropout
-        dropout.rows = next((keys for keys in self.switch.rows if len(keys) == len(x)), None)
-        dropped: Tensor = dropout(x.transpose(0, -2), part.number, self.first).transpose(0, -2)
-        return dropped
+        dropout.rows = next(keys for keys in self.switch.rows if len(keys) == len(x))
+        first = self.group.rank() * x.shape[-1] if self.entry.kind == "columns" else 0
+        return dropout(x.transpose(0, -2), one.number, first).transpose(0, -2)
 
 
 class LowRankColumns(ColumnParallelLinear):  # type: ignore[misc]
@@ -127,14 +162,14 @@ class LowRankColumns(ColumnParallelLinear):  # type: ignore[misc]
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         y, bias = super().forward(input_, *args, **kwargs)
         adapter = self.low_rank
-        if not adapter.switch.on:
-            return y, bias
-        low = adapter.lower(input_)
-        if self.sequence_parallel and not self.explicit_expert_comm:
-            low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.tp_group)
-        elif not self.explicit_expert_comm:
-            low = copy_to_tensor_model_parallel_region(low, group=self.tp_group)
-        return adapter.add(y, low), bias
+        if adapter.switch.on:
+            low = adapter.lower(input_)
+            if self.sequence_parallel and not self.explicit_expert_comm:
+                low = gather_from_sequence_parallel_region(low, group=self.tp_group)
+            elif not self.explicit_expert_comm:
+                low = copy_to_tensor_model_parallel_region(low, group=self.tp_group)
+            y = adapter.add(y, low, self.weight)
+        return adapter.biased(y, bias)
 
 
 class LowRankRows(RowParallelLinear):  # type: ignore[misc]
@@ -145,16 +180,16 @@ class LowRankRows(RowParallelLinear):  # type: ignore[misc]
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         y, bias = super().forward(input_)
         adapter = self.low_rank
-        if not adapter.switch.on:
-            return y, bias
-        low = adapter.lower(input_)
-        if self.explicit_expert_comm:  # what gives and takes the tokens sums
-            pass
-        elif self.sequence_parallel:
-            low = reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
-        else:
-            low = reduce_from_tensor_model_parallel_region(low, group=self.tp_group)
-        return adapter.add(y, low), bias
+        if adapter.switch.on:
+            low = adapter.lower(input_)
+            if self.explicit_expert_comm:  # what gives and takes the tokens sums
+                pass
+            elif self.sequence_parallel:
+                low = reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
+            else:
+                low = reduce_from_tensor_model_parallel_region(low, group=self.tp_group)
+            y = adapter.add(y, low, self.weight)
+        return adapter.biased(y, bias)
 
 
 class LowRankProjection(Projection):
@@ -164,7 +199,7 @@ class LowRankProjection(Projection):
 
     def forward(self, x: Tensor) -> Tensor:
         y, adapter = super().forward(x), self.low_rank
-        return adapter.add(y, adapter.lower(x)) if adapter.switch.on else y
+        return adapter.add(y, adapter.lower(x), self.weight) if adapter.switch.on else y
 
 
 class LowRankGate(SharedExpertMLP):  # type: ignore[misc]
@@ -175,10 +210,12 @@ class LowRankGate(SharedExpertMLP):  # type: ignore[misc]
     @property
     def gate_weight(self) -> Tensor:
         """[1, hidden]."""
-        weight, adapter = self._parameters["gate_weight"], self.low_rank
-        dtype = weight.dtype
-        delta = adapter.up(dtype) @ adapter.down(dtype) * adapter.switch.spec.scaling
-        return weight + delta if adapter.switch.on else weight
+        weight: Any = self._parameters["gate_weight"]
+        adapter = self.low_rank
+        if not adapter.switch.on:
+            return weight  # type: ignore[no-any-return]
+        merged: Tensor = weight + adapter.up(weight.dtype) @ adapter.down(weight.dtype) * adapter.switch.spec.scaling
+        return merged * adapter.scale(weight).to(weight.dtype)[:, None] if adapter.magnitude else merged
 
 
 CLASSES: dict[type[nn.Module], type[nn.Module]] = {
@@ -196,9 +233,11 @@ def adapt(module: Any, low_rank: LowRank) -> None:
     """Give a layer its adapter. Parameters are the layer's own, so that hooks before it wait for them too."""
     module.__class__ = CLASSES[type(module)]
     module.low_rank = low_rank
-    for letter, parameters in (("A", low_rank.a), ("B", low_rank.b)):
+    for kind, parameters in zip(KINDS, (low_rank.a, low_rank.b, low_rank.magnitude)):
         for number, parameter in enumerate(parameters):
-            module.register_parameter(f"lora_{letter}_{number}", parameter)
+            module.register_parameter(f"{kind}_{number}", parameter)
+    if low_rank.magnitude and not getattr(module, "skip_bias_add", True):
+        module.skip_bias_add = low_rank.adds_bias = True
 
 
 def is_summed(module: Any, dealt: bool, group: Any) -> bool:

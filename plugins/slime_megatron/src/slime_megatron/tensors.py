@@ -6,7 +6,7 @@ decoder.layers.0.mlp.linear_fc1.weight of stage 2 --names--> decoder.layers.14.m
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -101,7 +101,7 @@ class Tensors:
         vision = chunks[0].vision
         self.frozen_tower = vision is not None and vision.frozen
         by_name = {entry.megatron: entry for entry in self.entries}
-        self.parameter_name = bridge.parameter_name
+        self.parameter_name: Callable[[str], str] = bridge.parameter_name
         self.attention, self.layers_apart = bridge.attention, apart(bridge.megatron(config))
         self.by_name: dict[str, LocalTensor] = {}
         self._sources: list[TensorSource] | None = None
