@@ -59,7 +59,7 @@ def export(worker: MegatronWorker, path: Path) -> None:
         StorageError: it cannot be written.
     """
     worker.actor.settle()
-    sources = worker.policy.sources()
+    sources = worker.policy.sources(rounded=True)
     dtypes = _dtypes(worker)
     tensors = stream(sources)
     failed: OSError | None = None

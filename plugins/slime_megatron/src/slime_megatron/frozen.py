@@ -6,7 +6,7 @@ A stage holds what its estimator and loss say they read (`Plugins.needs`). Both 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,9 +66,9 @@ class MegatronFrozen:
     def _reference(self, path: str, policy: Model, run: ModelContext) -> Tensors:
         """This rank's shards of the reference: the policy as it is, a model folder's, or a torch_dist folder's.
 
-        Nothing where the policy has an adapter: the reference is its base.
+        Nothing where it is the base of the policy's adapter.
         """
-        if policy.adapter is not None:
+        if not path and policy.adapter is not None:
             return {}
         tensors = policy.tensors.of_model()
         if not path:
@@ -91,16 +91,18 @@ class MegatronFrozen:
 
     @contextmanager
     def as_reference(self, policy: Model) -> Iterator[None]:
-        """The policy computes with the reference's weights inside the block, or without its adapter."""
-        if policy.adapter is not None:
-            with policy.adapter.switch.base():
-                yield
-            return
+        """The policy computes with the reference's weights inside the block, and without its adapter."""
         assert self.reference is not None
+        with policy.adapter.switch.base() if policy.adapter is not None else nullcontext():
+            with self._put_on(policy, self.reference) if self.reference else nullcontext():
+                yield
+
+    @contextmanager
+    def _put_on(self, policy: Model, reference: Tensors) -> Iterator[None]:
         tensors = {name: shard.tensor for name, shard in policy.tensors.of_model().by_name.items()}
         copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         try:
-            _put(policy, self.reference)
+            _put(policy, reference)
             yield
         finally:
             _put(policy, copies)

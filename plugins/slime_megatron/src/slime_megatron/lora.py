@@ -22,6 +22,7 @@ from torch import nn
 
 from slime_convert.bridge import Entry, join, part
 from slime_core.errors import ConfigError
+from slime_core.lora.effective import put_on
 from slime_core.lora.folder import Factors, factors_of
 from slime_core.lora.layers import attach, initial_factor, merged
 from slime_core.media.features import tower
@@ -102,6 +103,8 @@ class StageAdapter:
         adapter.fill(adapter._draw(seed))
         for local, low_rank in adapter._layers if spec.use_dora else ():
             low_rank.start_magnitudes(local.tensor)
+        for layer in (one for chunk in stage.chunks for one in chunk.decoder.layers if spec.dropout):
+            layer.register_forward_pre_hook(adapter.switch.take_rows, with_kwargs=True)
         return adapter
 
     def _parts(self, entry: Entry) -> Iterator[PlacedPart]:
@@ -220,37 +223,40 @@ class StageAdapter:
         return {name: torch.cat(parts) for name, parts in stacks.items()}
 
     def put_on(self, model: Any, tensors: Mapping[str, Tensor]) -> None:
-        """Give transformers' own model the adapter, in the dtype of its weights.
+        """Let transformers' own model compute with the adapter.
 
         Args:
             tensors: all factors, whole, by the names of entries
         """
-        adapters, values = attach(model, self.spec, seed=0, outside=tower(model)), self.stacked(tensors)
-        for name, parameter in adapters.parameters().items():
-            parameter.data = values[name].to(next(model.parameters()))
+        put_on(model, self.targets, self.name, self.stacked(tensors))
 
-    def merged_sources(self) -> list[TensorSource]:
-        """Tensors of the whole model in the names of its folder, with the adapter merged; a collective, once."""
+    def merged_sources(self, *, rounded: bool = False) -> list[TensorSource]:
+        """Tensors of the whole model in the names of its folder, with the adapter merged; a collective, once.
+
+        Args:
+            rounded: to the dtype of the base; else what the adapter changes is float32
+        """
         own = dict(zip((e.megatron for e in self.tensors.entries), self.tensors.sources(), strict=True))
         return [
-            TensorSource(source.parts, partial(self._merged, entry, source, own))
+            TensorSource(source.parts, partial(self._merged, entry, source, own, rounded))
             if entry.megatron in self._places
             else source
             for entry, source in zip(self.base.entries, self.base.sources(), strict=True)
         ]
 
     @torch.no_grad()
-    def _merged(self, entry: Entry, source: TensorSource, own: Mapping[str, TensorSource]) -> Tensor:
+    def _merged(self, entry: Entry, source: TensorSource, own: Mapping[str, TensorSource], rounded: bool) -> Tensor:
         """A whole tensor of megatron-core's on rank 0, its parts merged as transformers has them; a collective."""
         whole, placed = source.gather(), self._places[entry.megatron]
         gathered = [[own[one.megatron].gather() for one in place.factors] for place in placed]
         if dist.get_rank():
             return whole
+        dtype = whole.dtype if rounded else torch.float32
         parts = [whole] if placed[0].part.index < 0 else part(entry, whole, self.base.sizes)
         for place, tensors in zip(placed, gathered, strict=True):
             a, b, *rest = (own[e.megatron].parts[0].cut(t) for e, t in zip(place.factors, tensors, strict=True))
             index = max(place.part.index, 0)
-            parts[index] = merged(parts[index], a, b, self.spec.scaling, *rest)
+            parts[index] = merged(parts[index], a, b, self.spec.scaling, *rest, dtype=dtype)
         return parts[0] if placed[0].part.index < 0 else join(entry, parts, self.base.sizes)
 
 

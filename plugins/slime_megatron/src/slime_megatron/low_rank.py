@@ -50,6 +50,10 @@ class AdapterSwitch:
         self.dropout = Dropout(spec.dropout)
         self.rows: tuple[Tensor, ...] = ()  # keys of the rows of the pass: all, and this tensor-parallel rank's
 
+    def take_rows(self, layer: Any, args: Any, kwargs: Any) -> None:
+        """Before a layer, computed again or not: the rows of its pack."""
+        self.rows = kwargs["packed_seq_params"].row_keys
+
     @contextmanager
     def base(self) -> Iterator[None]:
         """Passes inside the block compute without the adapter."""

@@ -299,9 +299,13 @@ class Model:
         """What learns: all tensors, or the adapter's."""
         return self.tensors if self.adapter is None else self.adapter.tensors
 
-    def sources(self) -> list[TensorSource]:
-        """Tensors of the whole model in the names of its folder, an adapter merged into them; a collective, once."""
-        return self.tensors.sources() if self.adapter is None else self.adapter.merged_sources()
+    def sources(self, *, rounded: bool = False) -> list[TensorSource]:
+        """Tensors of the whole model in the names of its folder, an adapter merged into them; a collective, once.
+
+        Args:
+            rounded: what an adapter changes has the dtype of the base; else it is float32
+        """
+        return self.tensors.sources() if self.adapter is None else self.adapter.merged_sources(rounded=rounded)
 
     def learn(self, wrapped: Sequence[Any]) -> None:
         """Passes go through megatron-core's gradient buffers from now on, a module a chunk."""

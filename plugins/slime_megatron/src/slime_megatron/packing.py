@@ -57,6 +57,8 @@ class Pack(PackedSeqParams):
     predict: torch.Tensor | None = None  # from which of its rows
     rows: int = 0  # T of all context-parallel ranks together, filling included
     pictures: Pictures | None = None  # of a model that sees
+    row_keys: tuple[torch.Tensor, ...] = ()  # where dropout is: of this rank's rows, and with sequence parallelism of
+    # those that it has between layers too
 
 
 def make_pack(micro: MicroBatch, *, cp: int, rank: int, multiple: int, device: torch.device) -> Pack:

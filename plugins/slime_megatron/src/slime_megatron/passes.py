@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from slime_core.lora.dropout import micro_keys
 from slime_core.trainers import roles
 from slime_core.trainers.expert_load import ExpertLoad, copies_of_rows
 from slime_core.trainers.optimizer_step import LossSums, MicroBatchLoss, to_device
@@ -58,6 +59,7 @@ class Passes:
         self.expert_load = ExpertLoad()
         self.routers: StageRouters | None = None  # where a run replays their choices
         self.routed: RoutedPass | None = None  # what the passes replay now
+        self.drops = False  # whether passes with gradients drop inputs of adapters
         self.ahead = 0.0  # weight of the loss of tokens that are predicted one further ahead; 0 predicts none
 
     def scores(self, micros: Sequence[MicroBatch]) -> list[tuple[torch.Tensor, ...]]:
@@ -116,6 +118,8 @@ class Passes:
             return hidden, lambda hidden: last(work, hidden)
 
         config, works = self.stage.config, [self._work(micro) for micro in micros]
+        for work in works if self.drops and not forward_only else ():
+            self._key_rows(work)
         rows = sum(len(micro.tokens) for micro in micros)
         sizes = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
         losses = nullcontext(False) if forward_only else auxiliary_losses(config, rows, self.device)
@@ -150,8 +154,7 @@ class Passes:
         cp, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
         tp = config.tensor_model_parallel_size if config.sequence_parallel else 1
         pack = make_pack(micro, cp=cp, rank=rank, multiple=tp, device=self.device)
-        shared = owned(pack.rows, cp, rank)
-        places = shared.reshape(tp, -1)[parallel_state.get_tensor_model_parallel_rank() if tp > 1 else 0]
+        shared, places = self._rows(pack)
         first = self.stage.chunks[0]
         if first.vision is not None:
             has_tower = first.pre_process
@@ -167,6 +170,21 @@ class Passes:
             self._experts(micro, pack),
             {},
         )
+
+    def _key_rows(self, work: MicroBatchInputs) -> None:
+        """Give a pack the keys of its rows, by which masks of dropout are drawn."""
+        pack = work.pack
+        keys = np.pad(micro_keys(work.micro), (0, pack.rows - len(work.micro.tokens)))
+        shared, local = self._rows(pack)
+        pack.row_keys = tuple(to_device(keys[rows], self.device) for rows in (shared, local))
+
+    def _rows(self, pack: Pack) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """A pack's rows of this context-parallel rank, and those of them that it has between layers."""
+        config = self.stage.config
+        tp = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        cp, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+        shared = owned(pack.rows, cp, rank)
+        return shared, shared.reshape(tp, -1)[parallel_state.get_tensor_model_parallel_rank() if tp > 1 else 0]
 
     def _experts(self, micro: MicroBatch, pack: Pack) -> NDArray[np.int16] | None:
         if self.routers is None or self.routed is None or not self.routers.replays:

@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 
 from slime_convert.bridges import find_bridge
 from slime_core.context import Context
+from slime_core.seeds import seed_of
 from slime_core.trainers.data_parallel import DataParallelRank, RankBatch
 from slime_core.trainers.optimizer_step import LossSums
 from slime_core.trainers.routing import RoutingReplay
@@ -129,8 +130,20 @@ class MegatronWorker(Worker):
 
     def run_backward(self, micros: list[MicroBatch], sums: LossSums) -> None:
         self._ready(self.actor)
-        with self._routed(sums.rank_batch, "train"):
+        with self._routed(sums.rank_batch, "train"), self._dropping():
             self.policy.passes.backward(micros, self.loss, self.train, sums)
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        """The policy's passes with gradients inside the block drop inputs of an adapter."""
+        adapter, passes = self.policy.adapter, self.policy.passes
+        if adapter is not None and self.train.lora_dropout:
+            adapter.switch.dropout.seed = seed_of(self.config.seed, "dropout", self.actor.steps)
+            passes.drops = True
+        try:
+            yield
+        finally:
+            passes.drops = False
 
     @contextmanager
     def _routed(self, rank_batch: RankBatch, role: str) -> Iterator[None]:
