@@ -44,7 +44,7 @@ METAPHORS = re.compile(
     "(ageing|deal|desk|flight|gate|lineup|lodging|parking|portion|pulse|race|seat|streak|surplus)s?"
 )
 """Not a word of a class, function or file, for which Words in CONTRIBUTING.md has the field's term."""
-TERMS = ("InFlight", "in_flight", "gate_up", "Races", "races")
+TERMS = ("InFlight", "in_flight", "gate_up", "gate_weight", "Races", "races")
 """Terms of the field with one of these words: requests in flight, a projection, data races."""
 WIDTH = 119
 MOULD = re.compile(r"\bin[,;]? [^.]*\bout\b")

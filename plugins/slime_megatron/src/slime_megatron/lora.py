@@ -9,7 +9,7 @@ any layout as these are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -31,7 +31,7 @@ from slime_core.weights.build import skeleton
 from slime_core.weights.transports.buckets import TensorSource, stream
 from slime_megatron.experts import GroupedExperts
 from slime_megatron.fingerprint import spots
-from slime_megatron.low_rank import CLASSES, KINDS, AdapterPart, AdapterSwitch, LowRank, adapt, is_summed
+from slime_megatron.low_rank import CLASSES, KINDS, AdapterPart, AdapterSwitch, LayerAdapter, adapt, is_summed
 from slime_megatron.tensors import LocalTensor, Tensors, canonical
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class StageAdapter:
         self.spec, self.base = targets.spec, base  # the spec says what it means for this model
         self.switch = AdapterSwitch(spec)
         self._origins: dict[str, tuple[str, str, int]] = {}  # weight, kind and expert of a factor's name
-        self._layers: list[tuple[LocalTensor, LowRank]] = []  # of this rank, with the base of each
+        self._layers: list[tuple[LocalTensor, LayerAdapter]] = []  # of this rank, with the base of each
         self._places: dict[str, list[PlacedPart]] = {}  # by the name of the layer's tensor
         for entry in base.of_model().entries:
             if placed := list(self._parts(entry)):
@@ -147,7 +147,7 @@ class StageAdapter:
         if entry.expert < 0:
             sizes = replace(sizes, heads=sizes.heads // tp, groups=sizes.groups // tp)
         a, b, magnitude = (*factors, [])[:3]
-        low_rank = LowRank(self.switch, entry, sizes, group, [one.part for one in placed], a, b, magnitude)
+        low_rank = LayerAdapter(self.switch, entry, sizes, group, [one.part for one in placed], a, b, magnitude)
         adapt(module, low_rank)
         self._layers.append((local, low_rank))
 
@@ -236,28 +236,36 @@ class StageAdapter:
         Args:
             rounded: to the dtype of the base; else what the adapter changes is float32
         """
-        own = dict(zip((e.megatron for e in self.tensors.entries), self.tensors.sources(), strict=True))
-        return [
-            TensorSource(source.parts, partial(self._merged, entry, source, own, rounded))
-            if entry.megatron in self._places
-            else source
-            for entry, source in zip(self.base.entries, self.base.sources(), strict=True)
-        ]
+        factors = dict(zip((one.megatron for one in self.tensors.entries), self.tensors.sources(), strict=True))
+        sources = []
+        for entry, source in zip(self.base.entries, self.base.sources(), strict=True):
+            placed = self._places.get(entry.megatron, [])
+            merge = partial(self._merged, entry, source, placed, factors, rounded)
+            sources.append(TensorSource(source.parts, merge) if placed else source)
+        return sources
 
     @torch.no_grad()
-    def _merged(self, entry: Entry, source: TensorSource, own: Mapping[str, TensorSource], rounded: bool) -> Tensor:
+    def _merged(
+        self,
+        entry: Entry,
+        source: TensorSource,
+        placed: Sequence[PlacedPart],
+        factors: Mapping[str, TensorSource],
+        rounded: bool,
+    ) -> Tensor:
         """A whole tensor of megatron-core's on rank 0, its parts merged as transformers has them; a collective."""
-        whole, placed = source.gather(), self._places[entry.megatron]
-        gathered = [[own[one.megatron].gather() for one in place.factors] for place in placed]
+        whole = source.gather()
+        gathered = [[factors[one.megatron].gather() for one in place.factors] for place in placed]
         if dist.get_rank():
             return whole
-        dtype = whole.dtype if rounded else torch.float32
-        parts = [whole] if placed[0].part.index < 0 else part(entry, whole, self.base.sizes)
+        at_once, dtype = placed[0].part.index < 0, whole.dtype if rounded else torch.float32
+        parts = [whole] if at_once else part(entry, whole, self.base.sizes)
         for place, tensors in zip(placed, gathered, strict=True):
-            a, b, *rest = (own[e.megatron].parts[0].cut(t) for e, t in zip(place.factors, tensors, strict=True))
+            cuts = [factors[one.megatron].parts[0].cut for one in place.factors]
+            a, b, *magnitude = (cut(tensor) for cut, tensor in zip(cuts, tensors, strict=True))
             index = max(place.part.index, 0)
-            parts[index] = merged(parts[index], a, b, self.spec.scaling, *rest, dtype=dtype)
-        return parts[0] if placed[0].part.index < 0 else join(entry, parts, self.base.sizes)
+            parts[index] = merged(parts[index], a, b, self.spec.scaling, *magnitude, dtype=dtype)
+        return parts[0] if at_once else join(entry, parts, self.base.sizes)
 
 
 class _NamedFactors(Mapping[str, Tensor]):

@@ -79,7 +79,7 @@ class AdapterPart:
 
 
 @dataclass(slots=True)
-class LowRank:
+class LayerAdapter:
     """The adapter of one layer: this rank's shards of the factors of each of its parts."""
 
     switch: AdapterSwitch
@@ -161,7 +161,7 @@ class LowRank:
 class LowRankColumns(ColumnParallelLinear):  # type: ignore[misc]
     """A column-parallel layer with an adapter; :func:`adapt` makes one of a layer in place."""
 
-    low_rank: LowRank
+    low_rank: LayerAdapter
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         y, bias = super().forward(input_, *args, **kwargs)
@@ -179,7 +179,7 @@ class LowRankColumns(ColumnParallelLinear):  # type: ignore[misc]
 class LowRankRows(RowParallelLinear):  # type: ignore[misc]
     """A row-parallel layer with an adapter."""
 
-    low_rank: LowRank
+    low_rank: LayerAdapter
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         y, bias = super().forward(input_)
@@ -199,17 +199,17 @@ class LowRankRows(RowParallelLinear):  # type: ignore[misc]
 class LowRankProjection(Projection):
     """A projection of linear attention with an adapter; its rows are gathered already."""
 
-    low_rank: LowRank
+    low_rank: LayerAdapter
 
     def forward(self, x: Tensor) -> Tensor:
         y, adapter = super().forward(x), self.low_rank
         return adapter.add(y, adapter.lower(x), self.weight) if adapter.switch.on else y
 
 
-class LowRankGate(SharedExpertMLP):  # type: ignore[misc]
+class LowRankSharedExperts(SharedExpertMLP):  # type: ignore[misc]
     """A shared expert whose gate has an adapter: the gate's one row is merged for every pass."""
 
-    low_rank: LowRank
+    low_rank: LayerAdapter
 
     @property
     def gate_weight(self) -> Tensor:
@@ -226,14 +226,14 @@ CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     ColumnParallelLinear: LowRankColumns,
     RowParallelLinear: LowRankRows,
     Projection: LowRankProjection,
-    SharedExpertMLP: LowRankGate,
+    SharedExpertMLP: LowRankSharedExperts,
     HeldColumns: HeldColumns,  # `GroupedExperts` multiplies by what they have
     HeldRows: HeldRows,
 }
 """Layers that can have adapters, and what they become."""
 
 
-def adapt(module: Any, low_rank: LowRank) -> None:
+def adapt(module: Any, low_rank: LayerAdapter) -> None:
     """Give a layer its adapter. Parameters are the layer's own, so that hooks before it wait for them too."""
     module.__class__ = CLASSES[type(module)]
     module.low_rank = low_rank
