@@ -83,6 +83,11 @@ class QuantisedWeight(torch.Tensor):
         numbers, scales = (_nf4 if form == "nf4" else _fp8)(weight.detach().float())
         return cls(numbers, scales, FORMS[form], dtype)
 
+    @classmethod
+    def of_blocks(cls, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> QuantisedWeight:
+        """From a weight [rows, columns] that `weights.fp8` has stored, float8 and a scale for each block."""
+        return cls(numbers.view(torch.uint8), _by_row(scales.float(), len(numbers)), FORMS["fp8"], dtype)
+
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """The floats: products in float32, rounded to ``dtype``, by default the weight's own."""
         values = dequantise(self.numbers, self.scales, self.form, dtype or self.dtype)
@@ -148,6 +153,11 @@ def dense(weight: Tensor) -> Tensor:
     return weight.dense() if isinstance(weight, QuantisedWeight) else weight
 
 
+def stored_parts(weight: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that a weight is stored in."""
+    return weight._parts if isinstance(weight, QuantisedWeight) else (weight,)
+
+
 def _same(weight: QuantisedWeight, *_: Any, **__: Any) -> Any:
     return weight._with(*weight._parts)
 
@@ -188,6 +198,16 @@ def _sliced(
     if axis or weight.transposed:
         return None
     return weight._with(*(part[start:end:step] for part in weight._parts))
+
+
+def _unbound(weight: QuantisedWeight, axis: int = 0) -> Any:
+    if axis or weight.ndim < 3:
+        return None
+    return [weight._with(*part) for part in zip(weight.numbers, weight.scales)]
+
+
+def _selected(weight: QuantisedWeight, axis: int, index: int) -> Any:
+    return weight._with(*(part[index] for part in weight._parts)) if not axis and weight.ndim > 2 else None
 
 
 def _zeros(weight: QuantisedWeight, size: Any, **_: Any) -> Any:
@@ -245,6 +265,8 @@ KEPT: dict[Any, Callable[..., Any]] = {
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split,
     aten.slice.Tensor: _sliced,
+    aten.unbind.int: _unbound,
+    aten.select.int: _selected,
     aten.new_zeros.default: _zeros,
     aten.view.default: _view,
     aten.as_strided.default: _strided,
@@ -293,6 +315,11 @@ def _fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
     for matrix in weight.reshape(-1, *weight.shape[-2:]):
         of_blocks = form.scales(matrix)
         numbers.append(form.quantise(matrix, of_blocks).view(torch.uint8))
-        scales.append(of_blocks.repeat_interleave(form.height, 0)[:rows])
+        scales.append(_by_row(of_blocks, rows))
     shape = weight.shape[:-1]
     return torch.stack(numbers).view(weight.shape), torch.stack(scales).view(*shape, -1)
+
+
+def _by_row(scales: Tensor, rows: int) -> Tensor:
+    """Scales of blocks, each row with its own."""
+    return scales.repeat_interleave(BlockFormat().height, 0)[:rows]

@@ -117,6 +117,13 @@ class Shards(Mapping[str, "torch.Tensor"]):
         numbers, scales = self._read(info.stored.numbers), self._read(info.stored.scales)
         return info.stored.form.dequantise(numbers, scales, torch.bfloat16)
 
+    def stored(self, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Numbers and scales of a quantised weight; None of another, and of a name that is not here."""
+        info = self.infos.get(name)
+        if info is None or info.stored is None:
+            return None
+        return self._read(info.stored.numbers), self._read(info.stored.scales)
+
     def _read(self, info: TensorInfo) -> torch.Tensor:
         """A tensor as it is stored."""
         import torch

@@ -36,6 +36,9 @@ class LoraKeys(Section):
     )
     lora_use_dora: bool = of_lora(False, "DoRA: each row's size is learned apart from its direction.", KIND)
     lora_use_rslora: bool = of_lora(False, "rsLoRA: alpha / sqrt(rank).", KIND)
+    base_weights: Literal["auto", "fp8", "nf4"] = of_lora(
+        "auto", "The frozen base of adapters: in the dtype of compute, in fp8 blocks, or in 4 bits (QLoRA).", KIND
+    )
     lora_load: str = of_lora("", "Adapter folder to start from, in peft's format.", MODEL, path="input")
     lora_sync: Literal["merged", "adapter"] = of_lora(
         "merged", "What engines get: whole weights with adapters merged, or adapters alone.", MACHINE
@@ -77,6 +80,13 @@ def lora_conflicts(train: Any) -> Iterator[Problem]:
             ["train.freeze_vision_tower", "train.lora_rank"],
             why="adapters are on the text model, and the tower is of the base, which does not change",
             fix="leave freeze_vision_tower out, or set lora_rank = 0",
+        )
+    if train.base_weights != "auto" and train.compile == "on":
+        yield conflict(
+            f"base_weights = {train.base_weights} with compile = on",
+            ["train.base_weights", "train.compile"],
+            why="layers whose weights are quantised are not compiled",
+            fix="leave compile out",
         )
     if train.tensor_parallel_size > 1:
         yield conflict(

@@ -5,12 +5,14 @@ The base is frozen and held once, in the dtype of compute; adapters are float32 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
+from slime_core.kernels.quantised import QuantisedWeight, dense
 from slime_core.lora.dropout import micro_keys
 from slime_core.lora.layers import Adapters, attach
 from slime_core.lora.spec import DEFAULT, LoraSpec
@@ -35,8 +37,12 @@ def adapt(hf: Any, train: Any, seed: int) -> Adapters | None:
     spec = LoraSpec.of(train)
     if spec is None:
         return None
-    outside = tower(hf) if MediaLayout.of(hf.config) is not None else ()
-    return attach(hf, spec, seed=seed, names=train.lora_adapters or (DEFAULT,), outside=outside)
+    return attach(hf, spec, seed=seed, names=train.lora_adapters or (DEFAULT,), outside=outside_of(hf))
+
+
+def outside_of(hf: Any) -> Sequence[nn.Module]:
+    """Modules of a model of transformers that see pictures, and have no adapters."""
+    return tower(hf) if MediaLayout.of(hf.config) is not None else ()
 
 
 class MergedWeights:
@@ -55,7 +61,7 @@ class MergedWeights:
     def whole(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """All ranks' shards of a weight as one tensor, in ``dtype``, the stored one where None."""
         if self._adapters is None or name not in self._targets:
-            tensor = full(self.parameters[name]).detach()  # of a DTensor it takes twenty times as long
+            tensor = dense(full(self.parameters[name])).detach()  # of a DTensor it takes twenty times as long
             return tensor if dtype is None else tensor.to(dtype)
         module, key = self._targets[name]
         assert self._adapters.active is not None
@@ -95,7 +101,10 @@ def without_dropout(adapters: Adapters | None) -> Iterator[None]:
 
 
 class ServedWeights:
-    """What an engine of the same process reads: the base's own storage, and a merged copy of what adapters change."""
+    """What an engine of the same process reads: the base's own storage, and a copy of what adapters change.
+
+    A weight in fewer bits has a copy too.
+    """
 
     def __init__(self) -> None:
         self._merged: Tensors = {}
@@ -109,7 +118,11 @@ class ServedWeights:
         learning = adapters.parameters().keys()
         state = {name: tensor for name, tensor in tensors.items() if name not in learning}
         if not self._merged:
-            changed = {name: tensor for name, tensor in state.items() if weights.changes(name)}
+            changed = {
+                name: tensor
+                for name, tensor in state.items()
+                if weights.changes(name) or isinstance(tensor, QuantisedWeight)
+            }
             sizes, first = [tensor.numel() for tensor in changed.values()], next(iter(changed.values()))
             parts = torch.empty(sum(sizes), dtype=first.dtype, device=first.device).split(sizes)
             self._merged = {name: part.view(state[name].shape) for name, part in zip(changed, parts)}

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from slime_core.algorithms.shared.logprobs import BlockLoss, linear_log_probs, linear_loss, logits_log_probs
 from slime_core.errors import TrainerError
+from slime_core.kernels.quantised import QuantisedWeight
 from slime_core.trainers.compiling import Choice, Compiled, pays
 from slime_core.trainers.expert_load import ExpertLoad
 from slime_core.trainers.fingerprint import all_sums, digest
@@ -159,7 +160,8 @@ class FsdpPolicy(nn.Module):
     def choose_compiling(self, choice: Choice) -> None:
         """Follow ``train.compile``; before the model is sharded."""
         parameters = list(self.hf.parameters())
-        self.compiled = pays(choice, parameters[0].device, sum(p.numel() for p in parameters))
+        plain = not any(isinstance(parameter, QuantisedWeight) for parameter in parameters)
+        self.compiled = plain and pays(choice, parameters[0].device, sum(p.numel() for p in parameters))
 
     def try_model(self) -> None:
         """Find out what the model can do, before it is sharded; leaves its attention as it will be used."""

@@ -11,10 +11,19 @@ import numpy as np
 import torch
 
 from slime_core.config.sections.train import FEW_TOKENS
+from slime_core.kernels.quantised import stored_parts
+from slime_core.lora.base_weights import quantise
 from slime_core.lora.effective import put_on
 from slime_core.trainers.data_parallel import DataParallelRank, RankBatch
 from slime_core.trainers.fsdp import checkpoint, publishing
-from slime_core.trainers.fsdp.adapters import MergedWeights, ServedWeights, adapt, dropout, without_dropout
+from slime_core.trainers.fsdp.adapters import (
+    MergedWeights,
+    ServedWeights,
+    adapt,
+    dropout,
+    outside_of,
+    without_dropout,
+)
 from slime_core.trainers.fsdp.critic import FsdpCritic
 from slime_core.trainers.fsdp.exact import ExactPass, fixed_sums
 from slime_core.trainers.fsdp.experts import router_biases, watch
@@ -83,9 +92,14 @@ class FsdpWorker(Worker):
         )
 
     def _model(self) -> Any:
-        """transformers' model on the device: float32 where it is trained, in the dtype of compute under adapters."""
+        """transformers' model on the device: float32 where it is trained, in the dtype of compute under adapters.
+
+        Weights in fewer bits go there one at a time.
+        """
         name = self.train.dtype if self.train.lora_rank else "float32"
         model: Any = self.folder.build_model(name, self.config.seed)
+        if self.train.base_weights != "auto":
+            quantise(model, self.train.base_weights, self.device, self.folder, outside_of(model))
         return model.to(self.device).eval().requires_grad_(True)
 
     def _try_model(self) -> None:
@@ -312,7 +326,8 @@ class FsdpWorker(Worker):
             models = [learner.module for learner in self.learners()]
             shards = [local(p.detach()) for learner in self.learners() for p in learner.parameters().values()]
             copies = [p.detach() for model in models if model.masters for p in model.masters.copies.values()]
-            base = [local(p.detach()) for p in self.policy.base().values()] if self.policy.adapters else []
+            frozen = self.policy.base().values() if self.policy.adapters else ()
+            base = [part for p in frozen for part in stored_parts(local(p.detach()))]
             return [*shards, *copies, *base, *self.served.tensors(), *self.frozen.tensors()]
         return [tensor for learner in self.learners() for tensor in learner.states()] if what == "optimizer" else []
 

@@ -1,0 +1,124 @@
+"""Adapters over a base in 4 or 8 bits: float64 gradients, what engines get, folders in fp8, and two ranks."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import splits
+import torch
+import trainer_bench as made
+from safetensors.torch import load_file, save_file
+
+from slime_core.errors import ConfigError
+from slime_core.kernels.quantised import QuantisedWeight, dense
+from slime_core.lora.layers import merged
+from slime_core.plugins import load_plugins
+from slime_core.testing import tiny_model
+from slime_core.testing.models import fp8_model
+from slime_core.threads import TorchThread
+from slime_core.trainers.fsdp import FsdpTrainer
+from slime_core.weights.folder import ModelFolder
+
+pytestmark = pytest.mark.integration
+
+LORA = {"lora_rank": 4, "kl_loss_coef": 0.05, "gradient_checkpointing": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("model") / "m", hidden=128, tied=True)
+
+
+def quantised(worker):
+    """The base's weights in fewer bits by name."""
+    base = worker.policy.base()
+    return {name: weight.detach() for name, weight in base.items() if isinstance(weight.detach(), QuantisedWeight)}
+
+
+@pytest.mark.parametrize("form", ["nf4", "fp8"])
+def test_gradients_and_engines_are_of_the_base_as_it_computes(folder, form, tmp_path):
+    one = made.Bench(folder, **LORA, base_weights=form)
+    base = quantised(one.worker)
+    assert len(base) == 2 * 7
+    stored = sum(weight.stored_bytes for weight in base.values())
+    assert stored == sum(weight.numel() for weight in base.values()) * {"nf4": 9 / 16, "fp8": 33 / 32}[form]
+    served = one.call("publish", 0).tensors
+    assert all(torch.equal(served[name], weight.dense()) for name, weight in base.items())  # B is 0
+    splits.fill_adapters(one.worker)
+    error = one.call("verify", splits.with_roles(made.batch_of()))
+    assert error["float64"] == 1
+    assert max(error["gradient_error"], error["loss_error"]) < 3e-5
+
+    served, adapters = one.call("publish", 1).tensors, one.worker.policy.adapters
+    one.call("export", tmp_path / "final")
+    exported = load_file(tmp_path / "final" / "model.safetensors")
+    for name, weight in base.items():
+        module, _ = adapters.weights()[name]
+        factors = module.lora_A["default"], module.lora_B["default"]
+        expected = merged(weight.dense(), *factors, adapters.spec.scaling)
+        assert torch.equal(served[name], expected)
+        assert torch.equal(exported[name], expected)
+    one.thread.close()
+
+
+def test_weights_without_adapters_reach_engines_as_floats_and_state_is_offloaded_by_its_parts(folder):
+    one = made.Bench(folder, **LORA, base_weights="nf4", lora_target_modules=["q_proj"], dtype="bfloat16")
+    base = quantised(one.worker)
+    tensors = one.call("publish", 0).tensors
+    assert {type(tensor) for tensor in tensors.values()} == {torch.Tensor}
+    assert all(torch.equal(tensors[name], weight.dense()) for name, weight in base.items())
+    parts = {part.data_ptr() for part in one.worker._state("parameters")}
+    assert all({weight.numbers.data_ptr(), weight.scales.data_ptr()} <= parts for weight in base.values())
+    one.thread.close()
+
+
+def test_a_folder_in_fp8_keeps_its_numbers(folder, tmp_path):
+    published = ModelFolder.open(fp8_model(tmp_path / "fp8", folder))
+    tensors = {name: tensor.clone() for name, tensor in published.tensors().items()}
+    one = made.Bench(published.path, **LORA, base_weights="fp8", dtype="bfloat16")
+    base = quantised(one.worker)
+    assert base.keys() == {name for name, info in published.tensors().infos.items() if info.stored}
+    assert all(torch.equal(weight.dense(), tensors[name]) for name, weight in base.items())
+    one.thread.close()
+
+
+def test_a_model_of_other_sizes_is_refused(tmp_path):
+    small = tiny_model(tmp_path / "small", hidden=32)
+    with pytest.raises(ConfigError, match="no weight of Qwen3ForCausalLM can be held in fp8"):
+        made.Bench(small, **LORA, base_weights="fp8")
+
+
+def train_rank(folder: Path, out: Path, rank: int, world: int) -> None:
+    """Verify a step, make it, and write what the ranks hold together."""
+    thread = TorchThread(1)
+    config = made.config_of(folder, **LORA, base_weights="nf4", max_tokens_per_gpu=60)
+    trainer = FsdpTrainer(
+        config, load_plugins(config), ModelFolder.open(folder), thread=thread, rank=rank, world=world,
+        rendezvous=out / "meet" if world > 1 else None,
+    )  # fmt: skip
+    worker = trainer._worker
+    thread.call(worker.begin, config)
+    splits.fill_adapters(worker)
+    batch = splits.with_roles(made.batch_of(groups=2))
+    error = thread.call(worker.verify, batch)
+    assert max(error["gradient_error"], error["loss_error"]) < 3e-5
+    thread.call(worker.step, batch)
+    whole = thread.call(worker.whole)
+    if rank == 0:
+        rows = {name: dense(tensor) for name, tensor in whole.items() if name != "lm_head.weight"}
+        save_file(rows, str(out / f"whole-{world}.safetensors"))
+    thread.call(worker.barrier)
+    thread.close()
+
+
+def test_two_ranks_hold_and_train_what_one_does(folder, zygote, tmp_path):
+    train_rank(folder, tmp_path, 0, 1)
+    zygote.together(tmp_path / "said", [[__file__, folder, tmp_path, rank, 2] for rank in range(2)])
+    one, both = (load_file(tmp_path / f"whole-{world}.safetensors") for world in (1, 2))
+    for name, tensor in one.items():
+        torch.testing.assert_close(both[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+if __name__ == "__main__":
+    *places, number, count = sys.argv[1:]
+    train_rank(*map(Path, places), int(number), int(count))
