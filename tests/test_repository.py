@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import itertools
 import json
 import re
 import shlex
 import shutil
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slime_cli.main import main
 from slime_core.config.load import load_config, stages
 from slime_core.config.paths import plugin_name
 from slime_core.plugins import load_plugins
@@ -104,7 +106,10 @@ def table(page: Path, header: str) -> list[list[str]]:
 
 @functools.cache
 def slime(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "slime_cli.main", *args], capture_output=True, text=True, cwd=ROOT)
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.chdir(ROOT), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(list(args))
+    return subprocess.CompletedProcess(args, code, out.getvalue(), err.getvalue())
 
 
 def project(folder: Path) -> dict[str, Any]:

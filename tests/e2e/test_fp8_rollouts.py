@@ -46,6 +46,7 @@ def test_a_run_in_fp8_learns_with_a_correction_on(forked_slime, task):
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.2
 
 
+@pytest.mark.nightly
 def test_an_engine_beside_the_trainer_gets_rounded_weights_and_final_is_in_floats(forked_slime, task):
     fp8_model(task / "fp8", tiny_model(task / "float", hidden=64))
     args = ("--hf-checkpoint", "fp8", "--max-staleness", "1", "--no-colocate", "--num-rollout", "2", "--no-use-tis")

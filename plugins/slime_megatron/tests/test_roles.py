@@ -34,10 +34,10 @@ LAYOUTS = {
     "one": (1, {"hidden_size": 64, "qk_layernorm": True}),  # these two describe the policy, not the teacher
     "tensor": (2, TENSOR | {"num_layers": 2}),
     "pipeline": (2, PIPELINE),
-    "context": (2, {"context_parallel_size": 2}),
 }
 LARGER = {
     "data": (2, {}),
+    "context": (2, {"context_parallel_size": 2}),
     "tensor, pipeline": (4, TENSOR | PIPELINE),
 }
 """Layouts that are held against the other backend alone; what the others prove beside that does not depend on them."""
@@ -273,7 +273,9 @@ def test_models_that_do_not_fit_are_refused(ranks, layout):
     assert "output_layer.weight" in refused["checkpoint"][1]
 
 
-@pytest.mark.parametrize("layout", LARGER)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.nightly] * (name != "data")) for name in LARGER]
+)
 def test_on_more_ranks_all_models_score_and_learn_as_those_of_the_other_backend(run, folders, fsdp, layout):
     found, columns = run(learning_alone, layout, folders, *LARGER[layout])
     agree(found, columns, *fsdp)

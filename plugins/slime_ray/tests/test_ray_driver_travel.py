@@ -149,6 +149,7 @@ def test_a_rank_without_the_wheel_or_with_another_of_that_version_is_refused(run
     assert "rank 0 loaded other plugins than the driver" in mixed.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("env", "told"),
     [
@@ -165,6 +166,7 @@ def test_a_cluster_whose_token_this_process_lacks_says_so(nodes, forked_slime, e
     assert "fix: export RAY_AUTH_MODE=token, and the cluster's own token: RAY_AUTH_TOKEN=..." in done.stderr
 
 
+@pytest.mark.nightly
 def test_a_token_that_is_at_hand_is_taken_up_where_no_mode_is_named(nodes, forked_slime):
     env = {name: value for name, value in nodes.env.items() if name != "RAY_AUTH_MODE"}
     done = forked_slime("attach", "--address", nodes.address, "nobody", **env)

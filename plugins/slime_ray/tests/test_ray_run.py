@@ -113,6 +113,7 @@ def here(run, alone):
     return alone["path"]
 
 
+@pytest.mark.nightly
 def test_two_ranks_and_two_engines_on_a_cluster_make_the_samples_and_weights_of_one_machine(run, cluster, here):
     address, env = cluster
     flags = ("--actor-num-gpus-per-node", 2, "--cluster", "ray", "--rollout-num-engines", 2, "--ray-address", address)
@@ -142,13 +143,15 @@ def test_ranks_on_two_nodes_meet_at_a_port_of_the_first(run, nodes, cluster, her
     assert "2 trainer rank(s), 2 engine(s)" in done.stderr
 
 
-def test_a_cluster_of_its_own_listens_on_the_loopback_and_ends_with_the_run(run, work):
+def test_a_cluster_of_its_own_makes_the_weights_of_one_machine_listens_on_the_loopback_and_ends(run, work, here):
     own = f"own-{os.getpid()}"
     (work / "listening.py").write_text(LISTENING.replace("SLIME_TEST_NODE=own", f"{MARK}={own}"))
-    flags = ("--cluster", "ray", "--rollout-sample-hook-path", f"{work}/listening.py:look")
-    done, path = run("own", *flags, RAY_ADDRESS="", **{MARK: own})
+    flags = ("--cluster", "ray", "--actor-num-gpus-per-node", 2, "--rollout-num-engines", 2)
+    hook = ("--rollout-sample-hook-path", f"{work}/listening.py:look")
+    done, path = run("own", *flags, *hook, RAY_ADDRESS="", **{MARK: own})
     assert done.returncode == 0, done.stderr
-    assert steps(path)[1]["trained"] == STEPS * BATCH * SAMPLES
+    assert steps(path) == steps(here)
+    assert weights(path) == weights(here)
     pids, open_to_others, of_the_dashboard, modes = json.loads((work / "listening.json").read_text())
     assert open_to_others == []
     assert set(of_the_dashboard) <= {FIGURES}  # its process serves no pages and takes no jobs
@@ -235,6 +238,7 @@ def test_a_part_that_is_killed_ends_the_run_with_its_cause_and_a_resumed_one_los
     assert weights(path) == weights(here)
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_too_large_is_told_what_is_wanted_and_what_is_there(run, cluster):
     address, env = cluster
     flags = ("--actor-num-gpus-per-node", 9, "--cluster", "ray", "--ray-address", address)
