@@ -19,6 +19,7 @@ from slime_core.lora.spec import DEFAULT, LoraSpec
 from slime_core.media.features import tower
 from slime_core.media.positions import MediaLayout
 from slime_core.seeds import seed_of
+from slime_core.trainers.fsdp.low_rank import lay_side_by_side
 from slime_core.trainers.fsdp.shards import full
 from slime_core.trainers.optimizer_step import to_device
 
@@ -37,12 +38,27 @@ def adapt(hf: Any, train: Any, seed: int) -> Adapters | None:
     spec = LoraSpec.of(train)
     if spec is None:
         return None
+    lay_side_by_side(hf.requires_grad_(False))
     return attach(hf, spec, seed=seed, names=train.lora_adapters or (DEFAULT,), outside=outside_of(hf))
 
 
 def outside_of(hf: Any) -> Sequence[nn.Module]:
     """Modules of a model of transformers that see pictures, and have no adapters."""
     return tower(hf) if MediaLayout.of(hf.config) is not None else ()
+
+
+@contextmanager
+def trial_values(adapters: Adapters | None) -> Iterator[None]:
+    """Adapters have a B inside the block on which every gradient depends; it is 0 at the start."""
+    ups = {} if adapters is None else {n: p.data for n, p in adapters.parameters().items() if ".lora_B." in n}
+    before = {name: b.clone() for name, b in ups.items()}
+    for b in ups.values():
+        b.copy_(torch.sin(torch.arange(b.numel(), device=b.device)).view(b.shape) / 10)
+    try:
+        yield
+    finally:
+        for name, b in ups.items():
+            b.copy_(before[name])
 
 
 class MergedWeights:

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from slime_core.trainers.fsdp.attention import Attention, PackSegments
+from slime_core.trainers.fsdp.low_rank import adapters_of, factors_of
 from slime_core.weights.build import attention_window
 
 if TYPE_CHECKING:
@@ -78,12 +78,17 @@ class Folded(NamedTuple):
     @classmethod
     def of(cls, w: LayerWeights, shape: Shape) -> Folded:
         """From a layer's parameters."""
-        heads = bias = None
-        if w.q_norm is not None and w.k_norm is not None:
-            heads = torch.cat((w.q_norm.expand(shape.heads, -1), w.k_norm.expand(shape.kv_heads, -1)))
+        heads, bias = head_norms(w, shape), None
         if w.q_bias is not None and w.k_bias is not None and w.v_bias is not None:
             bias = torch.cat((w.q_bias, w.k_bias, w.v_bias))
         return cls(torch.cat((w.q, w.k, w.v)).mul_(w.norm1), bias, heads, torch.cat((w.gate, w.up)).mul_(w.norm2))
+
+
+def head_norms(w: LayerWeights, shape: Shape) -> Maybe:
+    """Norm weights of query and key heads, [heads + kv heads, d], where the family has them."""
+    if w.q_norm is None or w.k_norm is None:
+        return None
+    return torch.cat((w.q_norm.expand(shape.heads, -1), w.k_norm.expand(shape.kv_heads, -1)))
 
 
 class GradientSums(NamedTuple):
@@ -142,22 +147,26 @@ class Pass:
 
     def forward(self, x: Tensor, out: Tensor, w: LayerWeights, f: Folded, keep: bool) -> None:
         """Fill ``out`` [T, hidden]."""
-        both, eps = self.shape.heads + self.shape.kv_heads, self.shape.eps
-        h, r = _normed(x, eps)
+        eps = self.shape.eps
+        h, r = normed(x, eps)
         flat = torch.addmm(f.bias, h, f.qkv.T) if f.bias is not None else h @ f.qkv.T
-        qkv = flat.unflatten(1, (-1, self.shape.dim))
-        n, rn = _normed(qkv[:, :both], eps) if f.heads is not None else (qkv[:, :both], None)
-        rotated = _rotate(n if f.heads is None else n * f.heads, self.cos, self.sin)
-        o = self._attend(rotated[:, : self.shape.heads], rotated[:, self.shape.heads :], qkv[:, both:], keep).flatten(
-            1
-        )
+        n, rn, o = self.attention_of(flat, f.heads, keep)
         y = torch.addmm(x, o, w.o.T)
-        h2, r2 = _normed(y, eps)
+        h2, r2 = normed(y, eps)
         gu = h2 @ f.gate_up.T
         gate, up = gu.chunk(2, dim=1)
         torch.addmm(y, nn.functional.silu(gate).mul_(up), w.down.T, out=out)
         if keep:
             self.saved = SavedActivations(h, r, n, rn, o, h2, r2, gu)
+
+    def attention_of(self, flat: Tensor, heads: Maybe, keep: bool) -> tuple[Tensor, Maybe, Tensor]:
+        """Queries and keys, normed where the family does, their factor, and what attention makes of [q k v]."""
+        both = self.shape.heads + self.shape.kv_heads
+        qkv = flat.unflatten(1, (-1, self.shape.dim))
+        n, rn = normed(qkv[:, :both], self.shape.eps) if heads is not None else (qkv[:, :both], None)
+        rotated = _rotate(n if heads is None else n * heads, self.cos, self.sin)
+        mixed = self._attend(rotated[:, : self.shape.heads], rotated[:, self.shape.heads :], qkv[:, both:], keep)
+        return n, rn, mixed.flatten(1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, keep: bool) -> Tensor:
         """[T, heads, d]."""
@@ -173,13 +182,13 @@ class Pass:
         (h, r, n, rn, o, h2, r2, gu), self.saved = self.saved, None
         d_gu = self._mlp_backward(d_out, gu, w, sums)
         torch.mm(d_gu.T, h2, out=sums.gate_up)
-        d_y = _normed_backward(d_gu @ f.gate_up, h2, r2).add_(d_out)
+        d_y = normed_backward(d_gu @ f.gate_up, h2, r2).add_(d_out)
         torch.mm(d_y.T, o, out=sums.o)
-        d_qkv = self._attention_backward(d_y @ w.o, n, rn, f, sums)
+        d_qkv = self.attention_backward(d_y @ w.o, n, rn, f.heads, sums.heads)
         torch.mm(d_qkv.T, h, out=sums.qkv)
         if w.q_bias is not None:
             torch.sum(d_qkv, 0, out=sums.bias)
-        torch.add(_normed_backward(d_qkv @ f.qkv, h, r), d_y, out=d_x)
+        torch.add(normed_backward(d_qkv @ f.qkv, h, r), d_y, out=d_x)
 
     def _mlp_backward(self, d_out: Tensor, gu: Tensor, w: LayerWeights, sums: GradientSums) -> Tensor:
         """Gradient of [gate up], in place of ``gu``: fresh memory costs as much as what is done in it."""
@@ -187,14 +196,10 @@ class Pass:
         silu = nn.functional.silu(gate)
         act = silu * up
         torch.mm(d_out.T, act, out=sums.down)
-        d_act = d_out @ w.down
-        d_silu = torch.mul(d_act, up, out=act)
-        torch.mul(d_act, silu, out=up)
-        torch.ops.aten.silu_backward.grad_input(d_silu, gate, grad_input=gate)
-        return gu
+        return gate_backward(d_out @ w.down, gu, silu, act)
 
-    def _attention_backward(self, d_o: Tensor, n: Tensor, rn: Maybe, f: Folded, sums: GradientSums) -> Tensor:
-        """Gradient of [q k v], before head norms and rotary."""
+    def attention_backward(self, d_o: Tensor, n: Tensor, rn: Maybe, heads: Maybe, d_heads: Maybe) -> Tensor:
+        """Gradient of [q k v], before head norms and rotary; that of the norms fills ``d_heads`` where it is given."""
         both, dim = self.shape.heads + self.shape.kv_heads, self.shape.dim
         d_rows = d_o.unflatten(1, (-1, dim))
         d_all = d_o.new_zeros(len(d_o), both + self.shape.kv_heads, dim)
@@ -203,11 +208,11 @@ class Pass:
             one.run.add(torch.cat(grads, dim=1).transpose(1, 2), d_all)
         d_qk = d_all[:, :both]
         d_m = _rotate(d_qk, self.cos, -self.sin)
-        if f.heads is not None:
+        if heads is not None:
             assert rn is not None
-            assert sums.heads is not None
-            torch.sum(d_m * n, 0, out=sums.heads)
-            d_m = _normed_backward(d_m.mul_(f.heads), n, rn)
+            if d_heads is not None:
+                torch.sum(d_m * n, 0, out=d_heads)
+            d_m = normed_backward(d_m.mul_(heads), n, rn)
         d_qk.copy_(d_m)
         return d_all.flatten(1)
 
@@ -244,14 +249,23 @@ class _FusedLayer(torch.autograd.Function):
         return None, None, None, None, d_x, *sums.gradients(w, ctx.shape)
 
 
-def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def gate_backward(d_act: Tensor, gu: Tensor, silu: Tensor, room: Tensor) -> Tensor:
+    """Gradient of [gate up] from that of silu(gate) * up, in place of ``gu``; ``room`` is used up."""
+    gate, up = gu.chunk(2, dim=1)
+    d_silu = torch.mul(d_act, up, out=room)
+    torch.mul(d_act, silu, out=up)
+    torch.ops.aten.silu_backward.grad_input(d_silu, gate, grad_input=gate)
+    return gu
+
+
+def normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x over its root mean square along the last axis, and the factor."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
     r = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     return (x * r).to(x.dtype), r
 
 
-def _normed_backward(d_h: Tensor, h: Tensor, r: Tensor) -> Tensor:
+def normed_backward(d_h: Tensor, h: Tensor, r: Tensor) -> Tensor:
     """Gradient of x where h = x * r(x), in place of ``d_h``: r (d_h - h mean(d_h h))."""
     mean = torch.linalg.vecdot(d_h, h, dim=-1)[..., None].div_(h.shape[-1])
     return d_h.addcmul_(h, mean, value=-1).mul_(r)
@@ -266,24 +280,35 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Maybe = None) -> Tensor:
     return out
 
 
-def fuse(layer: nn.Module, config: Any, on_gpu: Callable[..., Tensor] | None = None) -> Callable[..., Tensor] | None:
+def fuse(
+    layer: nn.Module,
+    config: Any,
+    on_gpu: Callable[..., Tensor] | None = None,
+    with_adapters: tuple[Callable[..., Tensor], Callable[..., Tensor]] | None = None,
+) -> Callable[..., Tensor] | None:
     """A forward that replaces the layer's own, or None where the layer is not of a known shape.
 
     It takes what transformers' models hand to a layer (hidden states [1, T, hidden], ``position_embeddings``), and
     ``segments``, ``recompute`` and, on a GPU, ``masters`` that gradients are added to. ``on_gpu`` is the pass there,
-    `fused_cuda.GpuLayer.apply`.
+    `fused_cuda.GpuLayer.apply`, and ``with_adapters`` are those of layers with adapters, on a CPU and on a GPU.
     """
-    on_cuda = any(parameter.is_cuda for parameter in layer.parameters())
-    if type(layer).__name__ not in (KNOWN_ON_GPU if on_cuda else KNOWN) or getattr(config, "hidden_act", "") != "silu":
+    by_triton = any(parameter.is_cuda for parameter in layer.parameters())
+    if (
+        type(layer).__name__ not in (KNOWN_ON_GPU if by_triton else KNOWN)
+        or getattr(config, "hidden_act", "") != "silu"
+    ):
         return None
     block: Any = layer
     attention, mlp = block.self_attn, block.mlp
     biased = [attention.q_proj, attention.k_proj, attention.v_proj]
     plain = [attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    if any(type(m) is not nn.Linear for m in (*biased, *plain)) or any(m.bias is not None for m in plain):
+    adapters = adapters_of((*biased, *plain))
+    if any(type(m) is not nn.Linear for m in (*biased, *plain)) and (adapters is None or with_adapters is None):
+        return None
+    if any(m.bias is not None for m in plain):
         return None
     window = attention_window(attention) or None
-    if window is not None and not on_cuda:
+    if window is not None and not by_triton:
         return None
     head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
 
@@ -307,12 +332,20 @@ def fuse(layer: nn.Module, config: Any, on_gpu: Callable[..., Tensor] | None = N
         )
         cos, sin = (table[0, :, None, :] for table in position_embeddings)
         norms = [norm.weight if norm is not None else None for norm in head_norms]
-        on_device = partial(on_gpu, masters) if on_gpu is not None and hidden_states.is_cuda else _FusedLayer.apply
-        out: Tensor = on_device(
-            shape, segments, cos, sin, hidden_states[0],
+        weights = (
             block.input_layernorm.weight, *(m.weight for m in biased), *(m.bias for m in biased), *norms,
             attention.o_proj.weight, block.post_attention_layernorm.weight, *(m.weight for m in plain[1:]),
         )  # fmt: skip
+        arguments = shape, segments, cos, sin, hidden_states[0], *weights
+        on_cuda = hidden_states.is_cuda
+        out: Tensor
+        if adapters is not None and with_adapters is not None:
+            factors = factors_of((*biased, *plain))
+            out = with_adapters[on_cuda](adapters.spec.scaling, *arguments, *factors)
+        elif on_gpu is not None and on_cuda:
+            out = on_gpu(masters, *arguments)
+        else:
+            out = _FusedLayer.apply(*arguments)
         return out
 
     return forward

@@ -38,14 +38,18 @@ class GpuPass:
         """Fill ``out`` [T, hidden]."""
         from slime_core.kernels.rows_cuda import activate
 
-        qkv = _product(self._norm(x, w.norm1), (w.q, w.k, w.v), (w.q_bias, w.k_bias, w.v_bias))
-        mixed = self._attend(self.shared.spread(qkv) if self.shared else qkv, w, keep)
-        o = (self.shared.pick(mixed) if self.shared else mixed).flatten(1)
+        qkv = product(self.norm(x, w.norm1), (w.q, w.k, w.v), (w.q_bias, w.k_bias, w.v_bias))
+        o = self.attention_of(qkv, w, keep)
         y = torch.addmm(x, o, w.o.T)
-        gate_up = _product(self._norm(y, w.norm2), (w.gate, w.up))
+        gate_up = product(self.norm(y, w.norm2), (w.gate, w.up))
         torch.addmm(y, activate(gate_up, "silu"), w.down.T, out=out)
         if keep:
             self.saved = (*self.saved, o, y, gate_up)
+
+    def attention_of(self, qkv: Tensor, w: LayerWeights, keep: bool) -> Tensor:
+        """[T, heads * d] of the joined product."""
+        mixed = self._attend(self.shared.spread(qkv) if self.shared else qkv, w, keep)
+        return (self.shared.pick(mixed) if self.shared else mixed).flatten(1)
 
     def _attend(self, qkv: Tensor, w: LayerWeights, keep: bool) -> Tensor:
         """[rows, heads, d]; what the backward pass reads is kept."""
@@ -87,20 +91,20 @@ class GpuPass:
         eps = self.shape.eps
         d_down = _gradients(masters, (w.down,), d_out, activate(gate_up, "silu"))
         d_gate_up = activate_backward(d_out @ w.down, gate_up, "silu")
-        d_gate, d_up = _gradients(masters, (w.gate, w.up), d_gate_up, self._norm(y, w.norm2))
+        d_gate, d_up = _gradients(masters, (w.gate, w.up), d_gate_up, self.norm(y, w.norm2))
         d_h = d_gate_up @ joined((w.gate, w.up))
         del gate_up, d_gate_up
         d_y, d_norm2 = norm_backward(d_h, d_out, y, w.norm2, eps, 0.0)
         d_o = _gradients(masters, (w.o,), d_y, o)
-        d_qkv, d_heads = self._attention_backward(d_y @ w.o, leaves, mixed, qkv, w)
-        d_matrices = _gradients(masters, (w.q, w.k, w.v), d_qkv, self._norm(x, w.norm1))
+        d_qkv, d_heads = self.attention_backward(d_y @ w.o, leaves, mixed, qkv, w)
+        d_matrices = _gradients(masters, (w.q, w.k, w.v), d_qkv, self.norm(x, w.norm1))
         d_biases: tuple[Maybe, ...] = (None, None, None)
         if w.q_bias is not None:
             d_biases = d_qkv.sum(0).split([len(one) for one in (w.q, w.k, w.v)])
         d_x, d_norm1 = norm_backward(d_qkv @ joined((w.q, w.k, w.v)), d_y, x, w.norm1, eps, 0.0)
         return d_x, d_norm1, *d_matrices, *d_biases, *d_heads, *d_o, d_norm2, d_gate, d_up, *d_down
 
-    def _attention_backward(
+    def attention_backward(
         self, d_o: Tensor, leaves: list[Tensor], mixed: Tensor, qkv: Maybe, w: LayerWeights
     ) -> tuple[Tensor, tuple[Maybe, Maybe]]:
         """Gradients of [q k v] of the pack's rows, and of the head norms."""
@@ -123,13 +127,14 @@ class GpuPass:
         d_qkv = torch.cat((d_q, d_k, d_v), 1).flatten(1)
         return (self.shared.spread_backward(d_qkv) if self.shared else d_qkv), d_norms
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Normed rows."""
         from slime_core.kernels.rows_cuda import norm
 
         return norm(x, None, weight, self.shape.eps, 0.0)[0]
 
 
-def _product(x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Maybe, ...] = ()) -> Tensor:
+def product(x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Maybe, ...] = ()) -> Tensor:
     """Several linear layers of one input, side by side."""
     if biases and biases[0] is not None:
         return torch.addmm(torch.cat([bias for bias in biases if bias is not None]), x, joined(weights).T)

@@ -29,12 +29,14 @@ from slime_core.trainers.expert_load import ExpertLoad
 from slime_core.trainers.fingerprint import all_sums, digest
 from slime_core.trainers.fsdp.adamw import AdamW, clip_scale, global_norm
 from slime_core.trainers.fsdp.adamw_8bit import optimizer_of
-from slime_core.trainers.fsdp.adapters import MergedWeights
+from slime_core.trainers.fsdp.adapters import MergedWeights, trial_values
 from slime_core.trainers.fsdp.attention import PackSegments, take
 from slime_core.trainers.fsdp.blocks import layers, text_of, tower_layers
 from slime_core.trainers.fsdp.exact import ExactPass
 from slime_core.trainers.fsdp.experts import router_biases, use_kernels
 from slime_core.trainers.fsdp.fused import fuse
+from slime_core.trainers.fsdp.fused_adapters import AdaptedLayer
+from slime_core.trainers.fsdp.fused_adapters_cuda import AdaptedGpuLayer
 from slime_core.trainers.fsdp.fused_cuda import GpuLayer
 from slime_core.trainers.fsdp.host_inputs import HostInputs
 from slime_core.trainers.fsdp.masters import Masters
@@ -43,7 +45,7 @@ from slime_core.trainers.fsdp.places import DevicePlace, HostPlace
 from slime_core.trainers.fsdp.ranks import FsdpRanks, check_packs
 from slime_core.trainers.fsdp.shards import by_rows, copy_of, first, local, shard_modules
 from slime_core.trainers.fsdp.tensor_parallel import split_products
-from slime_core.trainers.fsdp.trial import PolicyTrial, close, picture_logits
+from slime_core.trainers.fsdp.trial import HALF_TOLERANCE, TOLERANCE, PolicyTrial, close, picture_logits
 from slime_core.trainers.optimizer_step import LossSums, MicroBatchLoss, Schedule
 from slime_core.trainers.vision import PackPixels, tower_of
 from slime_core.weights.routers import Routers
@@ -105,9 +107,14 @@ class FsdpPolicy(nn.Module):
             return nullcontext()
         return self.host_inputs.of(*inputs)
 
+    def _fuse(self, layer: nn.Module) -> Callable[..., torch.Tensor] | None:
+        """The layer's forward written out, where its shape is known."""
+        adapted = AdaptedLayer.apply, AdaptedGpuLayer.apply
+        return fuse(layer, self.hf.config.get_text_config(), GpuLayer.apply, adapted)
+
     def _choose_forward(self, layer: nn.Module, number: int, *, compiles: bool = True) -> None:
         """Let the layer's forward follow ``fused``, ``compiled`` and ``recompute``."""
-        plain, fused = layer.forward, fuse(layer, self.hf.config.get_text_config(), GpuLayer.apply)
+        plain, fused = layer.forward, self._fuse(layer)
         function = getattr(plain, "__func__", None)  # of all layers of a class: it is compiled once for them
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -219,14 +226,15 @@ class FsdpPolicy(nn.Module):
 
     def _fusing_changes_nothing(self, trial: PolicyTrial) -> bool:
         """Whether fused layers give the model's own numbers and gradients; False where none is known."""
-        if not any(fuse(layer, self.hf.config.get_text_config(), GpuLayer.apply) for layer in layers(self.hf)):
+        if not any(map(self._fuse, layers(self.hf))):
             return False
         results, compute = [], trial.layer if trial.tokens.is_cuda else trial.packed
         modules = [layers(self.hf)[0]] if trial.tokens.is_cuda else [text_of(self.hf), self.hf.get_output_embeddings()]
-        parameters = list(dict.fromkeys(p for module in modules for p in module.parameters()))
+        parameters = list(dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad))
+        tolerance = TOLERANCE if next(self.hf.parameters()).dtype == torch.float32 else HALF_TOLERANCE
         try:
             for self.fused in (False, True):
-                with torch.enable_grad():
+                with trial_values(self.adapters), torch.enable_grad():
                     out = compute()
                     grads = torch.autograd.grad(out.square().mean(), parameters)
                 results.append((out.detach(), *grads))
@@ -237,7 +245,7 @@ class FsdpPolicy(nn.Module):
             return False
         finally:
             self.fused = False
-        return all(close(one, other) for one, other in zip(*results))
+        return all(close(one, other, tolerance) for one, other in zip(*results))
 
     def _try_picture(self) -> None:
         """Compare the log-probs of a picture and text with those of transformers' own forward.

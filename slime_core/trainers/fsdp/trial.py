@@ -19,6 +19,8 @@ from slime_core.trainers.vision import PackPixels
 
 TRIAL = (5, 3, 3)  # lengths of the sequences that a model is tried with
 TOLERANCE = 1e-3
+HALF_TOLERANCE = 0.1
+"""Of what computes in bfloat16, whose rounding moves small gradients that far."""
 
 
 class PolicyTrial:
@@ -93,8 +95,8 @@ class PolicyTrial:
         self.hf.set_attn_implementation(name if alone else {"text_config": name})
 
 
-def close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool((one - other).abs().max() <= TOLERANCE * max(float(other.abs().max()), 1e-6))
+def close(one: torch.Tensor, other: torch.Tensor, tolerance: float = TOLERANCE) -> bool:
+    return bool((one - other).abs().max() <= tolerance * max(float(other.abs().max()), 1e-6))
 
 
 def picture_logits(policy: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,9 +8,14 @@ import torch
 import transformers
 from torch.nn.functional import scaled_dot_product_attention
 
+from slime_core.lora.layers import attach
+from slime_core.lora.spec import LoraSpec
 from slime_core.trainers import flash
 from slime_core.trainers.fsdp import attention, fused, fused_cuda
 from slime_core.trainers.fsdp.attention import PackSegments
+from slime_core.trainers.fsdp.fused_adapters import AdaptedLayer
+from slime_core.trainers.fsdp.fused_adapters_cuda import AdaptedGpuLayer
+from slime_core.trainers.fsdp.low_rank import lay_side_by_side
 from slime_core.trainers.fsdp.masters import Masters
 
 SIZES = {"vocab_size": 50, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
@@ -80,9 +85,36 @@ def compare(family):
     torch.testing.assert_close([g / 2 for g in sums.values()], wanted[2:], rtol=1e-4, atol=1e-5)
 
 
+def compare_adapters(family):
+    """Layers with adapters, some of their linear layers without, on a CPU and as on a GPU; and their base."""
+    model, layer, config = layer_of(family)
+    model.requires_grad_(False)
+    lay_side_by_side(model)
+    adapters = attach(model, LoraSpec(rank=4, exclude_modules=("k_proj", "gate_proj")), seed=0)
+    parameters = dict(layer.named_parameters())
+    learning = [p for p in parameters.values() if p.requires_grad]
+    with torch.no_grad():
+        for parameter in learning:
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    x, grad = torch.randn(1, 9, 64), torch.randn(1, 9, 64)
+    known = {"position_embeddings": model.model.rotary_emb(x, position_ids=POSITIONS), "segments": SEGMENTS}
+    for name, leaves in ((adapters.active, learning), (None, [])):
+        for run in (AdaptedLayer, AdaptedGpuLayer):
+            forward = fused.fuse(layer, config, None, (run.apply, run.apply))
+            for recompute in (False, True):
+                results = []
+                for call in (partial(layer, attention_mask=None), partial(forward, recompute=recompute)):
+                    rows = x.clone().requires_grad_()
+                    with adapters.using(name):
+                        out = call(rows, **known)
+                    results.append([out.detach(), *torch.autograd.grad(out, [rows, *leaves], grad)])
+                torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+
+
 def check(*families):
     torch.manual_seed(0)
     attention.register()
     flash.FLASH.forward, flash.FLASH.backward = spans, spans_backward
     for name in families:
+        compare_adapters(name)
         compare(name)
