@@ -10,8 +10,9 @@ from slime_core.trainers.optimizer_step import LossSums
 SETTINGS = {
     "clip": {"eps_clip_high": 0.28, "kl_loss_coef": 0.05, "entropy_coef": 0.01},
     "gspo": {"advantage_estimator": "gspo", "eps_clip": 0.2, "eps_clip_high": 0.25, "loss_aggregation": "token_mean"},
-    "lora": {"lora_rank": 4, "lora_dropout": 0.2, "kl_loss_coef": 0.05, "gradient_checkpointing": True},
     "tis": {"use_tis": True, "tis_batch_normalize": True, "use_rs": True, "rs_upper_bound": 1.2, "eps_clip_c": 3.0},
+    "lora": {"lora_rank": 4, "kl_loss_coef": 0.05},
+    "lora_dropout": {"lora_rank": 4, "lora_dropout": 0.2, "lora_use_dora": True, "gradient_checkpointing": True},
 }
 
 

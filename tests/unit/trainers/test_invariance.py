@@ -23,8 +23,9 @@ def verify_rank(folder, out, rank, world):
     """Write ``SETTING.safetensors`` into ``out``; every rank fails where the slow way finds another gradient."""
     thread, trainer = TorchThread(1), None
     for case, train in splits.SETTINGS.items():
-        config = made.config_of(folder, max_tokens_per_gpu=40, **train)
-        if trainer is None or trainer._worker.train.lora_rank != config.train.lora_rank:
+        shared = {"context_parallel_size": 2} if case == "lora_dropout" and world > 1 else {}
+        config = made.config_of(folder, max_tokens_per_gpu=40, **train, **shared)
+        if trainer is None or case.startswith("lora"):
             trainer = FsdpTrainer(
                 config, load_plugins(config), ModelFolder.open(folder), thread=thread, rank=rank, world=world,
                 rendezvous=Path(out) / "meet" if world > 1 else None,
@@ -35,6 +36,7 @@ def verify_rank(folder, out, rank, world):
         batch = splits.with_roles(made.batch_of(groups=2, rollouts=3))
         found = thread.call(worker.verify, batch)
         assert found["float64"] == 1
+        assert worker.policy.fused == (case != "lora_dropout"), case
         assert max(found["gradient_error"], found["loss_error"]) < 1e-5, (case, found)
         totals, grads = thread.call(splits.step_of, worker, batch)
         if rank == 0:

@@ -51,7 +51,7 @@ TERMS = {"kl_loss_coef": 0.05, "entropy_coef": 0.01, "max_tokens_per_gpu": 30, "
 CASES = {
     **{name: {"advantage_estimator": name} for name in algorithms() if name not in OFFLINE.values()},
     **{loss: {"loss_type": loss} for loss in OFFLINE},
-    **splits.SETTINGS,
+    **{case: train for case, train in splits.SETTINGS.items() if "lora_rank" not in train},
 }
 HEADS = ((4, 2), (9, 3), (3, 1), (2, 2))
 SHARED = [0, 3, 7, 9, 14], [-1, 0, 0, -1]  # bounds of a pack's segments, and the segment that each continues
