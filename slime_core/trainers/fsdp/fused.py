@@ -196,7 +196,7 @@ class Pass:
         silu = nn.functional.silu(gate)
         act = silu * up
         torch.mm(d_out.T, act, out=sums.down)
-        return gate_backward(d_out @ w.down, gu, silu, act)
+        return swiglu_backward(d_out @ w.down, gu, silu, act)
 
     def attention_backward(self, d_o: Tensor, n: Tensor, rn: Maybe, heads: Maybe, d_heads: Maybe) -> Tensor:
         """Gradient of [q k v], before head norms and rotary; that of the norms fills ``d_heads`` where it is given."""
@@ -249,7 +249,7 @@ class _FusedLayer(torch.autograd.Function):
         return None, None, None, None, d_x, *sums.gradients(w, ctx.shape)
 
 
-def gate_backward(d_act: Tensor, gu: Tensor, silu: Tensor, room: Tensor) -> Tensor:
+def swiglu_backward(d_act: Tensor, gu: Tensor, silu: Tensor, room: Tensor) -> Tensor:
     """Gradient of [gate up] from that of silu(gate) * up, in place of ``gu``; ``room`` is used up."""
     gate, up = gu.chunk(2, dim=1)
     d_silu = torch.mul(d_act, up, out=room)

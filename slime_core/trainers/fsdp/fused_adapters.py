@@ -20,10 +20,10 @@ from slime_core.trainers.fsdp.fused import (
     SavedActivations,
     Shape,
     Tensor,
-    gate_backward,
     head_norms,
     normed,
     normed_backward,
+    swiglu_backward,
 )
 from slime_core.trainers.fsdp.fused_cuda import product
 from slime_core.trainers.fsdp.low_rank import LayerAdapters
@@ -66,7 +66,7 @@ class AdaptedPass(Pass):
         silu = nn.functional.silu(gate)
         act, d_act = silu * up, d_out @ w.down
         of_down = adapters.down.backward(d_out, act, low_down, d_act)
-        d_gu = gate_backward(d_act, gu, silu, act)
+        d_gu = swiglu_backward(d_act, gu, silu, act)
         d_h2 = d_gu @ joined((w.gate, w.up))
         of_gate_up = adapters.gate_up.backward(d_gu, h2, low_gu, d_h2, w.norm2)
         d_y = normed_backward(d_h2.mul_(w.norm2), h2, r2).add_(d_out)

@@ -21,7 +21,7 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers of one input."""
 
 
-class LowRank:
+class JoinedAdapters:
     """Adapters of layers with one input; those without one have None for A and B.
 
     Args:
@@ -91,21 +91,21 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 class LayerAdapters(NamedTuple):
     """The adapters of a layer, by what their input is."""
 
-    qkv: LowRank
-    o: LowRank
-    gate_up: LowRank
-    down: LowRank
+    qkv: JoinedAdapters
+    o: JoinedAdapters
+    gate_up: JoinedAdapters
+    down: JoinedAdapters
 
     @classmethod
     def of(cls, weights: Any, factors: Sequence[Maybe], scaling: float, dtype: torch.dtype) -> LayerAdapters:
         """From a layer's `fused.LayerWeights` and its :func:`factors_of`."""
         groups = ((weights.q, weights.k, weights.v), (weights.o,), (weights.gate, weights.up), (weights.down,))
-        made, place = [], 0
+        parts, place = [], 0
         for group in groups:
             stop = place + 2 * len(group)
-            made.append(LowRank([len(one) for one in group], factors[place:stop], scaling, dtype))
+            parts.append(JoinedAdapters([len(one) for one in group], factors[place:stop], scaling, dtype))
             place = stop
-        return cls(*made)
+        return cls(*parts)
 
 
 def factors_of(modules: Sequence[nn.Module]) -> list[Maybe]:
