@@ -37,6 +37,7 @@ def footprint(subject: Subject, trainer: TrainerFootprint | None) -> EngineFootp
         positions=positions,
         position_bytes=size,
         engines=engines,
+        slots=slots,
         shared=shared,
     )
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
+    from slime_core.planning.decoding import DecodeCosts
     from slime_core.planning.gpus import Gpu
     from slime_core.planning.sizes import ModelSizes
 
@@ -116,5 +117,8 @@ class EngineFootprint:
     engines: int = 1
     gpus: int = 1  # of an engine
     shared: bool = True  # they are the trainer's
+    slots: int = 0  # sequences at once that the config asks for; 0 is as many as there are
+    costs: DecodeCosts | None = None  # None: the embedded engine's
+    staging: bool = False  # updates pass through a buffer of all weights on the trainer's GPU
     gives_memory: bool = False  # to the trainer while it trains, which then waits in main memory meanwhile
     notices: tuple[str, ...] = ()

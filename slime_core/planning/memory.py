@@ -54,7 +54,11 @@ class DeviceMemory:
     @property
     def short(self) -> int:
         """Bytes that are missing, the margin included; 0 where it fits."""
-        return max(0, int(self.peak.total * (1 + self.margin)) - self.room)
+        return max(0, max(map(self._wanted, self.phases.values())) - self.room)
+
+    def _wanted(self, moment: Moment) -> int:
+        """Bytes of a moment and its margin; a cache is one piece, made to fit."""
+        return moment.total + int(self.margin * (moment.total - moment.bytes.get("KV cache", 0)))
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -152,7 +156,11 @@ def roles_of(train: Any) -> frozenset[str]:
     needs: frozenset[str] = algorithm.needs if algorithm else frozenset()
     if algorithm is not None and algorithm.needs_when is not None:
         needs |= algorithm.needs_when(train)
-    roles = {"old_policy"}
+    several = train.num_steps_per_rollout > 1 or train.global_batch_size > 0
+    reads_own = not train.use_rollout_logprobs or train.use_tis or train.use_rs or train.rs_veto_threshold > 0
+    roles = set[str]()
+    if (several and reads_own and not train.offline) or train.kl_coef > 0 or train.opd_kl_coef > 0:
+        roles.add("policy")
     if train.kl_coef > 0 or train.kl_loss_coef > 0:
         roles.add("reference")
     if train.opd_kl_coef > 0 and train.teacher_load and train.teacher_place == "trainer":
@@ -196,7 +204,9 @@ def _placed(subject: Subject, trainer: TrainerFootprint | None, engine: EngineFo
     if trainer is None:
         return [("engine", engine.engines * engine.gpus, alone)]
     if not engine.shared:
-        return [("trainer", ranks, list(trainer.moments)), ("engine", engine.engines * engine.gpus, alone)]
+        sent = {"weight update": trainer.publish if engine.staging else 0}
+        moments = [moment.with_(sent) for moment in trainer.moments]
+        return [("trainer", ranks, moments), ("engine", engine.engines * engine.gpus, alone)]
     return [("trainer and engine", ranks, list(_together(subject, trainer, engine)))]
 
 
@@ -209,8 +219,10 @@ def _together(subject: Subject, trainer: TrainerFootprint, engine: EngineFootpri
         if moment.phase == "rollout" and offload_train:
             state = {}
         if moment.phase == "sync":
-            state = {name: size for name, size in state.items() if name != "optimizer" or not offload_train}
-        yield Moment(moment.phase, state).with_(of_engine)
+            dropped = ("optimizer", "gradients") if offload_train else ()
+            state = {name: size for name, size in state.items() if name not in dropped}
+        sent = trainer.publish if engine.staging and (moment.phase == "sync" or not offload_train) else 0
+        yield Moment(moment.phase, state).with_(of_engine).with_({"weight update": sent})
 
 
 def swapped(subject: Subject, plan: MemoryPlan) -> int:

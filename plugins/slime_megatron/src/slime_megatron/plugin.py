@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from slime_core.config.problems import Origins, Problem
     from slime_core.config.schema import Config
+    from slime_core.planning.footprint import Subject, TrainerFootprint
     from slime_megatron.trainer import MegatronTrainer
 
 RESUMABLE = frozenset(
@@ -71,6 +72,7 @@ def slime_trainer() -> list[TrainerBackend]:
             trainer=_trainer,
             megatron_hooks=True,
             converters=_converters,
+            memory=_memory,
         )
     ]
 
@@ -121,6 +123,12 @@ def _trainer() -> type[MegatronTrainer]:
     from slime_megatron.trainer import MegatronTrainer
 
     return MegatronTrainer
+
+
+def _memory(subject: Subject) -> TrainerFootprint:
+    from slime_megatron.memory import footprint
+
+    return footprint(subject)
 
 
 def _converters() -> Mapping[str, click.Command]:

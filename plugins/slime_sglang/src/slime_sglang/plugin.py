@@ -12,6 +12,7 @@ from slime_core.protocols import Check, CheckResult
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
+    from slime_core.planning.footprint import EngineFootprint, Subject, TrainerFootprint
 
 
 @slime_core.hookimpl
@@ -33,6 +34,7 @@ def slime_engine() -> list[EngineBackend]:
             count=rules.count,
             spreads=rules.spreads,
             gives_memory=_gives_memory,
+            memory=_memory,
             senders={"tensor": _tensor, "nccl": _nccl},
             checksums={"murmur": _murmur},
         )
@@ -91,6 +93,12 @@ def _gives_memory(config: Config) -> bool:
     from slime_sglang.sharing import gives_memory, options_set
 
     return gives_memory(config, options_set(config))
+
+
+def _memory(subject: Subject, trainer: TrainerFootprint | None) -> EngineFootprint:
+    from slime_sglang.memory import footprint
+
+    return footprint(subject, trainer)
 
 
 def _gpus(config: Config) -> Sequence[Sequence[int]]:

@@ -1,0 +1,189 @@
+"""What a Megatron rank has on its GPU: arithmetic over the layout, with no megatron-core imported.
+
+weights in the compute dtype, float32 gradient buffers, float32 masters and moments in shares of the data-parallel
+ranks; activations of as many micro-batches as a pipeline stage has under way
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from slime_core.planning.activations import TokenCosts, head_bytes, spread_of
+from slime_core.planning.batch import BatchPlan
+from slime_core.planning.footprint import Moment, Subject, TrainerFootprint
+from slime_core.planning.fsdp import FEW_TOKENS
+from slime_megatron.layout import Layout
+from slime_megatron.settings import VOCABULARY_MULTIPLE
+
+if TYPE_CHECKING:
+    from slime_core.planning.sizes import ModelSizes
+
+DENSE, STATE = 4, 12  # bytes a parameter: gradient; master and two moments
+WHOLE = ("norm", "router")  # kinds that tensor-parallel ranks have whole
+
+
+def footprint(subject: Subject) -> TrainerFootprint:
+    """See `TrainerFootprint`.
+
+    Raises:
+        ConfigError: a layout of sizes below 1, or whose flags disagree.
+    """
+    table = {name.replace("-", "_"): value for name, value in subject.config.table("megatron").items()}
+    if subject.config.train.context_parallel_size > 1:
+        table.setdefault("context_parallel_size", subject.config.train.context_parallel_size)
+    layout = Layout.of(table, subject.ranks, subject.sizes.layers)
+    return max((_Stage(subject, table, layout, number) for number in {0, layout.pp - 1}), key=_largest).footprint()
+
+
+def _largest(stage: _Stage) -> int:
+    return max(moment.total for moment in stage.moments())
+
+
+@dataclass(slots=True, frozen=True)
+class _Stage:
+    """One pipeline stage's rank."""
+
+    subject: Subject
+    table: Mapping[str, Any]
+    layout: Layout
+    number: int
+
+    def footprint(self) -> TrainerFootprint:
+        layout, host = self.layout, self._offloaded()
+        sizes = {"data parallel": layout.dp, "tensor parallel": layout.tp, "pipeline": layout.pp}
+        sizes |= {"context parallel": layout.cp, "expert parallel": layout.ep}
+        return TrainerFootprint(
+            moments=tuple(self.moments()),
+            resident=self._weights() | self._gradients(),
+            tokens=self.tokens,
+            data=layout.dp,
+            sequence=layout.cp * layout.tp,
+            pipeline=layout.pp,
+            layout={name: size for name, size in sizes.items() if size > 1},
+            recomputed=self._recomputed() / max(1, self._layers()),
+            host={"optimizer": host} if host else {},
+            moved=2 * host,
+            publish=self.subject.itemsize * self.subject.sizes.parameters,
+            exact=self.subject.sizes.exact and not self.subject.sizes.layer.experts,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch on one GPU."""
+        most = int(self.subject.config.train.max_tokens_per_gpu or FEW_TOKENS)
+        return max(most, -(-self.subject.lengths.longest // self.layout.cp))
+
+    def moments(self) -> Iterator[Moment]:
+        """Of all phases."""
+        state = self._weights() | self._gradients() | self._optimizer()
+        yield Moment("rollout", state)
+        yield from (Moment(phase, state) for phase in ("update", "sync"))  # type: ignore[arg-type]
+        costs, tokens, sizes = self._costs(), self.tokens, self.subject.sizes
+        block, matrix = self._head()
+        copies = {"reference": 2 * state["reference"]} if "reference" in state else {}
+        passing = tokens * (costs.forward + 2 * sizes.layer.hidden * self.subject.itemsize)
+        yield Moment("score", {**state, **copies, "activations": int(passing), "logits": block})
+        recomputed, layers = self._recomputed(), self._layers()
+        saved = (layers - recomputed) * costs.saved + recomputed * costs.input
+        under_way = self._under_way()
+        activations = int(tokens * (saved * under_way + sizes.layer.hidden * (4 + 2 * self.subject.itemsize)))
+        yield Moment("train", {**state, "activations": activations, "logits": block + matrix})
+        last = costs.backward + (costs.saved if recomputed and recomputed == layers else 0.0)
+        output = self.subject.itemsize * self._vocabulary() * sizes.layer.hidden if self._is_last() else 0
+        yield Moment("train", {**state, "activations": int(activations + tokens * last), "logits": output})
+
+    def _layers(self) -> int:
+        return self.layout.stages(self.subject.sizes.layers)[self.number]
+
+    def _is_last(self) -> bool:
+        return self.number == self.layout.pp - 1
+
+    def _vocabulary(self) -> int:
+        """Rows of the output matrix on this rank."""
+        multiple = int(self.table.get("make_vocab_size_divisible_by", VOCABULARY_MULTIPLE)) * self.layout.tp
+        return -(-self.subject.sizes.vocab // multiple) * multiple // self.layout.tp
+
+    def _counts(self) -> tuple[int, int]:
+        """Parameters on this rank: dense ones, and those of experts."""
+        sizes, layout = self.subject.sizes, self.layout
+        of_stage = self._layers() / sizes.layers
+        inside = [weight for weight in sizes.weights if weight.layer >= 0]
+        experts = sum(w.count for w in inside if w.kind == "experts") * of_stage / (layout.ep * layout.etp)
+        dense = sum(w.count / (1 if w.kind in WHOLE else layout.tp) for w in inside if w.kind != "experts") * of_stage
+        matrices = int(self.number == 0) + int(self._is_last() and not (sizes.tied and layout.pp == 1))
+        dense += matrices * self._vocabulary() * sizes.layer.hidden + (sizes.layer.hidden if self._is_last() else 0)
+        return int(dense), int(experts)
+
+    def _weights(self) -> dict[str, int]:
+        count = sum(self._counts())
+        weights = {"parameters": self.subject.itemsize * count}
+        if "reference" in self.subject.needs:
+            weights["reference"] = self.subject.itemsize * count
+        if "values" in self.subject.needs:
+            weights["critic"] = (self.subject.itemsize + DENSE) * count + self._state()
+        return weights
+
+    def _gradients(self) -> dict[str, int]:
+        """Buffers that are there at all times."""
+        return {"gradients": DENSE * sum(self._counts())}
+
+    def _state(self) -> int:
+        """Masters and moments; in float32 a parameter is its own master."""
+        (dense, experts), layout = self._counts(), self.layout
+        a_parameter = STATE if self.subject.half else STATE - 4
+        if not self.table.get("use_distributed_optimizer", True):
+            return a_parameter * (dense + experts)
+        return int(a_parameter * (dense / (layout.dp * layout.cp) + experts / layout.edp))
+
+    def _offloaded(self) -> int:
+        if not self.table.get("optimizer_cpu_offload"):
+            return 0
+        return int(self._state() * float(self.table.get("optimizer_offload_fraction", 1.0)))
+
+    def _optimizer(self) -> dict[str, int]:
+        state = self._state() - self._offloaded()
+        return {"optimizer": state} if state else {}
+
+    def _costs(self) -> TokenCosts:
+        lengths, rollout, layout = self.subject.lengths, self.subject.config.rollout, self.layout
+        tokens = self.tokens * layout.cp
+        shared = layout.tp > 1 and self.table.get("sequence_parallel") is not False
+        return TokenCosts.of(
+            self.subject.sizes.layer,
+            "megatron",
+            itemsize=self.subject.itemsize,
+            tensor=layout.tp,
+            sequence_parallel=shared,
+            spread=spread_of(lengths.prompt, lengths.response, rollout.n_samples_per_prompt, tokens),
+        )
+
+    def _head(self) -> tuple[int, int]:
+        if not self._is_last():
+            return 0, 0
+        memory = 0 if self.subject.gpu.processor else self.subject.gpu.memory
+        chunk, hidden = self.subject.config.train.logprob_chunk_tokens, self.subject.sizes.layer.hidden
+        return head_bytes(self.tokens, hidden, self._vocabulary(), self.subject.itemsize, memory, chunk)
+
+    def _recomputed(self) -> int:
+        """Layers of the stage whose forward pass is made again."""
+        train, layers = self.subject.config.train, self._layers()
+        granularity = self.table.get("recompute_granularity", "full" if train.gradient_checkpointing else None)
+        if granularity != "full":
+            return 0
+        some = train.gradient_checkpointing_layers or layers
+        if self.table.get("recompute_method") == "block":
+            some = int(self.table.get("recompute_num_layers", some))
+        return min(some, layers)
+
+    def _under_way(self) -> float:
+        """Micro-batches whose activations a stage has, in times of all its layers."""
+        layout, batch = self.layout, BatchPlan.of(self.subject.config, self.subject.lengths)
+        micros = batch.micro_batches(self.tokens * layout.cp, layout.dp)
+        if layout.pp == 1:
+            return 1.0
+        if layout.vp == 1:
+            return float(min(micros, layout.pp - self.number))
+        chunks = min(micros * layout.vp, 2 * (layout.pp - self.number - 1) + (layout.vp - 1) * layout.pp + 1)
+        return chunks / layout.vp
