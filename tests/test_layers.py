@@ -29,6 +29,7 @@ LAYERS = {
         "heartbeat",
         "parent",
         "profile",
+        "peaks",
     ),
     1: ("protocols", "context", "hookspecs", "backends", "plugins", "algorithms", "config"),
     2: ("data", "evaluation", "weights", "report", "ledger", "kernels", "media", "planning", "lora"),

@@ -22,6 +22,7 @@ from slime_cli.failure import CliSession, report_failure
 
 COMMANDS = {
     "run": "train: a recipe file, or a plugin's default recipe",
+    "plan": "say what a run takes of its GPUs, before or after it",
     "attach": "follow a run, detached or not; without a name, list those on the Ray cluster",
     "stop": "end a run, in order or at once",
     "eval": "evaluate a model folder or a run's final model",

@@ -1,202 +1,173 @@
-"""`slime run --dry-run`: check data, model and routing, and show the plan."""
+"""`slime plan`: what a run takes of its GPUs, before any is taken; of a run, planned beside measured."""
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime_cli.tables import heading, print_pairs, print_table
-from slime_core.report.text import say
+import click
+
+from slime_cli.failure import CliSession
+from slime_cli.words import KEY_WORDS, PASSING, KeyCommand
 
 if TYPE_CHECKING:
-    from slime_cli.settings import Settings
     from slime_core.config.schema import Config
-    from slime_core.context import Context
+    from slime_core.planning.footprint import Lengths
+    from slime_core.planning.gpus import Gpu
+    from slime_core.planning.memory import MemoryPlan
+    from slime_core.plugins import Plugins
 
-EXCERPT = 200  # characters of the first row that are shown
-
-
-async def make_plan(settings: Settings, run_dir: Path | None) -> dict[str, Any]:
-    """Run all checks of a run's start and show what it would do; nothing is started or written.
-
-    Raises:
-        SlimeError: any error of the run's start: data, model folder, plugins, run directory.
-    """
-    from slime_cli.preflight import check_cores, check_inputs
-    from slime_cli.settings import plans
-    from slime_core.clusters.embedded import context_len, notices, open_folder
-    from slime_core.clusters.machine import resolve_machine
-    from slime_core.config.load import stages
-    from slime_core.report.rundir import check_free, next_path
-
-    config = resolve_machine(settings.config)
-    if run_dir is not None:
-        check_free(run_dir)
-    path = (run_dir or next_path(config.name)).expanduser().absolute()
-    check_writable(path)
-    if crowded := check_cores(config):
-        say(crowded)
-    plans(settings, config)
-    check_inputs(settings, config)
-    folder = open_folder(config)
-    backends = plans(settings, config, folder)
-    tokenizer = folder.tokenizer()
-    limit = context_len(config, folder)
-    return {
-        "recipe": str(settings.loaded.recipe) if settings.loaded.recipe else None,
-        "run_dir": str(path),
-        "seed": config.seed,
-        "model": {
-            "path": str(folder.path),
-            "type": getattr(folder.config, "model_type", ""),
-            "weights": config.rollout.init_weights,
-            "vocab_size": folder.vocab_size,
-            "context_len": limit,
-            "notices": notices(config, folder),
-        },
-        "machine": {
-            "device": config.cluster.device,
-            "dtype": config.train.dtype,
-            "cpu_threads": config.cluster.cpu_threads,
-            "cluster_backend": config.cluster.cluster_backend,
-            "rollout_engine": config.rollout.rollout_engine,
-            "train_backend": config.train.train_backend,
-        },
-        **{kind: backend.facts for kind, backend in backends.items()},
-        "rows": {name: text for backend in backends.values() for name, text in backend.rows.items()},
-        "plugins": list(settings.plugins.names),
-        "stages": [stage_plan(stage, settings, tokenizer) for stage in stages(config)],
-        "routing": settings.plugins.routing(),
-    }
+PLAN = "plan.json"
+"""Of a run directory."""
+EPILOG = """\b
+  slime plan --plugin rm_math --gpu h100
+  slime plan recipe.toml --gpu 4090 --lora-rank 32 --response-tokens 600,2000
+  slime plan recipe.toml --gpu h200 --gpus 8 --json
+  slime plan runs/demo-0
+Every key of the config is a flag, as for slime run. Exit code 1: it does not fit."""
 
 
-def stage_plan(config: Config, settings: Settings, tokenizer: Any) -> dict[str, Any]:
-    """Sizes of one stage, its first row and its evaluation sets."""
-    from slime_cli.dumps import first_prompt
-    from slime_core.config.load import stage_name
-    from slime_core.data.opening import eval_sets, open_source
+@click.command("plan", cls=KeyCommand, context_settings=PASSING, epilog=EPILOG, options_metavar="[OPTIONS]")
+@click.argument("words", nargs=-1, type=KEY_WORDS, metavar="[RECIPE|RUN_DIR] [--KEY VALUE]...")
+@click.option("--gpu", "gpu_name", metavar="NAME[=GiB]", help="h100, h200, a100, 4090 ...; default: this machine's.")
+@click.option("--gpus", type=click.IntRange(min=1), help="How many there are: trainer ranks where they are shared.")
+@click.option("--response-tokens", metavar="MEAN[,P95]", help="Of responses; default: as long as the config allows.")
+@click.option("--prompt-tokens", type=click.IntRange(min=1), help="Of prompts, on average; default 256.")
+@click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")
+@click.pass_obj
+def command(
+    session: CliSession,
+    words: tuple[str, ...],
+    gpu_name: str | None,
+    gpus: int | None,
+    response_tokens: str | None,
+    prompt_tokens: int | None,
+    as_json: bool,
+) -> None:
+    """Say what a run takes: memory by part and phase, seconds of a step, settings that fit. Starts nothing."""
+    from slime_cli.plan_tables import facts, print_plan
 
-    rollout, train = config.rollout, config.train
-    rollouts = rollout.rollout_batch_size * rollout.n_samples_per_prompt
-    ctx = stage_context(config, tokenizer)
-    dump = rollout.load_debug_rollout_data
-    first = first_prompt(Path(dump)) if dump else open_source(config, settings.plugins, tokenizer, ctx).next(1)[0]
-    evaluated = (
-        []
-        if rollout.debug_train_only
-        else eval_sets(config, settings.plugins, tokenizer, replace(ctx, evaluation=True))
-    )
-    return {
-        "name": stage_name(config),
-        "steps": rollout.num_rollout,
-        "prompts_per_step": rollout.rollout_batch_size,
-        "samples_per_prompt": rollout.n_samples_per_prompt,
-        "rollouts_per_step": rollouts,
-        "optimizer_steps_per_rollout": rollouts // train.global_batch_size
-        if train.global_batch_size
-        else train.num_steps_per_rollout,
-        "max_response_tokens_per_step": rollouts * rollout.rollout_max_response_len,
-        "max_tokens_per_micro_batch": train.max_tokens_per_gpu or "automatic",
-        "loss_type": train.loss_type,
-        "advantage_estimator": train.advantage_estimator,
-        "lr": train.lr,
-        "max_staleness": rollout.max_staleness,
-        "first_row": {
-            "id": first.id,
-            "task": first.task,
-            "where": first.where,
-            "prompt_tokens": len(first.tokens),
-            "prompt": _excerpt(first.prompt),
-            "label": _excerpt(first.label),
-        },
-        "eval_sets": [{"name": eval_set.name, "prompts": len(eval_set.prompts)} for eval_set in evaluated],
-    }
+    run_dir = Path(words[0]).expanduser() if words else None
+    if run_dir is not None and (run_dir / "run.json").is_file():
+        from slime_cli.plan_measured import beside, print_beside
+
+        answer = beside(run_dir)
+        click.echo(json.dumps(answer, indent=1)) if as_json else print_beside(answer)
+        return
+    config, needs = _config(words, session, gpus)
+    gpu = _gpu(gpu_name, config)
+    plan = planned(config, gpu, needs, response_tokens=response_tokens, prompt_tokens=prompt_tokens)
+    answer = facts(plan, gpus or 0)
+    if as_json:
+        click.echo(json.dumps(answer, indent=1))
+    else:
+        print_plan(answer, f"plan of {config.name} (nothing was started)")
+    if not answer["fits"]:
+        raise SystemExit(1)
 
 
-def stage_context(config: Config, tokenizer: Any) -> Context:
-    """What the data source and plugins may see before anything runs."""
-    from slime_core.config.load import stage_name
-    from slime_core.context import Context
-    from slime_core.data.prompts import limits_of
-    from slime_core.media.processor import MediaProcessor
-    from slime_core.rollout.groups import training_params
+def _config(words: tuple[str, ...], session: CliSession, gpus: int | None) -> tuple[Config, frozenset[str]]:
+    """The last stage's config, with as many ranks as there are GPUs, and the roles that it reads."""
+    from slime_cli.settings import load_words, with_plugins
+    from slime_core.config.load import split, stages
+    from slime_core.config.presets import settle
 
-    return Context(
-        config=config,
-        tokenizer=tokenizer,
-        media=MediaProcessor.of(tokenizer, limits_of(config.data)),
-        sampling=training_params(config),
-        stage=stage_name(config),
-    )
-
-
-def print_plan(plan: dict[str, Any]) -> None:
-    """The plan as tables on stdout."""
-    model, machine = plan["model"], plan["machine"]
-    heading("plan (nothing was started)")
-    print_pairs(
-        {
-            "run directory": plan["run_dir"],
-            "recipe": plan["recipe"] or "none (defaults and flags)",
-            "plugins": ", ".join(plan["plugins"]) or "none",
-            "seed": plan["seed"],
-            "model": f"{model['path']} ({model['type']}, weights: {model['weights']}, "
-            f"vocabulary {model['vocab_size']}, context {model['context_len']})",
-            "machine": f"{machine['device']}, {machine['dtype']}, {machine['cpu_threads']} threads, cluster "
-            f"{machine['cluster_backend']}, engine {machine['rollout_engine']}, trainer {machine['train_backend']}",
-            **{f"notice {number}": text for number, text in enumerate(model["notices"], 1)},
-            **plan["rows"],
-        }
-    )
-    columns = {
-        "stage": "name",
-        "steps": "steps",
-        "prompts": "prompts_per_step",
-        "x": "samples_per_prompt",
-        "rollouts": "rollouts_per_step",
-        "updates": "optimizer_steps_per_rollout",
-        "tokens <=": "max_response_tokens_per_step",
-        "loss": "loss_type",
-        "lr": "lr",
-    }
-    print_table(list(columns), [[stage[key] for key in columns.values()] for stage in plan["stages"]])
-    for stage in plan["stages"]:
-        row = stage["first_row"]
-        heading(f"first row of {stage['name']}")
-        print_pairs(
-            {
-                "task": row["task"],
-                "from": row["where"] or "plugin",
-                "prompt": row["prompt"],
-                "label": row["label"],
-                "tokens": row["prompt_tokens"],
-                "evaluation": ", ".join(f"{s['name']} ({s['prompts']})" for s in stage["eval_sets"]) or "none",
-            }
-        )
-    heading("routing")
-    print_table(["hook", "task", "provider"], [[r["hook"], r["task"], r["provider"]] for r in plan["routing"]])
-
-
-def _excerpt(value: Any) -> str:
-    text = value if isinstance(value, str) else str(value)
-    return text if len(text) <= EXCERPT else text[:EXCERPT] + "..."
-
-
-def check_writable(path: Path) -> None:
-    """Refuse a run directory that cannot be created; tries with a sibling folder, removed at once.
-
-    Raises:
-        StorageError: STO110.
-    """
-    import tempfile
-
-    from slime_core.report.rundir import unwritable
-
-    path = path.expanduser().absolute()
-    above = next(folder for folder in (path, *path.parents) if folder.is_dir())
+    chosen = [*words, *_ranks(gpus)]
+    loaded = load_words(split(chosen), session)
+    loaded.require_complete()
+    settings = with_plugins(loaded)
     try:
-        with tempfile.TemporaryDirectory(prefix=".slime-", dir=above):
-            return
-    except OSError as error:
-        raise unwritable(error, path) from error
+        stage = stages(loaded.config)[-1]
+        return stage, settings.plugins.needs(settle(stage.train))
+    finally:
+        settings.plugins.close()
+
+
+def _ranks(gpus: int | None) -> list[str]:
+    if gpus is None:
+        return []
+    nodes = -(-gpus // 8)
+    return ["--actor-num-nodes", str(nodes), "--actor-num-gpus-per-node", str(gpus // nodes)]
+
+
+def _gpu(name: str | None, config: Config) -> Gpu:
+    """The GPU that was named, or this machine's; its processors where there is none."""
+    from slime_core.memory import available_memory
+    from slime_core.planning.gpus import gpu_of, of_machine, processor
+
+    if name is not None:
+        return gpu_of(name)
+    gpu = None if config.cluster.device == "cpu" else of_machine()
+    return gpu or processor(available_memory())
+
+
+def planned(
+    config: Config,
+    gpu: Gpu,
+    needs: frozenset[str] | None,
+    *,
+    response_tokens: str | None = None,
+    prompt_tokens: int | None = None,
+) -> MemoryPlan:
+    """The plan of a stage.
+
+    Raises:
+        ConfigError: CFG05 no model folder; lengths that are no numbers.
+    """
+    from slime_core.planning.memory import assumed_lengths, fits
+    from slime_core.planning.sizes import ModelSizes
+    from slime_core.weights.folder import resolve
+
+    sizes = ModelSizes.of(resolve(config.rollout.hf_checkpoint))
+    lengths = assumed_lengths(config, sizes)
+    if prompt_tokens is not None:
+        lengths = replace(lengths, prompt=prompt_tokens, source=f"{lengths.source}; --prompt-tokens")
+    if response_tokens is not None:
+        lengths = _stated(response_tokens, lengths)
+    longest = max(lengths.longest, int(lengths.prompt + min(lengths.p95, config.rollout.rollout_max_response_len)))
+    return fits(config, sizes, gpu, lengths=replace(lengths, longest=longest), needs=needs)
+
+
+def _stated(text: str, lengths: Lengths) -> Lengths:
+    from slime_core.errors import ConfigError
+
+    try:
+        mean, *more = (float(part) for part in text.split(","))
+        p95 = more[0] if more else mean
+    except ValueError:
+        mean, p95, more = 0.0, 0.0, []
+    if mean < 1 or p95 < mean or len(more) > 1:
+        raise ConfigError(
+            f"--response-tokens {text} is not a length",
+            code="CFG03",
+            where="--response-tokens",
+            why="it is the mean, and where you know it the 95th percentile, which is not below the mean",
+            fix="--response-tokens 600   or   --response-tokens 600,2000",
+        )
+    return replace(lengths, response=mean, p95=p95, source="--response-tokens")
+
+
+def of_run(config: Config, plugins: Plugins) -> dict[str, Any]:
+    """The plan of a run's last stage on this machine."""
+    from slime_cli.plan_tables import facts
+    from slime_core.config.load import stages
+    from slime_core.config.presets import settle
+
+    stage = stages(config)[-1]
+    return facts(planned(stage, _gpu(None, stage), plugins.needs(settle(stage.train))))
+
+
+def write_plan(config: Config, plugins: Plugins, file: Path) -> None:
+    """Write a run's plan; a model that cannot be planned trains all the same, and its file says why there is none."""
+    from slime_core.durable import replace_file
+    from slime_core.errors import text_of
+
+    try:
+        answer = of_run(config, plugins)
+    except Exception as error:  # a forecast, of whatever model: it ends no run
+        answer = {"error": text_of(error)}
+    with suppress(OSError):
+        replace_file(file, json.dumps(answer, indent=1).encode())

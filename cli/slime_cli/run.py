@@ -28,6 +28,8 @@ from slime_core.report.text import say
 if TYPE_CHECKING:
     from slime_cli.resume import ResumedRun
     from slime_cli.settings import Settings
+    from slime_core.config.schema import Config
+    from slime_core.plugins import Plugins
     from slime_core.preemption import StopSignal
     from slime_core.report import Report, RunDir
 
@@ -84,7 +86,7 @@ def command(
         try:
             check_step(settings, verify_step or 0)
             if dry_run:
-                from slime_cli.plan import make_plan, print_plan
+                from slime_cli.dry_run import make_plan, print_plan
 
                 plan = asyncio.run(make_plan(settings, run_dir))
                 click.echo(json.dumps(plan, indent=1, sort_keys=True, default=str)) if as_json else print_plan(plan)
@@ -250,6 +252,7 @@ class Run:
             reporting(self.settings, run_dir, self.config, self.session, resumed, clock) as (report, first_rewards),
         ):
             check_machine(self.config, report.note)
+            keep_plan(self.config, self.settings.plugins, run_dir.path)
             started = time.monotonic()
             work = loop.run(
                 self.config,
@@ -279,6 +282,16 @@ class Run:
             "metrics": first_rewards.last.metrics if first_rewards.last else {},
             "seconds": round(seconds, 3),
         }
+
+
+def keep_plan(config: Config, plugins: Plugins, path: Path) -> None:
+    """Write the run's plan into its directory, beside what starts meanwhile; a resumed run has one."""
+    import threading
+
+    from slime_cli.plan import PLAN, write_plan
+
+    if not (path / PLAN).exists():
+        threading.Thread(target=write_plan, args=(config, plugins, path / PLAN), name="slime-plan").start()
 
 
 async def _timed(work: Any, clock: StopAfter | None) -> int:

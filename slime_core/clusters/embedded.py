@@ -11,6 +11,7 @@ from slime_core.config.stages import rollout_slots
 from slime_core.data.chat import raw_prompt_notices
 from slime_core.engines.local import LocalEngine
 from slime_core.engines.local.slots import SHARE, SHARE_ALONE
+from slime_core.peaks import PhasePeaks
 from slime_core.profile import StepProfile
 from slime_core.weights.folder import ModelFolder
 
@@ -71,6 +72,7 @@ async def embedded_engine(
         profile=StepProfile(run_dir / "profile", config.report.profile, config.rollout.max_staleness)
         if run_dir
         else None,
+        peaks=PhasePeaks(run_dir / "memory" / f"{name}.json" if run_dir else None, config.cluster.device),
         name=name,
         share=SHARE_ALONE if alone and config.cluster.device != "cpu" else SHARE,
     )

@@ -6,6 +6,7 @@ and attention), not from a general formula: h is the model's width, q and k are 
     written out    x, qkv, turned q and k, attention's output, y, gate and up       h + qkv + q + k + q + h + 2f
     megatron-core  the same, normed inputs, v, a copy of attention's output, act    + 2h + v + q + f
     transformers   norms keep float32 inputs; every step of the activation          8h + qkv + 5(q + k) + 2q + 4f
+    adapters       the same; a frozen layer keeps no input, its adapter does        6h + 3(q + k) + v + q + 4f
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Literal
 
 from slime_core.planning.sizes import LayerSizes
 
-Form = Literal["fused", "megatron", "plain"]
+Form = Literal["fused", "megatron", "plain", "adapters"]
 SUMS = 4  # bytes of attention's log-sum a head
 ROUTING = 20  # bytes a token and expert: order and place (int64), weight
 SPREAD = 2  # see `trainers.packing`
@@ -41,7 +42,7 @@ class TokenCosts:
         sequence_parallel: bool = False,
         spread: float = 1.0,
     ) -> TokenCosts:
-        """Of a layer in one of the three forms.
+        """Of a layer in one of the forms.
 
         Args:
             tensor: ranks that share each product
@@ -58,6 +59,8 @@ class TokenCosts:
             saved = 2 * h + attention + 2 * f
         elif form == "megatron":
             saved = 4 * h + attention + v + q + 3 * f
+        elif form == "adapters":
+            saved = 6 * h + 3 * (q + k) + v + q + 4 * f
         else:
             saved = 8 * h + qkv + 5 * (q + k) + 2 * q + 4 * f
         gathered = layer.hidden if sequence_parallel and tensor > 1 else 0
@@ -89,14 +92,19 @@ def logits_rows(rows: float, row: int, budget: int, chunk: int = 0) -> int:
     return -(-int(rows) // count)
 
 
-def head_bytes(rows: float, hidden: int, vocab: int, itemsize: int, memory: int, chunk: int = 0) -> tuple[int, int]:
+def head_bytes(
+    rows: float, hidden: int, vocab: int, itemsize: int, memory: int, chunk: int = 0, *, frozen: bool = False
+) -> tuple[int, int]:
     """Bytes of a block of logits, and of the gradients of the output matrix and of hidden states beside it.
 
     Args:
         rows: that predict a token
         memory: of the GPU; 0 is a processor
+        frozen: the output matrix does not learn
     """
     budget = max(512 << 20, memory // 64) if memory else 64 << 20
     block = logits_rows(rows, vocab * itemsize, budget, chunk) * vocab * itemsize
+    if frozen:
+        return block, int(rows * hidden * itemsize)
     matrix = vocab * hidden * 4
     return block, matrix + int(rows * hidden * itemsize) + max(0, vocab * hidden * itemsize - block)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slime_core.config.stages import rollout_slots, stages
+from slime_core.lora.spec import LoraSpec
 from slime_core.planning.footprint import EngineFootprint, Phase, Subject, TrainerFootprint
 
 PAGE, WIDTH, PASS_ROWS = 16, 16, 8192  # see `engines.local.pages`, `engines.local.paged`
@@ -81,6 +82,9 @@ def _own_weights(subject: Subject, *, shared: bool) -> int:
         return whole
     if gpu.processor:
         return whole if sizes.fused and whole <= FUSE_BYTES else 0
+    if (spec := LoraSpec.of(train)) is not None:  # a merged copy of what adapters change, or their base itself
+        changed = sum(weight.count for weight in sizes.adapted(spec))
+        return subject.itemsize * changed if train.lora_sync == "merged" else 0
     if subject.half and not train.true_on_policy_mode:
         return 0
     joined = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")

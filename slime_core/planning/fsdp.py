@@ -1,7 +1,8 @@
 """What the FSDP trainer has on a GPU.
 
 One rank in bfloat16 computes with copies of float32 masters and adds gradients in float32 (`fsdp.masters`); several
-ranks have float32 shards of parameters, gradients and moments, and gather a layer at a time (`fsdp.shards`).
+ranks have float32 shards of parameters, gradients and moments, and gather a layer at a time (`fsdp.shards`). With
+adapters the base is there once, in the dtype of compute or quantised, and what learns is float32 (`lora.layers`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from slime_core.lora.spec import LoraSpec
 from slime_core.planning.activations import Form, TokenCosts, head_bytes, spread_of
 from slime_core.planning.batch import BatchPlan
 from slime_core.planning.footprint import Moment, Subject, TrainerFootprint
@@ -20,7 +22,9 @@ FEW_TOKENS, MOST_TOKENS = 4096, 32768
 """Of a micro-batch: what every machine holds, and from where on more do not make a GPU faster."""
 ALIGNED = 64  # numbers, see `fsdp.masters`
 WINDOW, WINDOWS = 256 << 20, 3  # see `fsdp.places`: one at work, two on their way back
-MOMENTS = 8  # bytes a parameter of AdamW's two moments
+MOMENTS = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "paged_adamw_8bit": 2 + 8 / 256}
+"""Bytes a parameter of both moments; of 8 bits, blocks of 256 numbers have a float32 scale each."""
+STORED = {"nf4": 0.5 + 4 / 64, "fp8": 1 + 4 / 128}  # bytes a number with its scales: see `kernels.quantised`
 
 
 def micro_batch_tokens(sizes: ModelSizes, memory: int, *, fused: bool) -> int:
@@ -54,7 +58,9 @@ class _Fsdp:
         self.shards = train.fsdp_shard_size or subject.ranks
         self.alone = subject.ranks == 1
         self.has_masters = self.alone and subject.half
+        self.spec = LoraSpec.of(train)
         self.fused = sizes.fused and self.context * self.tensor == 1 and not train.true_on_policy_mode
+        self.fused = self.fused and self.spec is None
         memory = 0 if gpu.processor else gpu.memory
         self.memory = memory
         automatic = micro_batch_tokens(sizes, memory, fused=self.fused) if memory else FEW_TOKENS
@@ -63,13 +69,18 @@ class _Fsdp:
         self.recomputed = min(train.gradient_checkpointing_layers or sizes.layers, sizes.layers)
         self.recomputed = self.recomputed if train.gradient_checkpointing else 0
         self.parameters = -(-sizes.parameters // self.shards)
+        self.learning, self.active = self.parameters, self.parameters
+        if self.spec is not None:
+            self.active = -(-sizes.adapter_numbers(self.spec) // self.shards)
+            self.learning = self.active * max(1, len(train.lora_adapters))
+        self.has_masters = self.has_masters and self.spec is None
 
     def footprint(self) -> TrainerFootprint:
         layout = {"data parallel": self.subject.ranks // (self.context * self.tensor), "shards": self.shards}
         layout |= {"context parallel": self.context, "tensor parallel": self.tensor}
         on_host = self.train.fsdp_cpu_offload
-        offloaded = MOMENTS * self.parameters + (4 * self.parameters if self.has_masters or not self.alone else 0)
-        offloaded += 4 * self.parameters if not self.alone else 0
+        offloaded = int(self._moment_bytes()) + (4 * self.learning if self.has_masters or not self.alone else 0)
+        offloaded += 4 * self.learning if not self.alone else 0
         inputs = self.recomputed * self.tokens * self.sizes.layer.hidden * self.subject.itemsize
         host = {"optimizer": offloaded if on_host else 0}
         host["activations"] = inputs if self.train.activation_offload else 0
@@ -83,13 +94,29 @@ class _Fsdp:
             recomputed=self.recomputed / self.sizes.layers,
             host={name: size for name, size in host.items() if size},
             moved=2 * offloaded if on_host else 0,
-            publish=self.subject.itemsize * self.sizes.parameters,
+            publish=self._published(),
             exact=self.sizes.exact and self.fused and not self.gpu.processor,
         )
+
+    def _published(self) -> int:
+        """Bytes of an update: all weights, or adapters alone."""
+        if self.spec is not None and self.train.lora_sync == "adapter":
+            return 4 * self.learning * self.shards
+        return self.subject.itemsize * self.sizes.parameters
+
+    def _base(self) -> int:
+        """Bytes of a frozen base: linear layers and experts may be quantised."""
+        stored = STORED.get(getattr(self.train, "base_weights", "auto"))
+        if stored is None:
+            return self.subject.itemsize * self.parameters
+        inside = sum(w.count for w in self.sizes.weights if w.layer >= 0 and (w.linear or w.kind == "experts"))
+        return int((stored * inside + self.subject.itemsize * (self.sizes.parameters - inside)) / self.shards)
 
     def _weights(self) -> dict[str, int]:
         """Of the policy and of models that do not learn, at any time."""
         on_host, count = self.train.fsdp_cpu_offload, self.parameters
+        if self.spec is not None:
+            return {"base": self._base(), "adapters": 0 if on_host and not self.alone else 4 * self.learning}
         if self.has_masters:
             weights = {"parameters": copies_bytes(self.sizes), "masters": 0 if on_host else 4 * count}
         else:
@@ -100,9 +127,14 @@ class _Fsdp:
             weights["critic"] = sum(weights.values()) - weights.get("reference", 0)
         return {name: size for name, size in weights.items() if size}
 
+    def _moment_bytes(self) -> float:
+        return MOMENTS[getattr(self.train, "optimizer", "adamw")] * self.learning
+
     def _optimizer(self) -> dict[str, int]:
+        """Moments on the device; the driver moves paged ones away where it is full."""
         learners = 2 if "values" in self.subject.needs else 1
-        return {} if self.train.fsdp_cpu_offload else {"optimizer": MOMENTS * self.parameters * learners}
+        away = self.train.fsdp_cpu_offload or str(getattr(self.train, "optimizer", "")).startswith("paged")
+        return {} if away else {"optimizer": int(self._moment_bytes() * learners)}
 
     def _gathered(self) -> int:
         """Whole weights in the compute dtype: what lies outside of layers, a layer and the next one on its way."""
@@ -121,7 +153,7 @@ class _Fsdp:
             yield moment.with_(state | gathered)
         windows = {}
         if self.train.fsdp_cpu_offload and not self.gpu.processor:
-            windows = {"optimizer windows": min(3 * WINDOW * WINDOWS, 12 * self.parameters)}
+            windows = {"optimizer windows": min(3 * WINDOW * WINDOWS, 12 * self.learning)}
         yield Moment("update", {**state, **self._gradients(), **windows})
         yield Moment("sync", state)
 
@@ -129,25 +161,34 @@ class _Fsdp:
         costs, rows = self._costs(), self.tokens
         block, _ = self._head(rows)
         passing = rows * (costs.forward + 2 * self.sizes.layer.hidden * self.subject.itemsize)
-        extra = 4 * self.parameters if "reference" in self.subject.needs and not self.has_masters else 0
-        copies = {"reference": state.get("reference", 0) + extra} if extra else {}
+        copies = {}
+        if "reference" in state and not self.has_masters:
+            copies = {"reference": state["reference"] + 4 * self.parameters}
         return Moment("score", {**state, **copies, "activations": int(passing), "logits": block})
 
     def _costs(self) -> TokenCosts:
         lengths, samples = self.subject.lengths, self.subject.config.rollout.n_samples_per_prompt
         spread = spread_of(lengths.prompt, lengths.response, samples, self.tokens * self.context)
-        form: Form = "fused" if self.fused else "plain"
+        form: Form = "fused" if self.fused else "plain" if self.spec is None else "adapters"
         return TokenCosts.of(self.sizes.layer, form, itemsize=self.subject.itemsize, tensor=self.tensor, spread=spread)
 
     def _head(self, rows: int) -> tuple[int, int]:
         layer, chunk = self.sizes.layer, self.train.logprob_chunk_tokens
-        return head_bytes(rows, layer.hidden, self.sizes.vocab, self.subject.itemsize, self.memory, chunk)
+        return head_bytes(
+            rows,
+            layer.hidden,
+            self.sizes.vocab,
+            self.subject.itemsize,
+            self.memory,
+            chunk,
+            frozen=self.spec is not None,
+        )
 
     def _gradients(self, count: int | None = None) -> dict[str, int]:
         """Sums of gradients on the device, of all parameters or of ``count``; with several ranks the host has them."""
         if self.train.fsdp_cpu_offload and not self.alone:
             return {}
-        return {"gradients": 4 * (self.parameters if count is None else min(count, self.parameters))}
+        return {"gradients": 4 * (self.active if count is None else min(count, self.active))}
 
     def _train(self) -> Iterator[Moment]:
         """Where memory may be fullest: at the loss, in the last layer's backward pass, and in the first layer's.
@@ -169,7 +210,7 @@ class _Fsdp:
         again = costs.saved if self.recomputed else 0.0  # of the first layers, which are recomputed first
         last = saved + costs.backward + (again if not whole else 0.0)
         first = again + (inputs if self.recomputed else costs.saved) + costs.backward
-        output = size * sizes.vocab * hidden  # gradient of the output matrix until that of the embedding is there
+        output = 0 if self.spec else size * sizes.vocab * hidden  # gradient, until that of the embedding is there
         gradients = {"logits": output, "layer gradients": self._layer_gradients()}
         passing = {"activations": int(tokens * last)} | gradients
         yield Moment("train", {**self._gradients(None if several else sizes.outside("head")), **passing})
@@ -178,7 +219,10 @@ class _Fsdp:
             yield Moment("train", {**self._gradients(done), **passing, "activations": int(tokens * first)})
 
     def _layer_gradients(self) -> int:
-        """Gradients of a layer before they are added up, or sent to other ranks."""
+        """Gradients of a layer before they are added up, or sent to other ranks; floats of a quantised matrix."""
+        if self.spec is not None:
+            quantised = getattr(self.train, "base_weights", "auto") in STORED
+            return 6 * max(w.count for w in self.sizes.weights if w.layer >= 0) if quantised else 0
         layer = self.sizes.largest_layer // self.tensor
         if not self.alone:
             return (self.subject.itemsize + 4) * layer

@@ -54,9 +54,9 @@ class DeviceMemory:
     @property
     def short(self) -> int:
         """Bytes that are missing, the margin included; 0 where it fits."""
-        return max(0, max(map(self._wanted, self.phases.values())) - self.room)
+        return max(0, max(map(self._needed_bytes, self.phases.values())) - self.room)
 
-    def _wanted(self, moment: Moment) -> int:
+    def _needed_bytes(self, moment: Moment) -> int:
         """Bytes of a moment and its margin; a cache is one piece, made to fit."""
         return moment.total + int(self.margin * (moment.total - moment.bytes.get("KV cache", 0)))
 

@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from slime_core.lora.spec import LoraSpec
 from slime_core.weights.flops import Flops
 
 Kind = Literal["embedding", "head", "attention", "mlp", "experts", "router", "norm", "other"]
@@ -179,6 +180,25 @@ class ModelSizes:
     def largest_layer(self) -> int:
         """Numbers of the largest layer."""
         return max((self.of_layers(n, 1) for n in range(self.layers)), default=0)
+
+    def adapted(self, spec: LoraSpec) -> tuple[Weight, ...]:
+        """Weights that adapters of a spec are on."""
+        return tuple(
+            weight
+            for weight in self.weights
+            if weight.layer >= 0
+            and (
+                spec.targets_parameter(weight.name, True)
+                if weight.kind == "experts"
+                else weight.linear and spec.targets(weight.name.removesuffix(".weight"), True)
+            )
+        )
+
+    def adapter_numbers(self, spec: LoraSpec) -> int:
+        """Numbers of one adapter: A and B of every weight [out, in], of each expert's, and DoRA's magnitudes."""
+        weights = self.adapted(spec)
+        numbers = sum(spec.rank * sum(w.shape[-2:]) * math.prod(w.shape[:-2]) for w in weights)
+        return numbers + (sum(w.shape[0] for w in weights if w.linear) if spec.use_dora else 0)
 
     @cached_property
     def kv_position(self) -> int:

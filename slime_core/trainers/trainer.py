@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slime_core.errors import TrainerError
+from slime_core.peaks import PhasePeaks
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -48,6 +49,7 @@ class WorkerTrainer:
     ) -> None:
         self._thread, self._epoch = thread, epoch
         self._resident = set(STATE)  # what is not released
+        self._peaks = PhasePeaks(errors.parent / "memory" / f"rank-{rank}.json" if errors else None, device)
         self._worker: Any = thread.call(
             self.worker_class, config, plugins, folder, rank, world, device, rendezvous, errors
         )
@@ -69,7 +71,7 @@ class WorkerTrainer:
         by ranks that another of their data-parallel rank speaks for.
         """
         self._need({"parameters"}, "score")
-        return await self._thread.run(self._worker.score, batch, roles)
+        return await self._thread.run(self._peaks.during, "score", self._worker.score, batch, roles)
 
     @property
     def dp_rank(self) -> DataParallelRank:
@@ -85,7 +87,7 @@ class WorkerTrainer:
                 of them in a row; TRN106 ranks with different batches. No weight has changed then.
         """
         self._need(STATE, "step")
-        return await self._thread.run(self._worker.step, batch)
+        return await self._thread.run(self._peaks.during, "train", self._worker.step, batch)
 
     async def verify(self, batch: Batch) -> dict[str, float]:
         """See `protocols.Trainer` and `verify.verify`: the policy's gradients, not a critic's."""
@@ -95,7 +97,8 @@ class WorkerTrainer:
     async def publish(self, version: int, route: WeightRoute | None = None) -> WeightUpdate:
         """See `protocols.Trainer`."""
         self._need({"parameters"}, "publish")
-        update: WeightUpdate = await self._thread.run(self._worker.publish, version, route)
+        publish: Any = self._worker.publish
+        update: WeightUpdate = await self._thread.run(self._peaks.during, "sync", publish, version, route)
         update.epoch = self._epoch
         return update
 

@@ -22,6 +22,7 @@ from slime_core.engines.local.slots import SHARE, EngineJob, make_job
 from slime_core.errors import EngineError
 from slime_core.media.positions import MediaLayout
 from slime_core.memory import first_line, is_out_of_memory, trim
+from slime_core.peaks import PhasePeaks
 from slime_core.profile import ENGINE_SECONDS
 from slime_core.protocols import Ability, PauseMode
 from slime_core.types import Completion, WeightRoute
@@ -70,6 +71,7 @@ class LocalEngine:
         exact: bool = False,  # the arithmetic of a trainer with true_on_policy_mode
         routing: bool = False,  # completions carry the experts of every token
         profile: StepProfile | None = None,
+        peaks: PhasePeaks | None = None,
         name: str = "engine",  # of its profile
     ) -> None:
         if slots < 1 or context_len < 2:
@@ -88,6 +90,7 @@ class LocalEngine:
         self._dtype, self._device, self._share, self._paged, self._exact = dtype, device, share, paged, exact
         self._routing = routing
         self._profile, self._name = profile, name
+        self._peaks = peaks or PhasePeaks(None, device)
         self._scheduler: Scheduler | None = None  # from the first load on
         self._inbox: list[EngineJob] = []
         self._leavers: list[EngineJob] = []  # their callers were cancelled
@@ -338,7 +341,7 @@ class LocalEngine:
         if self._profile is not None and self._profile.due(step, self._name) and self._rolls_out(jobs):
             with self._profile.record(step, self._name):
                 return self._scheduler.run(jobs, ENGINE_SECONDS)
-        return self._scheduler.run(jobs, HOP_SECONDS)
+        return self._peaks.during("rollout", self._scheduler.run, jobs, HOP_SECONDS)
 
     def _rolls_out(self, jobs: list[EngineJob]) -> bool:
         """Whether a request that is no evaluation's is new or running."""

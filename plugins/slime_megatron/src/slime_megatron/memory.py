@@ -18,7 +18,7 @@ from slime_megatron.layout import Layout
 from slime_megatron.settings import VOCABULARY_MULTIPLE
 
 if TYPE_CHECKING:
-    from slime_core.planning.sizes import ModelSizes
+    pass
 
 DENSE, STATE = 4, 12  # bytes a parameter: gradient; master and two moments
 WHOLE = ("norm", "router")  # kinds that tensor-parallel ranks have whole

@@ -49,13 +49,13 @@ def footprint(subject: Subject, trainer: TrainerFootprint | None) -> EngineFootp
     if limit := written.get("max_total_tokens"):
         cache = min(cache, int(limit) * size)
     passes = {"engine passes": _passes(subject, memory, tensor), "server process": PROCESS}
-    held = {"engine weights": weights, "KV cache": cache, "server process": PROCESS}
-    phases: dict[Phase, dict[str, int]] = {"rollout": {**held, **passes}}
+    always = {"engine weights": weights, "KV cache": cache, "server process": PROCESS}
+    phases: dict[Phase, dict[str, int]] = {"rollout": {**always, **passes}}
     if gives:
         phases["sync"] = {"engine weights": weights, "server process": PROCESS}
         resting = {"server process": PROCESS}
     else:
-        phases["sync"] = resting = held
+        phases["sync"] = resting = always
     phases |= {"score": resting, "train": resting, "update": resting}
     positions = cache // size
     return EngineFootprint(

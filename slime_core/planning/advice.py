@@ -1,0 +1,204 @@
+"""What to set: the largest settings that fit, what makes a run fit that does not, and a split of GPUs.
+
+Each answer is a plan that was computed with the changed keys, so it holds by the same arithmetic as the plan itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from slime_core.config.stages import LEAST_SLOTS, MOST_SLOTS
+from slime_core.planning.memory import MemoryPlan, memory_plan
+from slime_core.planning.time import TimePlan
+from slime_core.plugins.backends import engine_of
+
+if TYPE_CHECKING:
+    from slime_core.config.schema import Config
+
+Keys = Mapping[str, Any]
+"""Dotted key -> value: ``{"train.max_tokens_per_gpu": 8192}``."""
+STEP, MOST = 1024, 131072  # tokens of a micro-batch that are tried
+FEWEST_SLOTS = 8
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Advice:
+    """One answer."""
+
+    text: str
+    keys: Keys
+    plan: MemoryPlan
+
+    @property
+    def flags(self) -> str:
+        """The keys as flags of a command line."""
+        return " ".join(_flag(key, value) for key, value in self.keys.items())
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class GpuSplit:
+    """GPUs of the trainer and of the engine, and seconds of a step; ``engine`` 0: both share all."""
+
+    trainer: int
+    engine: int
+    seconds: float
+    waits: str  # which side is idle, and for which share of a step
+
+
+def _flag(key: str, value: Any) -> str:
+    name = key.rpartition(".")[2].replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name} {value}"
+
+
+def with_keys(config: Config, keys: Keys) -> Config:
+    """The config with other values of core keys."""
+    for key, value in keys.items():
+        section, _, name = key.partition(".")
+        part = getattr(config, section).model_copy(update={name: value})
+        config = config.model_copy(update={section: part})
+    return config
+
+
+def replan(plan: MemoryPlan, keys: Keys) -> MemoryPlan:
+    """The plan with other values of core keys."""
+    return memory_plan(replace(plan.subject, config=with_keys(plan.subject.config, keys)))
+
+
+def largest_tokens(plan: MemoryPlan) -> int:
+    """The largest ``max_tokens_per_gpu`` that fits, in steps of 1,024 tokens; 0 where none does."""
+    most = int(min(MOST, max(STEP, plan.subject.lengths.mean * _samples(plan))))
+    low, high = 0, -(-most // STEP)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if replan(plan, {"train.max_tokens_per_gpu": middle * STEP}).fits:
+            low = middle
+        else:
+            high = middle - 1
+    return low * STEP
+
+
+def largest_slots(plan: MemoryPlan) -> int:
+    """The most ``rollout_slots`` with which all fits, at most as many as a step has samples; 0 where none do."""
+    low, high = 0, min(MOST_SLOTS, max(LEAST_SLOTS, _samples(plan)))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if replan(plan, {"rollout.rollout_slots": middle}).fits:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _samples(plan: MemoryPlan) -> int:
+    rollout = plan.subject.config.rollout
+    return rollout.rollout_batch_size * rollout.n_samples_per_prompt
+
+
+def remedies(plan: MemoryPlan) -> Iterator[Keys]:
+    """Changes that need less memory, those that cost the least first; each goes with those before it."""
+    train, embedded = plan.subject.config.train, engine_of(plan.subject.config).embedded
+    longest = plan.subject.lengths.longest
+    if plan.engine is not None and embedded and plan.engine.shared:
+        slots = plan.engine.slots
+        yield from ({"rollout.rollout_slots": n} for n in (256, 128, 64, 32, 16, FEWEST_SLOTS) if n < slots)
+    if plan.trainer is not None:
+        sizes = (16384, 8192, 4096, 2048, 1024)
+        yield from ({"train.max_tokens_per_gpu": n} for n in sizes if longest <= n < plan.trainer.tokens)
+        if not train.gradient_checkpointing:
+            yield {"train.gradient_checkpointing": True}
+        if not train.activation_offload:
+            yield {"train.gradient_checkpointing": True, "train.activation_offload": True}
+        if not train.fsdp_cpu_offload:
+            yield {"train.fsdp_cpu_offload": True}
+
+
+def to_fit(plan: MemoryPlan) -> Advice | None:
+    """Keys with which a plan fits that does not, as few as possible; None where it fits, or nothing here helps."""
+    if plan.fits:
+        return None
+    keys: dict[str, Any] = {}
+    short = plan.short
+    for change in remedies(plan):
+        candidate = {**keys, **change}
+        shorter = replan(plan, candidate).short
+        if shorter < short:
+            keys, short = candidate, shorter
+        if not short:
+            break
+    if short:
+        return None
+    for key in list(keys):  # what turned out not to be needed
+        fewer = {name: value for name, value in keys.items() if name != key}
+        if replan(plan, fewer).fits:
+            keys = fewer
+    return Advice(text="fits with", keys=keys, plan=replan(plan, keys))
+
+
+def advice(plan: MemoryPlan) -> list[Advice]:
+    """What a plan suggests: to fit, or how much larger settings may be and whether recomputing pays."""
+    if not plan.fits:
+        remedy = to_fit(plan)
+        return [remedy] if remedy is not None else []
+    if plan.trainer is None or plan.subject.gpu.processor:
+        return []
+    answers = []
+    tokens = largest_tokens(plan)
+    if tokens > plan.trainer.tokens:
+        keys = {"train.max_tokens_per_gpu": tokens}
+        answers.append(Advice(text="the largest micro-batch that fits", keys=keys, plan=replan(plan, keys)))
+    recomputing = {"train.gradient_checkpointing": not plan.subject.config.train.gradient_checkpointing}
+    other = replan(plan, recomputing)
+    now, then = TimePlan.of(plan), TimePlan.of(other)
+    if other.fits and now is not None and then is not None and then.total < 0.97 * now.total:
+        text = "recomputing is not needed" if not recomputing["train.gradient_checkpointing"] else "recomputing pays"
+        answers.append(Advice(text=text, keys=recomputing, plan=other))
+    return answers
+
+
+def splits(plan: MemoryPlan, gpus: int) -> list[GpuSplit]:
+    """Ways to divide ``gpus`` of one kind, the fastest first: shared, or some that train and others that generate.
+
+    Apart, the engine runs a step ahead (``max_staleness`` of at least 1), so a step takes the longer side's seconds.
+    """
+    config = plan.subject.config
+    if plan.trainer is None or plan.engine is None or gpus < 2 or plan.subject.gpu.processor:
+        return []
+    shared = _timed(plan, {"cluster.colocate": True, "rollout.rollout_num_gpus": 0, "rollout.max_staleness": 0}, gpus)
+    answers = [GpuSplit(trainer=gpus, engine=0, seconds=shared.total, waits="")] if shared is not None else []
+    size, ahead = plan.engine.gpus, max(1, config.rollout.max_staleness)
+    for engine in range(size, gpus, size):
+        keys = {"cluster.colocate": False, "rollout.max_staleness": ahead, "rollout.rollout_num_gpus": engine}
+        keys |= {"rollout.rollout_num_engines": engine // size}
+        time = _timed(plan, keys, gpus - engine)
+        if time is None:
+            continue
+        rollout = time.seconds.get("rollout", 0.0)
+        trainer = sum(time.seconds.values()) - rollout
+        idle, share = (
+            ("trainer", 1 - trainer / time.total) if rollout > trainer else ("engine", 1 - rollout / time.total)
+        )
+        answers.append(
+            GpuSplit(
+                trainer=gpus - engine,
+                engine=engine,
+                seconds=max(rollout, trainer),
+                waits=f"the {idle} waits {share:.0%} of a step",
+            )
+        )
+    return sorted(answers, key=lambda split: split.seconds)
+
+
+def _timed(plan: MemoryPlan, keys: Keys, ranks: int) -> TimePlan | None:
+    """Seconds with so many trainer ranks; None where it does not fit, or the ranks do not divide."""
+    train, table = plan.subject.config.train, plan.subject.config.table("megatron")
+    group = train.context_parallel_size * train.tensor_parallel_size
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        group *= int(table.get(name, 1))
+    if ranks % group:
+        return None
+    other = replan(plan, {**keys, "cluster.actor_num_nodes": 1, "cluster.actor_num_gpus_per_node": ranks})
+    return TimePlan.of(other) if other.fits else None
