@@ -44,6 +44,7 @@ async def make_plan(settings: Settings, run_dir: Path | None) -> dict[str, Any]:
     backends = plans(settings, config, folder)
     tokenizer = folder.tokenizer()
     limit = context_len(config, folder)
+    stage_plans = [stage_plan(stage, settings, tokenizer) for stage in stages(config)]
     return {
         "recipe": str(settings.loaded.recipe) if settings.loaded.recipe else None,
         "run_dir": str(path),
@@ -67,9 +68,9 @@ async def make_plan(settings: Settings, run_dir: Path | None) -> dict[str, Any]:
         **{kind: backend.facts for kind, backend in backends.items()},
         "rows": {name: text for backend in backends.values() for name, text in backend.rows.items()},
         "plugins": list(settings.plugins.names),
-        "stages": [stage_plan(stage, settings, tokenizer) for stage in stages(config)],
+        "stages": stage_plans,
         "routing": settings.plugins.routing(),
-        "resources": of_run(config, settings.plugins),
+        "resources": of_run(config, settings.plugins, stage_plans[-1]["first_row"]["prompt_tokens"]),
     }
 
 

@@ -124,7 +124,9 @@ def planned(
     sizes = ModelSizes.of(resolve(config.rollout.hf_checkpoint))
     lengths = assumed_lengths(config, sizes)
     if prompt_tokens is not None:
-        lengths = replace(lengths, prompt=prompt_tokens, source=f"{lengths.source}; --prompt-tokens")
+        lengths = replace(
+            lengths, prompt=prompt_tokens, source="--prompt-tokens, and responses as long as the config allows"
+        )
     if response_tokens is not None:
         lengths = _stated(response_tokens, lengths)
     longest = max(lengths.longest, int(lengths.prompt + min(lengths.p95, config.rollout.rollout_max_response_len)))
@@ -150,14 +152,15 @@ def _stated(text: str, lengths: Lengths) -> Lengths:
     return replace(lengths, response=mean, p95=p95, source="--response-tokens")
 
 
-def of_run(config: Config, plugins: Plugins) -> dict[str, Any]:
+def of_run(config: Config, plugins: Plugins, prompt_tokens: int | None = None) -> dict[str, Any]:
     """The plan of a run's last stage on this machine."""
     from slime_cli.plan_tables import facts
     from slime_core.config.load import stages
     from slime_core.config.presets import settle
 
     stage = stages(config)[-1]
-    return facts(planned(stage, _gpu(None, stage), plugins.needs(settle(stage.train))))
+    needs = plugins.needs(settle(stage.train))
+    return facts(planned(stage, _gpu(None, stage), needs, prompt_tokens=prompt_tokens or None))
 
 
 def write_plan(config: Config, plugins: Plugins, file: Path) -> None:

@@ -8,7 +8,7 @@ from slime_core.planning.footprint import EngineFootprint, Phase, Subject, Train
 
 PAGE, WIDTH, PASS_ROWS = 16, 16, 8192  # see `engines.local.pages`, `engines.local.paged`
 SHARE, SHARE_ALONE = 0.5, 0.85  # of the free memory, at most, for the cache: see `engines.local.slots`
-BLOCK, STEP = 32, 128  # of slots on a processor
+BLOCK, STEP, ROWS = 32, 128, 16  # positions and slots on a processor, and slots of which there are a multiple
 FUSE_BYTES = 1 << 30  # see `engines.local.lean`
 DRAWING = 10  # bytes a logit: bfloat16, float32 and what a draw makes of it
 
@@ -66,11 +66,12 @@ def _pages(subject: Subject, slots: int, most: int) -> tuple[int, int, int, int]
 
 def _slots_of(subject: Subject, slots: int, most: int) -> tuple[int, int, int, int]:
     """The same on a processor: slots of one length each, and a spare one, in float32."""
-    size = 4 * subject.sizes.kv_position
+    size, context = 4 * subject.sizes.kv_position, subject.config.rollout.rollout_max_context_len
     longest = -(-_longest(subject) // STEP) * STEP
-    length = -(-longest // BLOCK) * BLOCK + 1
-    count = min(slots, max(1, most // (length * size) - 1))
-    return (count + 1) * length * size, count, count * length, size
+    length = -(-min(longest, context or longest) // BLOCK) * BLOCK + 1
+    sequences = min(slots, max(1, most // (length * size) - 1))
+    count = -(-sequences // ROWS) * ROWS
+    return (count + 1) * length * size, sequences, sequences * length, size
 
 
 def _own_weights(subject: Subject, *, shared: bool) -> int:
@@ -84,7 +85,8 @@ def _own_weights(subject: Subject, *, shared: bool) -> int:
         return whole if sizes.fused and whole <= FUSE_BYTES else 0
     if (spec := LoraSpec.of(train)) is not None:  # a merged copy of what adapters change, or their base itself
         changed = sum(weight.count for weight in sizes.adapted(spec))
-        return subject.itemsize * changed if train.lora_sync == "merged" else 0
+        adapters = sizes.adapter_numbers(spec) * max(1, len(train.lora_adapters))
+        return subject.itemsize * (changed if train.lora_sync == "merged" else adapters)
     if subject.half and not train.true_on_policy_mode:
         return 0
     joined = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")

@@ -10,15 +10,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from slime_convert.bridge import Sizes
 from slime_core.planning.activations import TokenCosts, head_bytes, spread_of
 from slime_core.planning.batch import BatchPlan
 from slime_core.planning.footprint import Moment, Subject, TrainerFootprint
 from slime_core.planning.fsdp import FEW_TOKENS
-from slime_megatron.layout import Layout
+from slime_megatron.layout import Layout, check
 from slime_megatron.settings import VOCABULARY_MULTIPLE
 
 if TYPE_CHECKING:
-    pass
+    from slime_core.planning.sizes import ModelSizes
+
+if TYPE_CHECKING:
+    from slime_core.planning.sizes import ModelSizes
 
 DENSE, STATE = 4, 12  # bytes a parameter: gradient; master and two moments
 WHOLE = ("norm", "router")  # kinds that tensor-parallel ranks have whole
@@ -28,13 +32,48 @@ def footprint(subject: Subject) -> TrainerFootprint:
     """See `TrainerFootprint`.
 
     Raises:
-        ConfigError: a layout of sizes below 1, or whose flags disagree.
+        ConfigError: a layout of sizes below 1, whose flags disagree, or by which ranks or model do not divide.
     """
     table = {name.replace("-", "_"): value for name, value in subject.config.table("megatron").items()}
     if subject.config.train.context_parallel_size > 1:
         table.setdefault("context_parallel_size", subject.config.train.context_parallel_size)
     layout = Layout.of(table, subject.ranks, subject.sizes.layers)
+    check(layout, _sizes(subject.sizes), _fields(subject.sizes), sequence_parallel=_shares_rows(table, layout))
     return max((_Stage(subject, table, layout, number) for number in {0, layout.pp - 1}), key=_largest).footprint()
+
+
+def _shares_rows(table: Mapping[str, Any], layout: Layout) -> bool:
+    """Whether tensor-parallel ranks share the rows between products, too."""
+    return layout.tp > 1 and table.get("sequence_parallel") is not False
+
+
+def _sizes(sizes: ModelSizes) -> Sizes:
+    layer, kinds = sizes.layer, sizes.text.layer_types or ()
+    return Sizes(
+        layers=sizes.layers,
+        hidden=layer.hidden,
+        heads=layer.heads,
+        groups=layer.kv_heads,
+        head_dim=layer.head,
+        vocab=sizes.vocab,
+        padded_vocab=sizes.vocab,
+        experts=layer.experts,
+        moe_layers=frozenset(weight.layer for weight in sizes.weights if weight.kind == "experts"),
+        linear_layers=frozenset(n for n, kind in enumerate(kinds) if kind == "linear_attention"),
+        tied=sizes.tied,
+    )
+
+
+def _fields(sizes: ModelSizes) -> dict[str, Any]:
+    """Widths that the layout is held against, by megatron-core's names."""
+    text = sizes.text
+    return {
+        "multi_latent_attention": bool(text.kv_lora_rank),
+        "ffn_hidden_size": text.intermediate_size,
+        "moe_ffn_hidden_size": text.moe_intermediate_size,
+        "moe_shared_expert_intermediate_size": text.shared_expert_intermediate_size,
+        "linear_num_key_heads": text.linear_num_key_heads,
+    }
 
 
 def _largest(stage: _Stage) -> int:
@@ -149,7 +188,7 @@ class _Stage:
     def _costs(self) -> TokenCosts:
         lengths, rollout, layout = self.subject.lengths, self.subject.config.rollout, self.layout
         tokens = self.tokens * layout.cp
-        shared = layout.tp > 1 and self.table.get("sequence_parallel") is not False
+        shared = _shares_rows(self.table, layout)
         return TokenCosts.of(
             self.subject.sizes.layer,
             "megatron",

@@ -1,0 +1,60 @@
+"""Advice holds: what it names fits, what is larger does not, and a split of GPUs is the best of all."""
+
+from __future__ import annotations
+
+import pytest
+from measured import QWEN3_4B
+
+from slime_core.config.load import load_config
+from slime_core.planning.advice import advice, largest_slots, largest_tokens, replan, splits
+from slime_core.planning.footprint import Lengths
+from slime_core.planning.gpus import gpu_of
+from slime_core.planning.memory import MemoryPlan, fits
+
+pytestmark = pytest.mark.unit
+LENGTHS = Lengths(prompt=200, response=800, longest=2248, p95=2000, source="the test")
+
+
+def planned(gpu: str, *flags: str) -> MemoryPlan:
+    given = ["--hf-checkpoint", "/", "--prompt-data", "/", "rollout.rollout_max_response_len=2048", *flags]
+    return fits(load_config(None, given), QWEN3_4B, gpu_of(gpu), lengths=LENGTHS)
+
+
+def test_the_largest_settings_fit_and_the_next_larger_ones_do_not() -> None:
+    plan = planned("h200", "rollout.rollout_slots=64")
+    tokens = largest_tokens(plan)
+    assert tokens > plan.trainer.tokens if plan.trainer else False
+    assert replan(plan, {"train.max_tokens_per_gpu": tokens}).fits
+    assert not replan(plan, {"train.max_tokens_per_gpu": tokens + 1024}).fits
+    slots = largest_slots(planned("h100=96"))
+    assert 0 < slots < 256
+    assert replan(planned("h100=96"), {"rollout.rollout_slots": slots}).fits
+    assert not replan(planned("h100=96"), {"rollout.rollout_slots": slots + 1}).fits
+
+
+def test_what_does_not_fit_is_made_to_with_as_few_keys_as_do_it() -> None:
+    plan = planned("h100")
+    assert not plan.fits
+    (answer,) = advice(plan)
+    assert answer.plan.fits
+    assert replan(plan, answer.keys).fits
+    for key in answer.keys:
+        assert not replan(plan, {name: value for name, value in answer.keys.items() if name != key}).fits
+    assert answer.flags.startswith("--")
+
+
+def test_a_model_that_no_setting_fits_gets_no_advice() -> None:
+    plan = planned("gpu=8")
+    assert not plan.fits
+    assert advice(plan) == []
+
+
+def test_a_split_balances_trainer_and_engine() -> None:
+    plan = planned("h200", "--rollout-engine", "sglang", "--actor-num-gpus-per-node", "8")
+    ways = splits(plan, 8)
+    assert {way.trainer + way.engine for way in ways} == {8}
+    assert [way.seconds for way in ways] == sorted(way.seconds for way in ways)
+    assert any(way.engine == 0 for way in ways)
+    best = next(way for way in ways if way.engine)
+    assert best.seconds < max(way.seconds for way in ways if way.engine)
+    assert "waits" in best.waits
