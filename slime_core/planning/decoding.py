@@ -15,25 +15,14 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
+from slime_core.planning.footprint import DecodeCosts
+
 if TYPE_CHECKING:
     from slime_core.planning.footprint import EngineFootprint, Lengths, Subject
 
 PREFILL = 0.5  # share of peak that computing prompts reaches
 LOGITS, LOGITS_SHARE = 10, 0.7  # bytes a logit that a draw reads and writes, share of bandwidth
 MOST, CHUNK = 2048, 64  # sequences that are followed one by one; decode steps that are alike
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class DecodeCosts:
-    """How an engine's decode steps miss the roofline."""
-
-    fixed: float  # seconds a step
-    layer: float  # seconds a layer: launches, or their replay
-    sequence: float  # seconds a sequence of a step: what the host does for it
-    request: float  # seconds a sample, from its request to its answer, beside its tokens
-    weights: float  # share of bandwidth
-    cache: float  # the same of keys and values
-    products: float  # share of peak
 
 
 EMBEDDED = DecodeCosts(

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
-    from slime_core.planning.decoding import DecodeCosts
     from slime_core.planning.gpus import Gpu
     from slime_core.planning.sizes import ModelSizes
 
@@ -104,6 +103,19 @@ class TrainerFootprint:
     publish: int = 0  # bytes that a weight update has
     exact: bool = True  # activations were counted, not estimated
     notices: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class DecodeCosts:
+    """How an engine's decode steps miss the roofline."""
+
+    fixed: float  # seconds a step
+    layer: float  # seconds a layer: launches, or their replay
+    sequence: float  # seconds a sequence of a step: what the host does for it
+    request: float  # seconds a sample, from its request to its answer, beside its tokens
+    weights: float  # share of bandwidth
+    cache: float  # the same of keys and values
+    products: float  # share of peak
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
