@@ -157,6 +157,7 @@ MEANINGS = {
     "TRN108": "saved weights of another shape",
     "TRN110": "routed experts that are missing or do not fit the model",
     "TRN115": "pictures for a model that sees none, or a model of pictures whose family the trainer does not know",
+    "TRN116": "the base model of adapters is not what it was",
     "TRN131": "the machine has no loopback interface",
     "TRN132": "the machine has too little memory for the run",
     "STO00": "storage cannot be written or read, or samples do not add up",

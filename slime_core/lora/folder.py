@@ -16,7 +16,9 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from slime_core import durable
 from slime_core.durable import storage_error
@@ -25,15 +27,13 @@ from slime_core.lora.layers import Adapters, LoraExperts, LoraLinear
 from slime_core.lora.spec import LoraSpec
 from slime_core.weights.shards import Shards, header, read_header
 
-if TYPE_CHECKING:
-    import torch
-
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
 PREFIX = "base_model.model."
 A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 INNER = ".base_layer"
 SHOWN = 5
+OTHER_BASE = "name the adapter's own base model (base_model_name_or_path in its config), or fetch the folder again"
 
 
 @dataclass(slots=True, frozen=True)
@@ -85,13 +85,14 @@ def _places(weights: Collection[str]) -> dict[str, str]:
 
 
 def from_peft(
-    tensors: Mapping[str, torch.Tensor], expected: Mapping[str, Factors], where: Path | str = ""
+    tensors: Mapping[str, torch.Tensor], expected: Mapping[str, Factors], where: Path | str = "", fix: str = OTHER_BASE
 ) -> dict[str, Factors]:
     """Factors by weight, in the order of the model, in float32 on the host.
 
     Args:
         tensors: by peft's names without `base_model.model.`
         expected: the factors of the model that takes them, which may be on the meta device
+        where: of tensors that do not fit; ``fix`` is of the error
 
     Raises:
         DataError: TOK46 tensors that are missing, of no target of the model, or of another shape.
@@ -105,7 +106,7 @@ def from_peft(
         if name in tensors and tensors[name].shape != one.shape
     ]
     if missing or extra or other:
-        raise _misfit(missing, extra, other, where)
+        raise _misfit(missing, extra, other, where, fix)
     factors = {}
     for weight, place in _places(expected).items():
         a, b = tensors[place + A].float(), tensors[place + B].float()
@@ -118,7 +119,7 @@ def from_peft(
     return factors
 
 
-def _misfit(missing: list[str], extra: list[str], other: list[str], where: Path | str) -> DataError:
+def _misfit(missing: list[str], extra: list[str], other: list[str], where: Path | str, fix: str) -> DataError:
     kinds = (("missing", missing), ("of no target in the model", extra), ("of another shape", other))
     parts = [
         f"{len(names)} {kind}: {', '.join(names[:SHOWN])}" + (f" and {len(names) - SHOWN} more" * (len(names) > SHOWN))
@@ -130,7 +131,7 @@ def _misfit(missing: list[str], extra: list[str], other: list[str], where: Path 
         code="TOK46",
         where=str(where),
         why="; ".join(parts),
-        fix="name the adapter's own base model (base_model_name_or_path in its config), or fetch the folder again",
+        fix=fix,
     )
 
 
@@ -152,12 +153,10 @@ def write_adapter(path: Path, config: Mapping[str, Any], factors: Mapping[str, F
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    import torch
-
     return memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
 
 
-def read_factors(path: Path, expected: Mapping[str, Factors]) -> dict[str, Factors]:
+def read_factors(path: Path, expected: Mapping[str, Factors], fix: str = OTHER_BASE) -> dict[str, Factors]:
     """The factors in an adapter folder, as :func:`from_peft`; :func:`read_spec` comes first.
 
     Raises:
@@ -167,7 +166,7 @@ def read_factors(path: Path, expected: Mapping[str, Factors]) -> dict[str, Facto
     if not file.is_file():
         raise _no_weights(path)
     tensors = {name.removeprefix(PREFIX): tensor for name, tensor in Shards(read_header(file)).items()}
-    return from_peft(tensors, expected, file)
+    return from_peft(tensors, expected, file, fix)
 
 
 def read_spec(path: Path, key: str = "train.lora_load") -> LoraSpec:
@@ -211,3 +210,37 @@ def _no_weights(path: Path) -> DataError:
         if pickle
         else "fetch the folder again",
     )
+
+
+@torch.no_grad()
+def load_adapters(adapters: Adapters, path: Path) -> None:
+    """Let a model's adapters start from a folder: that of an adapter, or one with a folder for each by its name.
+
+    Raises:
+        ConfigError: CFG04 adapters of another rank, scaling or kind; CFG05 no such folder.
+        DataError: as :func:`read_spec` and :func:`read_factors`.
+    """
+    for name in adapters.names:
+        folder = path if (path / CONFIG).is_file() or not (path / name).is_dir() else path / name
+        spec = read_spec(folder)
+        _check_spec(spec, adapters.spec, folder)
+        factors = factors_of(adapters, name)
+        targets = ", ".join(f'"{target}"' for target in (*spec.target_modules, *spec.target_parameters))
+        for weight, one in read_factors(folder, factors, f"{OTHER_BASE};\nits targets are {targets}").items():
+            for part in ("a", "b", "magnitude"):
+                if (tensor := getattr(one, part)) is not None:
+                    getattr(factors[weight], part).copy_(tensor)
+
+
+def _check_spec(folder_spec: LoraSpec, spec: LoraSpec, folder: Path) -> None:
+    keys = {"rank": "lora_rank", "alpha": "lora_alpha", "use_dora": "lora_use_dora", "use_rslora": "lora_use_rslora"}
+    values = {key: (getattr(folder_spec, name), getattr(spec, name)) for name, key in keys.items()}
+    other = {key: pair for key, pair in values.items() if pair[0] != pair[1]}
+    if other:
+        raise ConfigError(
+            "the adapter to start from is of another kind than the run's",
+            code="CFG04",
+            where=f"train.lora_load = {folder}",
+            why="; ".join(f"its {key} is {was}, the run's {now}" for key, (was, now) in other.items()),
+            fix=" ".join(f"--{key.replace('_', '-')} {str(was).lower()}" for key, (was, _) in other.items()),
+        )

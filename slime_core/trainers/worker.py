@@ -21,6 +21,8 @@ from slime_core.config.presets import settle
 from slime_core.errors import ConfigError, SlimeError, TrainerError
 from slime_core.memory import first_line, is_out_of_memory, trim
 from slime_core.profile import StepProfile
+from slime_core.trainers import exporting
+from slime_core.trainers.base_checksums import BaseChecksums, Sums
 from slime_core.trainers.batch import check_columns, check_tokens, stamp_of
 from slime_core.trainers.data_parallel import CRITIC_COLUMNS, DataParallelRank, Partitioner, RankBatch, agreed, pack
 from slime_core.trainers.expert_load import ExpertLoad
@@ -41,17 +43,16 @@ from slime_core.trainers.verify import Slow, compared
 from slime_core.types import Batch, WeightUpdate
 from slime_core.weights.fp8 import rollout_form
 from slime_core.weights.logprob_check import PRECISIONS
-from slime_core.weights.prediction_layers import carry
 from slime_core.weights.transports.buckets import TensorPart, TensorSource, one_part, stream
 from slime_core.weights.transports.senders import Senders
-from slime_core.weights.vision import carry_processor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from slime_core.config.schema import Config
+    from slime_core.lora.folder import Factors
     from slime_core.plugins import Plugins
     from slime_core.protocols import Loss, Role
     from slime_core.types import Columns, MicroBatch, WeightRoute
@@ -101,6 +102,7 @@ class Worker(ABC):
         self.expert_load = ExpertLoad()  # of a dense model
         self.stage: Config | None = None
         self.steps = 0  # calls of step in this stage
+        self.base = BaseChecksums(self.base_sums)
         self.segments = (errors or Path()).parent / "segments"
         self.media = BatchMedia.of(folder.config, self.segments)  # of a model that sees pictures
         self.routing: RoutingReplay | None = None  # of a stage that replays experts
@@ -140,6 +142,7 @@ class Worker(ABC):
                 decay=train.lr_decay_iters or optimizer_steps(stage, self._critic_only_steps),
             )
             self.begin_models(schedule, optimizer_steps(stage), needs)
+            self.base.begin()
             if self.device.type == "cuda" and stage.report.save_interval:
                 self.reserve()
 
@@ -228,7 +231,7 @@ class Worker(ABC):
         partitioner = self.partitioner()
         rank_batch = work if isinstance(work, RankBatch) else partitioner.partition_step(work)[self.dp_rank.number]
         self._check(rank_batch, work, trains=True)
-        self.version = rank_batch.batch.version
+        self.version, self.base.checked = rank_batch.batch.version, False
         with self._explain_oom(rank_batch, "training on"), self._profile(rank_batch, "train"):
             try:
                 return self._step(rank_batch) | self._routing_mismatch()
@@ -443,15 +446,12 @@ class Worker(ABC):
 
     def fingerprint(self) -> str:
         with self.offload.loaded():
+            if self.device.type == "cuda":  # where it takes milliseconds
+                self.base.check(f"after step {self.version + 1}")
             return self.checksum()
 
     def export(self, path: Path) -> None:
-        with self.offload.loaded({"parameters"}):
-            self.write_folder(path)
-        if self.rank == 0:
-            carry_processor(self.folder.path, path)
-            if self.folder.init_weights == "load":
-                carry(self.folder.path, path, self.folder.config)
+        exporting.export(self, path)
         self.barrier()
 
     def begun_stage(self) -> Config:
@@ -573,6 +573,14 @@ class Worker(ABC):
     @abstractmethod
     def write_folder(self, path: Path) -> None:
         """Write a model folder; a collective."""
+
+    def base_sums(self) -> Sums:
+        """Checksums of the tensors that adapters leave as they are; empty where all learn; a collective."""
+        return {}
+
+    def whole_adapters(self) -> dict[str, tuple[Mapping[str, Any], Mapping[str, Factors]]]:
+        """By adapter its adapter_config.json, and on rank 0 its factors by weight of the base; a collective."""
+        raise exporting.no_adapter_folders(self.train.train_backend)
 
     @abstractmethod
     def _tensors(self, what: str) -> Iterable[torch.Tensor]:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Literal
 
 from slime_core.config.problems import Problem, conflict
-from slime_core.config.sections import KIND, MACHINE, MODEL, Section, key
+from slime_core.config.sections import FIGURES, KIND, MACHINE, MODEL, Section, key
 from slime_core.config.values import show
 
 of_lora = partial(key, once=True)
@@ -42,6 +42,9 @@ class LoraKeys(Section):
     lora_load: str = of_lora("", "Adapter folder to start from, in peft's format.", MODEL, path="input")
     lora_sync: Literal["merged", "adapter"] = of_lora(
         "merged", "What engines get: whole weights with adapters merged, or adapters alone.", MACHINE
+    )
+    lora_export: Literal["both", "merged", "adapter"] = of_lora(
+        "both", "What final/ has: a model folder with the first adapter merged, adapter folders, or both.", FIGURES
     )
     lora_adapters: tuple[str, ...] = of_lora((), "Names of several adapters in one run; empty: one, default.", KIND)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 from slime_core.kernels.quantised import QuantisedWeight, dense
 from slime_core.lora.dropout import micro_keys
+from slime_core.lora.folder import Factors, factors_of, load_adapters
 from slime_core.lora.layers import Adapters, attach
 from slime_core.lora.spec import DEFAULT, LoraSpec
 from slime_core.media.features import tower
@@ -34,12 +36,16 @@ def adapt(hf: Any, train: Any, seed: int) -> Adapters | None:
 
     Raises:
         ConfigError: CFG04, see `layers.attach`.
+        ConfigError, DataError: of ``train.lora_load``, see `lora.folder.load_adapters`.
     """
     spec = LoraSpec.of(train)
     if spec is None:
         return None
     lay_side_by_side(hf.requires_grad_(False))
-    return attach(hf, spec, seed=seed, names=train.lora_adapters or (DEFAULT,), outside=outside_of(hf))
+    adapters = attach(hf, spec, seed=seed, names=train.lora_adapters or (DEFAULT,), outside=outside_of(hf))
+    if train.lora_load:
+        load_adapters(adapters, Path(train.lora_load))
+    return adapters
 
 
 def outside_of(hf: Any) -> Sequence[nn.Module]:
@@ -59,6 +65,17 @@ def trial_values(adapters: Adapters | None) -> Iterator[None]:
     finally:
         for name, b in ups.items():
             b.copy_(before[name])
+
+
+def whole_factors(adapters: Adapters, name: str, *, keep: bool) -> dict[str, Factors]:
+    """An adapter's factors on the host; nothing where they are not to ``keep``; a collective."""
+    factors = {}
+    for weight, one in factors_of(adapters, name).items():
+        parts = [full(part.detach()) if part is not None else None for part in (one.a, one.b, one.magnitude)]
+        a, b, magnitude = (part.cpu() if part is not None and keep else None for part in parts)
+        if a is not None and b is not None:
+            factors[weight] = Factors(a, b, magnitude)
+    return factors
 
 
 class MergedWeights:

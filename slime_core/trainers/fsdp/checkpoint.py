@@ -3,6 +3,7 @@
 parameters moments (moment1.NAME, moment2.NAME) router_biases reference reference_router_biases critic critic_moments,
 each one file KIND.safetensors or, written by W ranks, files KIND-R-of-W.safetensors of slices (`slices`)
 trainer.json   generators.json or -R-of-W.json
+With adapters, of each NAME: adapter.NAME adapter.NAME.moments, and for all base.json, the checksums of their base.
 
 No element of a tensor stands in two files: `torch.distributed.checkpoint` reads the folder with its
 HuggingFaceStorageReader.
@@ -26,6 +27,7 @@ from slime_core import durable
 from slime_core.durable import storage_error
 from slime_core.errors import DataError, StorageError, TrainerError
 from slime_core.seeds import generators, set_generators
+from slime_core.trainers import base_checksums
 from slime_core.trainers.fsdp.model import Tensors
 from slime_core.trainers.fsdp.shards import first, local
 from slime_core.trainers.fsdp.slices import SavedTensor, saved_tensors, slices_metadata
@@ -33,7 +35,7 @@ from slime_core.trainers.offload import FileLayout
 
 if TYPE_CHECKING:
     from slime_core.trainers.fsdp.model import FsdpLearner
-    from slime_core.trainers.worker import Worker
+    from slime_core.trainers.fsdp.worker import FsdpWorker
 
 FORMAT = 3
 READABLE = (2, FORMAT)  # 2: several ranks wrote whole tensors
@@ -103,7 +105,7 @@ def writers(parts: Sequence[StatePart]) -> dict[str, int]:
 
 
 @torch.no_grad()
-def save(worker: Worker, path: Path) -> None:
+def save(worker: FsdpWorker, path: Path) -> None:
     """Copy what this rank has of the state and let it be written into ``path``, after a save that is under way.
 
     What the trainer gave away is read where it is: the device need not have room for it.
@@ -129,18 +131,21 @@ def save(worker: Worker, path: Path) -> None:
     texts = {name: json.dumps(generators()).encode()}
     if worker.rank == 0:
         texts[STATE] = state_text(_state(worker))
+        if worker.base.sums:
+            texts[base_checksums.FILE] = base_checksums.text(worker.base.sums)
     staging.write(path, texts)
 
 
-def reserve(worker: Worker) -> None:
+def reserve(worker: FsdpWorker) -> None:
     """Make the host memory of a save before it is due."""
     parts, frozen = _own_parts(worker), worker.policy.frozen()
-    learning = [p.shard for p in parts if p.kind in (PARAMETERS, CRITIC) and p.name not in frozen]
-    fixed = sum(part.shard.nbytes for part in parts if part.kind not in (MOMENTS, CRITIC_MOMENTS))
+    kinds, moments = zip((CRITIC, CRITIC_MOMENTS), *map(kinds_of, worker.actors))
+    learning = [p.shard for p in parts if p.kind in kinds and p.name not in frozen]
+    fixed = sum(part.shard.nbytes for part in parts if part.kind not in moments)
     worker.staging.reserve(fixed + sum(map(worker.actor.optimizer.state_bytes, learning)))
 
 
-def _own_parts(worker: Worker) -> list[StatePart]:
+def _own_parts(worker: FsdpWorker) -> list[StatePart]:
     """What this rank writes."""
     parts = _parts(worker)
     copy_of = writers(parts)
@@ -148,15 +153,14 @@ def _own_parts(worker: Worker) -> list[StatePart]:
     return [part for part in parts if part.shard.numel() or not part.parameter.numel()]
 
 
-def _parts(worker: Worker) -> list[StatePart]:
+def _parts(worker: FsdpWorker) -> list[StatePart]:
     """The state's tensors in an order that is the same on every rank."""
-    parts = _of(worker.actor, PARAMETERS, MOMENTS)
+    parts = [part for name, actor in worker.actors.items() for part in _of(actor, *kinds_of(name))]
     if worker.critic is not None:
         parts += _of(worker.critic.learner, CRITIC, CRITIC_MOMENTS)
-    if worker.frozen.reference:
-        reference, module = worker.frozen.reference, worker.actor.module
+    if reference := _reference(worker):
         for name, parameter in worker.actor.parameters().items():
-            owner, copy = f"{REFERENCE}.{name}", module.copy_of(name, parameter)
+            owner, copy = f"{REFERENCE}.{name}", worker.policy.copy_of(name, parameter)
             parts.append(StatePart(REFERENCE, name, owner, reference[name], parameter, copy))
     copy = worker.rank, worker.world
     for kind, biases in _biases(worker).items():
@@ -164,10 +168,22 @@ def _parts(worker: Worker) -> list[StatePart]:
     return parts
 
 
-def _biases(worker: Worker) -> dict[str, Tensors]:
-    """Router biases of the policy and of the reference, by the kind of their file."""
+def kinds_of(adapter: str) -> tuple[str, str]:
+    """Of the files with what a learner of the policy learns, and its moments: of an adapter by name, or of all."""
+    return (f"adapter.{adapter}", f"adapter.{adapter}.moments") if adapter else (PARAMETERS, MOMENTS)
+
+
+def _reference(worker: FsdpWorker) -> Tensors | None:
+    """The reference's weights, where they are not the base of adapters or those of a folder in its place."""
+    return worker.frozen.reference if worker.policy.adapters is None else None
+
+
+def _biases(worker: FsdpWorker) -> dict[str, Tensors]:
+    """Router biases of the policy and of the reference, by the kind of their file; a base's do not change."""
+    if worker.policy.adapters is not None:
+        return {}
     biases, reference = worker.actor.biases(), worker.frozen.reference
-    if not reference:
+    if reference is None:
         return {BIASES: biases}
     return {BIASES: biases, REFERENCE_BIASES: {name: reference[name] for name in biases}}
 
@@ -203,7 +219,7 @@ def _of_rank(learner: FsdpLearner) -> str:
     return f"-{learner.rank + 1}-of-{learner.world}" if learner.world > 1 else ""
 
 
-def _layouts(worker: Worker, parts: list[StatePart]) -> dict[str, FileLayout]:
+def _layouts(worker: FsdpWorker, parts: list[StatePart]) -> dict[str, FileLayout]:
     """This rank's files by kind; those of several ranks say where slices begin."""
     layouts: dict[str, FileLayout] = {}
     for kind in dict.fromkeys(part.kind for part in parts):
@@ -216,52 +232,85 @@ def _layouts(worker: Worker, parts: list[StatePart]) -> dict[str, FileLayout]:
     return layouts
 
 
-def _state(worker: Worker) -> dict[str, Any]:
+def _state(worker: FsdpWorker) -> dict[str, Any]:
     state: dict[str, Any] = {
         "world": worker.world,
         "dtype": str(worker.dtype).removeprefix("torch."),  # of compute; what is stored is float32
         "optimizer_steps": worker.actor.optimizer.steps,
         "steps": worker.steps,
         "nonfinite_in_a_row": worker.guard.in_a_row,
-        "reference": bool(worker.frozen.reference),
+        "reference": _reference(worker) is not None,
     }
+    if (adapters := worker.policy.adapters) is not None:
+        state["adapters"] = {name: actor.optimizer.steps for name, actor in worker.actors.items()}
+        state["lora"] = adapters.spec.to_peft(worker.config.rollout.hf_checkpoint)
     if worker.critic is not None:
         state["critic_optimizer_steps"] = worker.critic.learner.optimizer.steps
     return state
 
 
 @torch.no_grad()
-def restore(worker: Worker, path: Path) -> None:
+def restore(worker: FsdpWorker, path: Path) -> None:
     """Read what :func:`save` wrote; all of it is read before anything changes.
 
     Raises:
         StorageError: STO111, STO112 files missing or damaged, STO113 of another format.
-        TrainerError: TRN108 of another model, or without the critic that the stage has.
+        TrainerError: TRN108 of another model, without the critic that the stage has, or of full training where
+            adapters learn, or the other way around; TRN116 another base of adapters.
     """
     state = read_state(path / STATE)
     worker.staging.wait()
-    actor = _read(path, worker.actor, PARAMETERS, MOMENTS, int(state["optimizer_steps"]))
+    _check_kind(worker, state, path)
+    steps = _steps(state)
+    actors = {name: _read(path, one, *kinds_of(name), steps.get(name, 0)) for name, one in worker.actors.items()}
     critic: tuple[Tensors, dict[str, Tensors]] | None = None
     if worker.critic is not None:
         if "critic_optimizer_steps" not in state:
             raise TrainerError("the checkpoint holds no critic", code="TRN108", where=str(path))
-        steps = int(state["critic_optimizer_steps"])
-        critic = _read(path, worker.critic.learner, CRITIC, CRITIC_MOMENTS, steps)
+        critic_steps = int(state["critic_optimizer_steps"])
+        critic = _read(path, worker.critic.learner, CRITIC, CRITIC_MOMENTS, critic_steps)
     reference: Tensors | None = None
-    if state["reference"] and worker.frozen.reference:
+    if state["reference"] and _reference(worker) is not None:
         reference = read_shards(path, REFERENCE, worker.actor.parameters())
     biases = _read_biases(worker, path)
     random = _generators(worker, path)
     worker.staging.before_change()
-    worker.actor.put(*actor, steps=int(state["optimizer_steps"]))
+    for name, one in actors.items():
+        worker.actors[name].put(*one, steps=steps.get(name, 0))
     if worker.critic is not None and critic is not None:
         worker.critic.learner.put(*critic, steps=int(state["critic_optimizer_steps"]))
-    if reference is not None:
+    if reference is not None and worker.frozen.reference is not None:
         worker.frozen.reference |= reference
     for bias, stored in biases:
         bias.copy_(stored)
     worker.steps, worker.guard.in_a_row = int(state.get("steps", 0)), int(state.get("nonfinite_in_a_row", 0))
     set_generators(random)
+
+
+def _check_kind(worker: FsdpWorker, state: Mapping[str, Any], path: Path) -> None:
+    """Refuse adapters where the whole model learns, the whole model where adapters do, and another base.
+
+    Raises:
+        TrainerError: TRN108, TRN116.
+    """
+    saved, learning = "adapters" in state, worker.policy.adapters is not None
+    if saved != learning:
+        kinds = {True: "adapters", False: "the whole model"}
+        raise TrainerError(
+            f"the checkpoint is of {kinds[saved]}, and the run trains {kinds[learning]}",
+            code="TRN108",
+            where=str(path),
+            why="a base and its adapters are stored apart, and moments are of what learnt",
+            fix=f"--lora-rank {state['lora']['r'] if saved else 0}, as the run had it",
+        )
+    if saved:
+        base_checksums.compare(base_checksums.read(path), worker.base.sums, str(worker.folder.path))
+
+
+def _steps(state: Mapping[str, Any]) -> dict[str, int]:
+    """Optimizer steps by learner of the policy."""
+    steps = state.get("adapters") or {"": state["optimizer_steps"]}
+    return {name: int(count) for name, count in steps.items()}
 
 
 def _read(path: Path, learner: FsdpLearner, kind: str, moments: str, steps: int) -> tuple[Tensors, dict[str, Tensors]]:
@@ -294,7 +343,7 @@ def _read(path: Path, learner: FsdpLearner, kind: str, moments: str, steps: int)
     return stored, states
 
 
-def _read_biases(worker: Worker, path: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _read_biases(worker: FsdpWorker, path: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Router biases, each with what is stored: nothing where none is, as in checkpoints of older versions."""
     pairs = []
     for kind, biases in _biases(worker).items():
@@ -304,7 +353,7 @@ def _read_biases(worker: Worker, path: Path) -> list[tuple[torch.Tensor, torch.T
     return pairs
 
 
-def _generators(worker: Worker, path: Path) -> dict[str, Any]:
+def _generators(worker: FsdpWorker, path: Path) -> dict[str, Any]:
     """This rank's generators; none where another number of ranks wrote them."""
     file = path / file_name(GENERATORS, worker.rank, worker.world, ".json")
     if not file.is_file():
@@ -322,7 +371,7 @@ def tensors_of(path: Path, kind: str) -> dict[str, SavedTensor]:
     Raises:
         StorageError: STO111 there is none or not all of one, STO112 a file is damaged.
     """
-    form = re.compile(rf"{kind}(-[0-9]+-of-[0-9]+)?\.safetensors")
+    form = re.compile(rf"{re.escape(kind)}(-[0-9]+-of-[0-9]+)?\.safetensors")
     try:
         files = sorted(file for file in path.iterdir() if form.fullmatch(file.name))
         if not files:

@@ -43,7 +43,7 @@ from slime_core.trainers.fsdp.masters import Masters
 from slime_core.trainers.fsdp.packs import RankPack, ResponseTokens
 from slime_core.trainers.fsdp.places import DevicePlace, HostPlace
 from slime_core.trainers.fsdp.ranks import FsdpRanks, check_packs
-from slime_core.trainers.fsdp.shards import by_rows, copy_of, first, local, shard_modules
+from slime_core.trainers.fsdp.shards import copy_of, local, own_runs, shard_modules
 from slime_core.trainers.fsdp.tensor_parallel import split_products
 from slime_core.trainers.fsdp.trial import HALF_TOLERANCE, TOLERANCE, PolicyTrial, close, picture_logits
 from slime_core.trainers.optimizer_step import LossSums, MicroBatchLoss, Schedule
@@ -377,7 +377,9 @@ def shard(
     blocks, on_host = layers(policy.hf), isinstance(place, HostPlace)
     if ranks.lanes > 1:
         inside = {id(p) for block in blocks for p in block.parameters() if not isinstance(p, DTensor)}
-        policy.lane_copies = frozenset(name for name, p in policy.learning().items() if id(p) in inside)
+        policy.lane_copies = frozenset(
+            name for name, p in (policy.base() | policy.learning()).items() if id(p) in inside
+        )
     towers = tower_layers(policy.hf)  # whose tables of angles stay in float32
     shard_modules(towers, ranks.weights, dtype, on_host=on_host, cast_inputs=False)
     shard_modules(blocks, ranks.layers if ranks.lanes > 1 else ranks.weights, dtype, on_host=on_host)
@@ -516,19 +518,8 @@ def fingerprint(tensors: Mapping[str, torch.Tensor], world: int, copies: Contain
     Every rank gets the same answer: 32 hex digits. Of a tensor that every rank has whole, the first one counts;
     ``copies`` are shards that count on another rank.
     """
-    names, runs = sorted(tensors), []
-    for name in names:
-        tensor = tensors[name].detach()
-        counts = name not in copies
-        if isinstance(tensor, DTensor):
-            tensor = by_rows(tensor)
-            counts = counts and copy_of(tensor)[0] == 0
-        elif world > 1:
-            counts = dist.get_rank() == 0
-        width = tensor.shape[1:].numel()
-        part = local(tensor)
-        runs.append((part if counts else part[:0], sum(first(tensor)[:1]) * width))
-    total = all_sums(runs)
+    runs = own_runs(tensors, world, copies)
+    total = all_sums(list(runs.values()))
     if world > 1:
         dist.all_reduce(total)
-    return digest({n: (list(tensors[n].shape), pair) for n, pair in zip(names, total.tolist(), strict=True)})
+    return digest({n: (list(tensors[n].shape), pair) for n, pair in zip(runs, total.tolist(), strict=True)})

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -136,3 +137,25 @@ def by_rows(tensor: DTensor) -> DTensor:
     """The tensor cut along its rows alone, so that a shard is one run of its elements; a collective."""
     placements = [Replicate() if _axis(one) else one for one in tensor.placements]
     return tensor if placements == list(tensor.placements) else tensor.redistribute(placements=placements)
+
+
+def own_runs(
+    tensors: Mapping[str, torch.Tensor], world: int, copies: Container[str] = ()
+) -> dict[str, tuple[torch.Tensor, int]]:
+    """This rank's rows of each tensor, with the element that is their first: every row on one rank alone.
+
+    Of a tensor that every rank has whole, the first one counts; ``copies`` are shards that count on another rank. A
+    collective.
+    """
+    runs = {}
+    for name in sorted(tensors):
+        tensor = tensors[name].detach()
+        counts = name not in copies
+        if isinstance(tensor, DTensor):
+            tensor = by_rows(tensor)
+            counts = counts and copy_of(tensor)[0] == 0
+        elif world > 1:
+            counts = dist.get_rank() == 0
+        part = local(tensor)
+        runs[name] = (part if counts else part[:0], sum(first(tensor)[:1]) * tensor.shape[1:].numel())
+    return runs

@@ -14,6 +14,7 @@ from slime_core.config.sections.train import FEW_TOKENS
 from slime_core.kernels.quantised import stored_parts
 from slime_core.lora.base_weights import quantise
 from slime_core.lora.effective import put_on
+from slime_core.trainers.base_checksums import Sums, sums_of
 from slime_core.trainers.data_parallel import DataParallelRank, RankBatch
 from slime_core.trainers.fsdp import checkpoint, publishing
 from slime_core.trainers.fsdp.adapters import (
@@ -22,6 +23,7 @@ from slime_core.trainers.fsdp.adapters import (
     adapt,
     dropout,
     outside_of,
+    whole_factors,
     without_dropout,
 )
 from slime_core.trainers.fsdp.critic import FsdpCritic
@@ -33,7 +35,7 @@ from slime_core.trainers.fsdp.packs import RankPack
 from slime_core.trainers.fsdp.places import DevicePlace, HostPlace
 from slime_core.trainers.fsdp.precision import in_dtype
 from slime_core.trainers.fsdp.ranks import FsdpRanks
-from slime_core.trainers.fsdp.shards import full, local, reshard
+from slime_core.trainers.fsdp.shards import full, local, own_runs, reshard
 from slime_core.trainers.optimizer_step import LossSums, to_device
 from slime_core.trainers.process_group import least
 from slime_core.trainers.rank_grid import RankGrid
@@ -46,10 +48,11 @@ from slime_core.weights.folder_layout import FolderLayout
 from slime_core.weights.routers import NOT_CHOSEN, Routers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
+    from slime_core.lora.folder import Factors
     from slime_core.protocols import Role
     from slime_core.trainers.optimizer_step import Schedule
     from slime_core.types import Columns, MicroBatch, WeightRoute
@@ -298,8 +301,28 @@ class FsdpWorker(Worker):
     def reserve(self) -> None:
         checkpoint.reserve(self)
 
+    @property
+    def actors(self) -> dict[str, FsdpLearner]:
+        """The policy's learners: by adapter, or one of the whole model."""
+        return {"" if self.policy.adapters is None else self.policy.adapters.names[0]: self.actor}
+
     def save(self, path: Path) -> None:
+        self.base.check(f"checkpoint after step {self.version + 1}")
         checkpoint.save(self, path)
+
+    def base_sums(self) -> Sums:
+        if self.policy.adapters is None:
+            return {}
+        base = self.policy.base()
+        copies = {name for name, parameter in base.items() if self.policy.copy_of(name, parameter)[0]}
+        return sums_of(own_runs(base | self.actor.biases(), self.world, copies), self.world)
+
+    def whole_adapters(self) -> dict[str, tuple[Mapping[str, Any], Mapping[str, Factors]]]:
+        adapters = self.policy.adapters
+        if adapters is None:
+            return {}
+        config = adapters.spec.to_peft(self.config.rollout.hf_checkpoint)
+        return {name: (config, whole_factors(adapters, name, keep=self.rank == 0)) for name in adapters.names}
 
     def read(self, path: Path) -> None:
         checkpoint.restore(self, path)

@@ -1,0 +1,52 @@
+"""What a trainer writes when a run has ended: a model folder, and of a LoRA run its adapters.
+
+final/   the model; with adapters the base and the first of them merged, as an engine got it
+final/adapter   or adapter/NAME of several, in peft's format
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slime_core.errors import ConfigError
+from slime_core.lora.folder import write_adapter
+from slime_core.lora.spec import LoraSpec
+from slime_core.weights.prediction_layers import carry
+from slime_core.weights.vision import carry_processor
+
+if TYPE_CHECKING:
+    from slime_core.trainers.worker import Worker
+
+ADAPTER = "adapter"
+
+
+def export(worker: Worker, path: Path) -> None:
+    """Write what ``train.lora_export`` asks for, of full training the model; a collective.
+
+    Raises:
+        ConfigError: CFG04 the backend writes no adapter folders. StorageError: it cannot be written.
+    """
+    spec, what = LoraSpec.of(worker.train), worker.train.lora_export
+    with worker.offload.loaded({"parameters"}):
+        if spec is None or what != "adapter":
+            worker.write_folder(path)
+        adapters = worker.whole_adapters() if spec is not None and what != "merged" else {}
+    if worker.rank > 0:
+        return
+    if spec is None or what != "adapter":
+        carry_processor(worker.folder.path, path)
+        if worker.folder.init_weights == "load":
+            carry(worker.folder.path, path, worker.folder.config)
+    for name, (config, factors) in adapters.items():
+        write_adapter(path / ADAPTER / name if len(adapters) > 1 else path / ADAPTER, config, factors)
+
+
+def no_adapter_folders(backend: str) -> ConfigError:
+    """CFG04."""
+    return ConfigError(
+        f"train_backend = {backend} writes no adapter folders",
+        code="CFG04",
+        where="train.lora_export",
+        fix="--lora-export merged",
+    )
