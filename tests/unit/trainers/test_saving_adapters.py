@@ -46,9 +46,10 @@ def files_in(folder):
 def test_a_checkpoint_has_adapters_and_moments_alone_and_goes_on_to_the_same_bits(bench, tmp_path, settings):
     one = after_a_step(bench, **settings)
     one.call("save", tmp_path / "state")
-    adapters, moments = (load_file(tmp_path / "state" / f"{kind}.safetensors") for kind in ("adapters", "moments"))
+    adapters, moments = (load_file(tmp_path / "state" / f"{kind}.safetensors") for kind in files.kinds_of("default"))
     assert files_in(tmp_path / "state") == {
-        *("adapters.safetensors", "moments.safetensors", "base.json", "generators.json", "trainer.json")
+        *("adapter.default.safetensors", "adapter.default.moments.safetensors"),
+        *("base.json", "generators.json", "trainer.json"),
     }
     assert adapters.keys() == one.parameters().keys()
     assert all(".lora_" in name for name in (*adapters, *moments))
@@ -135,11 +136,11 @@ def test_ranks_save_their_shards_of_adapters_and_one_rank_goes_on_from_them(benc
 
     asyncio.run(two())
     assert files_in(tmp_path / "two") == {
-        *(f"{kind}-{rank}-of-2.safetensors" for kind in ("adapters", "moments") for rank in (1, 2)),
+        *(f"{kind}-{rank}-of-2.safetensors" for kind in files.kinds_of("default") for rank in (1, 2)),
         *("generators-1-of-2.json", "generators-2-of-2.json", "base.json", "trainer.json"),
     }
     assert (tmp_path / "two" / "base.json").read_bytes() == (tmp_path / "one" / "base.json").read_bytes()
-    for kind in (files.ADAPTERS, files.MOMENTS):
+    for kind in files.kinds_of("default"):
         want = load_file(tmp_path / "one" / f"{kind}.safetensors")
         both = files.tensors_of(tmp_path / "two", kind)
         assert both.keys() == want.keys()
