@@ -61,14 +61,14 @@ class BaseChecksums:
 
     def __init__(self, measure: Callable[[], Sums]) -> None:
         self._measure = measure
-        self._begun = False
+        self._is_begun = False
         self.checked = False  # since the last step
         self.sums: Sums = {}
 
     def begin(self) -> None:
         """Take the sums, the first time; a collective."""
-        if not self._begun:
-            self.sums, self._begun = self._measure(), True
+        if not self._is_begun:
+            self.sums, self._is_begun = self._measure(), True
 
     def check(self, where: str) -> None:
         """Refuse a base that changed; a collective.

@@ -27,14 +27,14 @@ def export(worker: Worker, path: Path) -> None:
     Raises:
         ConfigError: CFG04 the backend writes no adapter folders. StorageError: it cannot be written.
     """
-    spec, what = LoraSpec.of(worker.train), worker.train.lora_export
+    spec, contents = LoraSpec.of(worker.train), worker.train.lora_export
     with worker.offload.loaded({"parameters"}):
-        if spec is None or what != "adapter":
+        if spec is None or contents != "adapter":
             worker.write_folder(path)
-        adapters = worker.whole_adapters() if spec is not None and what != "merged" else {}
+        adapters = worker.whole_adapters() if spec is not None and contents != "merged" else {}
     if worker.rank > 0:
         return
-    if spec is None or what != "adapter":
+    if spec is None or contents != "adapter":
         carry_processor(worker.folder.path, path)
         if worker.folder.init_weights == "load":
             carry(worker.folder.path, path, worker.folder.config)
