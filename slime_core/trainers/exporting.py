@@ -7,7 +7,7 @@ final/adapter   or adapter/NAME of several, in peft's format
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from slime_core.errors import ConfigError
 from slime_core.lora.folder import write_adapter
@@ -15,14 +15,14 @@ from slime_core.lora.spec import LoraSpec
 from slime_core.weights.prediction_layers import carry
 from slime_core.weights.vision import carry_processor
 
-if TYPE_CHECKING:
-    from slime_core.trainers.worker import Worker
-
 ADAPTER = "adapter"
 
 
-def export(worker: Worker, path: Path) -> None:
+def export(worker: Any, path: Path) -> None:
     """Write what ``train.lora_export`` asks for, of full training the model; a collective.
+
+    Args:
+        worker: a `trainers.worker.Worker`
 
     Raises:
         ConfigError: CFG04 the backend writes no adapter folders. StorageError: it cannot be written.

@@ -311,6 +311,11 @@ class Worker(ABC):
         self.zero_grad()
         return StepOutcome("made" if norm else "no_gradient", metrics)
 
+    @property
+    def actors(self) -> dict[str, Any]:
+        """The policy's learners: by adapter, or of the whole model by an empty name."""
+        return {"": self.actor}
+
     def learners(self) -> list[Any]:
         return [self.actor] if self.critic is None else [self.actor, self.critic.learner]
 

@@ -35,7 +35,7 @@ from slime_core.trainers.offload import FileLayout
 
 if TYPE_CHECKING:
     from slime_core.trainers.fsdp.model import FsdpLearner
-    from slime_core.trainers.fsdp.worker import FsdpWorker
+    from slime_core.trainers.worker import Worker
 
 FORMAT = 3
 READABLE = (2, FORMAT)  # 2: several ranks wrote whole tensors
@@ -105,7 +105,7 @@ def writers(parts: Sequence[StatePart]) -> dict[str, int]:
 
 
 @torch.no_grad()
-def save(worker: FsdpWorker, path: Path) -> None:
+def save(worker: Worker, path: Path) -> None:
     """Copy what this rank has of the state and let it be written into ``path``, after a save that is under way.
 
     What the trainer gave away is read where it is: the device need not have room for it.
@@ -136,7 +136,7 @@ def save(worker: FsdpWorker, path: Path) -> None:
     staging.write(path, texts)
 
 
-def reserve(worker: FsdpWorker) -> None:
+def reserve(worker: Worker) -> None:
     """Make the host memory of a save before it is due."""
     parts, frozen = _own_parts(worker), worker.policy.frozen()
     kinds, moments = zip((CRITIC, CRITIC_MOMENTS), *map(kinds_of, worker.actors))
@@ -145,7 +145,7 @@ def reserve(worker: FsdpWorker) -> None:
     worker.staging.reserve(fixed + sum(map(worker.actor.optimizer.state_bytes, learning)))
 
 
-def _own_parts(worker: FsdpWorker) -> list[StatePart]:
+def _own_parts(worker: Worker) -> list[StatePart]:
     """What this rank writes."""
     parts = _parts(worker)
     copy_of = writers(parts)
@@ -153,7 +153,7 @@ def _own_parts(worker: FsdpWorker) -> list[StatePart]:
     return [part for part in parts if part.shard.numel() or not part.parameter.numel()]
 
 
-def _parts(worker: FsdpWorker) -> list[StatePart]:
+def _parts(worker: Worker) -> list[StatePart]:
     """The state's tensors in an order that is the same on every rank."""
     parts = [part for name, actor in worker.actors.items() for part in _of(actor, *kinds_of(name))]
     if worker.critic is not None:
@@ -173,12 +173,12 @@ def kinds_of(adapter: str) -> tuple[str, str]:
     return (f"adapter.{adapter}", f"adapter.{adapter}.moments") if adapter else (PARAMETERS, MOMENTS)
 
 
-def _reference(worker: FsdpWorker) -> Tensors | None:
+def _reference(worker: Worker) -> Tensors | None:
     """The reference's weights, where they are not the base of adapters or those of a folder in its place."""
     return worker.frozen.reference if worker.policy.adapters is None else None
 
 
-def _biases(worker: FsdpWorker) -> dict[str, Tensors]:
+def _biases(worker: Worker) -> dict[str, Tensors]:
     """Router biases of the policy and of the reference, by the kind of their file; a base's do not change."""
     if worker.policy.adapters is not None:
         return {}
@@ -219,7 +219,7 @@ def _of_rank(learner: FsdpLearner) -> str:
     return f"-{learner.rank + 1}-of-{learner.world}" if learner.world > 1 else ""
 
 
-def _layouts(worker: FsdpWorker, parts: list[StatePart]) -> dict[str, FileLayout]:
+def _layouts(worker: Worker, parts: list[StatePart]) -> dict[str, FileLayout]:
     """This rank's files by kind; those of several ranks say where slices begin."""
     layouts: dict[str, FileLayout] = {}
     for kind in dict.fromkeys(part.kind for part in parts):
@@ -232,7 +232,7 @@ def _layouts(worker: FsdpWorker, parts: list[StatePart]) -> dict[str, FileLayout
     return layouts
 
 
-def _state(worker: FsdpWorker) -> dict[str, Any]:
+def _state(worker: Worker) -> dict[str, Any]:
     state: dict[str, Any] = {
         "world": worker.world,
         "dtype": str(worker.dtype).removeprefix("torch."),  # of compute; what is stored is float32
@@ -250,7 +250,7 @@ def _state(worker: FsdpWorker) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def restore(worker: FsdpWorker, path: Path) -> None:
+def restore(worker: Worker, path: Path) -> None:
     """Read what :func:`save` wrote; all of it is read before anything changes.
 
     Raises:
@@ -287,7 +287,7 @@ def restore(worker: FsdpWorker, path: Path) -> None:
     set_generators(random)
 
 
-def _check_kind(worker: FsdpWorker, state: Mapping[str, Any], path: Path) -> None:
+def _check_kind(worker: Worker, state: Mapping[str, Any], path: Path) -> None:
     """Refuse adapters where the whole model learns, the whole model where adapters do, and another base.
 
     Raises:
@@ -343,7 +343,7 @@ def _read(path: Path, learner: FsdpLearner, kind: str, moments: str, steps: int)
     return stored, states
 
 
-def _read_biases(worker: FsdpWorker, path: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _read_biases(worker: Worker, path: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Router biases, each with what is stored: nothing where none is, as in checkpoints of older versions."""
     pairs = []
     for kind, biases in _biases(worker).items():
@@ -353,7 +353,7 @@ def _read_biases(worker: FsdpWorker, path: Path) -> list[tuple[torch.Tensor, tor
     return pairs
 
 
-def _generators(worker: FsdpWorker, path: Path) -> dict[str, Any]:
+def _generators(worker: Worker, path: Path) -> dict[str, Any]:
     """This rank's generators; none where another number of ranks wrote them."""
     file = path / file_name(GENERATORS, worker.rank, worker.world, ".json")
     if not file.is_file():
