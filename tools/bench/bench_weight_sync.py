@@ -5,6 +5,7 @@
     python tools/bench/bench_weight_sync.py --transports nccl  # two GPUs: the trainer on one, the server on the other
     python tools/bench/bench_weight_sync.py --prefill-graphs  # SGLang's prefill in CUDA graphs: see below
     python tools/bench/bench_weight_sync.py --transports nccl --shape 30B-A3B --ranks 2 --engine-gpus 2  # four GPUs
+    python tools/bench/bench_weight_sync.py --transports tensor --lora-rank 32 --lora-sync adapter  # or merged
     python tools/bench/bench_weight_sync.py --sums --shape 30B-A3B  # no server: the trainer's checksums of all tensors
     python tools/bench/bench_weight_sync.py --smoke  # what a CPU can: a tiny model; --sums --smoke too
 
@@ -89,6 +90,8 @@ class Rounds:
     stages: dict[str, list[float]] = field(default_factory=dict)
     bound: float = 0.0
     what: str = ""
+    sent: str = ""
+    target: str = "reported"
 
 
 class Watch:
@@ -135,7 +138,8 @@ class Watch:
             try:
                 return await inner(client, path, *args, **kwargs)
             finally:
-                self.add("update" if "update_weights" in path else "control", time.perf_counter() - start)
+                update = "update_weights" in path or "lora" in path
+            self.add("update" if update else "control", time.perf_counter() - start)
 
         Client.post = post  # type: ignore[method-assign]
         try:
@@ -243,6 +247,8 @@ def config_of(args: argparse.Namespace, place: Place, folder: Path, transport: s
     """The config of a transport; servers are those of ``served`` where it is given."""
     flags = ["--update-weight-transport", transport, "--save-interval", "0"]
     flags += ["--update-weight-disk-dir", str(folder.parent / "weights")]
+    if args.lora_rank:
+        flags += ["--lora-rank", str(args.lora_rank), "--lora-sync", args.lora_sync]
     options: dict[str, Any] = {}
     if place.device == "cuda":
         options |= {"mem_fraction_static": args.mem_fraction, "max_total_tokens": args.kv_tokens}
@@ -291,7 +297,12 @@ async def bench(args: argparse.Namespace, place: Place, folder: Path) -> None:
         await trainer.begin(config)
         results, version = [], 0
         for transport in args.transports:
-            found = Rounds(transport)
+            alone = args.lora_rank and args.lora_sync == "adapter"
+            found = Rounds(
+                transport, sent=f"adapters of rank {args.lora_rank}" if alone else f"update of {size / 1e9:.2f} GB"
+            )
+            if transport == "tensor":
+                found.target = "0.02 s" if alone else "0.05 s"
             results.append(found)
             if transport == first:
                 version = await rounds_of(args.rounds, found, served, trainer, version)
@@ -375,8 +386,8 @@ def show(found: Rounds, size: int) -> None:
         flush=True,
     )
     print(
-        f"| update of {size / 1e9:.2f} GB by {found.transport}, from publish to the first token | "
-        f"{'0.05 s' if found.transport == 'tensor' else 'reported'} | {statistics.median(found.total):.4f} s "
+        f"| {found.sent} by {found.transport}, from publish to the first token | "
+        f"{found.target} | {statistics.median(found.total):.4f} s "
         f"({min(found.total):.4f} to {max(found.total):.4f}; publish {statistics.median(found.publish):.4f}, "
         f"load {statistics.median(found.load):.4f}, first token {middle['first token']:.4f}); "
         f"bound {found.bound:.4f} s: {found.what} |",
@@ -416,6 +427,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--offload", action="store_true", help="also whole turns with memory given and taken")
     parser.add_argument("--sums", action="store_true", help="checksums alone, as --engine-gpus ranks hold tensors")
     parser.add_argument("--prefill-graphs", choices=tuple(PREFILL_GRAPHS), default="", help="of SGLang 0.5.12")
+    parser.add_argument("--lora-rank", type=int, default=0, help="train adapters")
+    parser.add_argument("--lora-sync", choices=("merged", "adapter"), default="adapter", help="what is sent of them")
     parser.add_argument("--mem-fraction", type=float, default=0.7, help="SGLang's mem_fraction_static")
     parser.add_argument("--kv-tokens", type=int, default=100_000, help="of the KV cache: 14 GB for 4B")
     parser.add_argument("--folder", default="", help="of the model and the disk transport; default: memory if it fits")

@@ -12,6 +12,7 @@
 #   tools/gpu/sglang.sh rollout        raw against slime, 4B, 256 and 1,024 in flight
 #   tools/gpu/sglang.sh deterministic  the same in deterministic mode, 256 in flight
 #   tools/gpu/sglang.sh sync           weight update of 4B: tensor, disk, and with offload
+#   tools/gpu/sglang.sh lora           adapters of rank 32 beside 4B, then whole merged weights: seconds of an update; tests
 #   tools/gpu/sglang.sh sync-graphs    the same by tensor alone, the server's prefill in CUDA graphs: what they save
 #   tools/gpu/sglang.sh sums           the canary's checksums of Qwen3-30B-A3B's shape on the trainer's side; no server
 #   tools/gpu/sglang.sh nccl           weight update of 4B from one GPU to the other
@@ -61,6 +62,12 @@ deterministic() {
 }
 pair() { tests pair 580 tests/gpu/test_prefill_decode_on_gpu.py ${PAIR_K:+-k "$PAIR_K"}; }
 sync() { step sync 300 python3 tools/bench/bench_weight_sync.py --transports tensor disk --offload --limit 285; }
+lora() {
+    tests lora 280 tests/gpu/test_sglang_adapters_on_gpu.py
+    for kind in adapter merged; do
+        step "lora-$kind" 150 python3 tools/bench/bench_weight_sync.py --transports tensor --lora-rank 32 --lora-sync "$kind" --limit 140
+    done
+}
 sync-graphs() {
     step sync-graphs 190 python3 tools/bench/bench_weight_sync.py --transports tensor --prefill-graphs "${GRAPHS:-piecewise}" --limit 175
 }
@@ -76,6 +83,6 @@ ahead-four() { step ahead-four 600 python3 tools/bench/bench_async.py --real --g
 nccl() { step nccl 330 python3 tools/bench/bench_weight_sync.py --transports nccl --limit 310; }
 
 case "${1:-}" in
-facts | functional | runs | vision | fp8 | replay | repeats | rollout | deterministic | sync | sync-graphs | sums | nccl | nccl-30b | nccl-30b-two | pair | ahead | ahead-four) "$1" ;;
+facts | functional | runs | vision | fp8 | replay | repeats | rollout | deterministic | sync | lora | sync-graphs | sums | nccl | nccl-30b | nccl-30b-two | pair | ahead | ahead-four) "$1" ;;
 *) usage ;;
 esac

@@ -3,14 +3,14 @@
 import json
 
 import pytest
-from engine_case import EPOCH, begun, request, run, serving, update
+from engine_case import EPOCH, begun, request, routed, run, serving, update
 
 from slime_core.config.schema import Config
 from slime_core.errors import ConfigError, EngineError
 from slime_core.types import WeightUpdate
 from slime_sglang import adapters
 from slime_sglang.adapters import missing_options
-from slime_sglang.rules import conflicts
+from slime_sglang.rules import conflicts, notices
 
 pytestmark = pytest.mark.unit
 
@@ -165,6 +165,21 @@ def test_a_reserved_server_keeps_its_version_of_the_adapters(tmp_path):
     run(work())
 
 
+@pytest.mark.parametrize("kinds", [(), ("prefill", "decode")], ids=["regular", "pairs"])
+def test_behind_sglangs_router_every_server_has_the_adapters_and_requests_name_them(tmp_path, kinds):
+    async def work():
+        async with routed(tmp_path, 2, kinds=kinds, adapters=NAMES) as parts:
+            for version in (1, 2):
+                await synced(parts.engine, tmp_path, version)
+            done = await parts.engine.generate(request("a-0", adapter="critic"))
+            assert done.versions == [2] * 6
+            bodies = [body for fake in parts.fakes for body in fake.bodies]
+            assert {body["lora_path"] for body in bodies} == {f"critic@{EPOCH}.2"}
+            assert all(set(fake.adapters) == {f"solver@{EPOCH}.2", f"critic@{EPOCH}.2"} for fake in parts.fakes)
+
+    run(work())
+
+
 # -- what servers are started with, and what is refused
 
 
@@ -209,6 +224,11 @@ def test_what_sglang_cannot_serve_is_refused_with_the_way_out(changes, message):
     assert problems, [problem.what for problem in conflicts(config_of(**changes))]
     assert all(problem.code == "CFG04" and ("merged" in problem.fix or "leave" in problem.fix) for problem in problems)
     assert not [problem for problem in conflicts(config_of(**changes, lora_sync="merged")) if message in problem.what]
+
+
+def test_a_pause_mode_of_ones_own_is_said_to_have_no_effect():
+    rollout = {"pause_generation_mode": "in_place", "max_staleness": 1}
+    assert any("no effect with lora_sync = adapter" in text for text in notices(config_of(rollout=rollout)))
 
 
 def test_a_model_with_experts_has_adapters_of_its_attention_alone(tmp_path):

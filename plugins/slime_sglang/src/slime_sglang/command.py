@@ -167,7 +167,9 @@ def command(
     defaults |= beside
     if not group.frozen and shares(config):
         if gives_memory(config, options_set(config)):
-            defaults |= {"enable_memory_saver": True, "enable_weights_cpu_backup": bool(beside)}
+            defaults["enable_memory_saver"] = True
+            if beside:
+                defaults["enable_weights_cpu_backup"] = True  # the base is sent once
         else:
             defaults["mem_fraction_static"] = SHARE
     defaults = {

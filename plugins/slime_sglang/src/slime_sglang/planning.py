@@ -42,7 +42,12 @@ def plan(planning: Planning) -> Plan | None:
         adapters.check_model(planning.config, planning.folder.config)
     if planning.folder is not None and planning.config.rollout.check_weights != "off":
         reason = unknown(planning.folder.config)
-    return Plan(facts=facts, rows=rows(facts) | ({"weight check": reason} if reason else {}))
+    table = rows(facts) | ({"weight check": reason} if reason else {})
+    if names := adapters.adapter_names(planning.config):
+        table["adapters"] = (
+            f"{', '.join(names)}, beside the base: SGLang's adapters of rank {planning.config.train.lora_rank}"
+        )
+    return Plan(facts=facts, rows=table)
 
 
 def _fallbacks(planning: Planning, prepared: Prepared) -> dict[str, str]:
@@ -57,6 +62,14 @@ def _fallbacks(planning: Planning, prepared: Prepared) -> dict[str, str]:
         texts[group.name] = fallback(
             prepared.installation, command, model, trust=trust, where=where or "rollout.hf_checkpoint"
         )
+        if policy and texts[group.name] and adapters.adapter_names(planning.config):
+            raise ConfigError(
+                "lora_sync = adapter with a model that SGLang serves by transformers' code",
+                code="CFG04",
+                where=where or "rollout.hf_checkpoint",
+                why="SGLang puts adapters on layers of its own models",
+                fix=adapters.MERGED,
+            )
     return {name: text for name, text in texts.items() if text}
 
 

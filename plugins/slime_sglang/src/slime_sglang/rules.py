@@ -362,7 +362,12 @@ def _without_effect(config: Config) -> Iterator[str]:
         yield "rollout_num_gpus: no effect with device = cpu; rollout_num_engines says how many servers there are"
     if _set(config, "canary_band") and rollout.debug_rollout_only:
         yield "canary_band: no effect with debug_rollout_only; no trainer has log-probs to compare with"
-    if _set(config, "pause_generation_mode") and not rollout.max_staleness and not rollout.partial_rollout:
+    if _set(config, "pause_generation_mode") and adapters.adapter_names(config):
+        yield (
+            f"pause_generation_mode = {rollout.pause_generation_mode}: no effect with lora_sync = adapter; requests "
+            "are taken back and go on with the new version"
+        )
+    elif _set(config, "pause_generation_mode") and not rollout.max_staleness and not rollout.partial_rollout:
         yield (
             f"pause_generation_mode = {rollout.pause_generation_mode}: no effect with max_staleness = 0; no request "
             "runs while weights change"
