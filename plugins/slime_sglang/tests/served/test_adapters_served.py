@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from raw_server import RawServer
+from raw_server import START_TIMEOUT, RawServer
 from served_engine import EPOCH, begin, computing, serving, update
-from served_recipe import recipe
 
 from slime_core.lora.folder import PREFIX
 from slime_core.types import GenerateRequest, SamplingParams, WeightUpdate
@@ -28,7 +27,7 @@ from slime_sglang.adapters import ATTENTION, MLP
 from slime_sglang.engine import SglangEngine
 from slime_sglang.senders.tensor import TensorSender
 
-pytestmark = [pytest.mark.system, pytest.mark.nightly]
+pytestmark = [pytest.mark.system, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 NAMES = ("solver", "critic")
 TEXT = [13, 14, 15, 20, 33, 41, 50, 61, 70, 22]
@@ -132,25 +131,38 @@ def test_each_version_of_an_adapter_is_pefts_and_nothing_of_an_older_one_is_used
 
 
 @pytest.mark.parametrize("sync", ["merged", "adapter"])
-def test_a_run_with_adapters_samples_what_it_trains(sync: str, tmp_path: Path) -> None:
-    tables = {
-        "name": "adapters", "seed": 3,
-        "cluster": {"device": "cpu", "cpu_threads": 1},
-        "rollout": {"rollout_max_response_len": 24, "rollout_max_context_len": 64},
-        "train": {"dtype": "float32", "lora_rank": 4, "lora_sync": sync, "lr": 1e-2, "entropy_coef": 0.05},
-        "sglang": {"mem_fraction_static": 0.2, "max_total_tokens": 20000, "env": {"OMP_NUM_THREADS": "1"}},
-        "plugin.rm_math": {"digits": 1},
-    }  # fmt: skip
-    stages = {
-        "warmup": {"num_rollout": 1, "rollout_batch_size": 8},
-        "grpo": {"num_rollout": 3, "rollout_batch_size": 2},
-    }
-    (tmp_path / "recipe.toml").write_text(recipe(**stages, tables=tables))
-    command = [sys.executable, "-m", "slime_cli.main", "run", "recipe.toml", "--run-dir", "run"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
-    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    apart = [row["canary/logprob_diff_mean"] for row in rows if row["kind"] == "step"]
-    assert len(apart) == 4
-    assert max(apart) < 2e-5, "log-probs of trainer and server"
-    assert max(row["grad_norm"] for row in rows if row["kind"] == "step") > 0
+def test_a_run_with_adapters_samples_what_it_trains(
+    sync: str, sglang_python: str, served_model: Path, tmp_path: Path
+) -> None:
+    text = "0123456789 +-= abcdef " * 4
+    rows = [json.dumps({"input": text[n:] + text[:n], "label": ""}) for n in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    (tmp_path / "judge.py").write_text("async def reward(args, sample, **kw):\n    return len(sample.response) % 3\n")
+    words = (
+        *(
+            "run",
+            "--hf-checkpoint",
+            served_model,
+            "--prompt-data",
+            "rows.jsonl",
+            "--custom-rm-path",
+            "judge.py:reward",
+        ),
+        *("--device", "cpu", "--dtype", "float32", "--rollout-engine", "sglang", "--sglang-python", sglang_python),
+        *("--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--entropy-coef", "0.05"),
+        *("--rollout-max-response-len", "16", "--sglang-mem-fraction-static", "0.2", "--sglang-max-total-tokens"),
+        *("8000", "sglang.env.OMP_NUM_THREADS=1", "--run-dir", "run"),
+        *("--lr", "1e-2", "--lora-rank", "4", "--lora-sync", sync),
+    )
+    command = [sys.executable, "-m", "slime_cli.main", *map(str, words)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=START_TIMEOUT + 300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["metrics"] for line in lines if line["kind"] == "step"]
+    assert len(steps) == 3
+    for metrics in steps:
+        assert metrics["canary/logprob_diff_mean"] < 2e-5
+        assert metrics["train_rollout_logprob_abs_diff"] < 2e-5
+        assert metrics["grad_norm"] > 0
+    tensors = [metrics.get("canary/tensors", 0) for metrics in steps]
+    assert all(tensors) if sync == "merged" else not any(tensors), "the base crossed before the first step alone"
