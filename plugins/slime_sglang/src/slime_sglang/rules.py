@@ -365,7 +365,7 @@ def _without_effect(config: Config) -> Iterator[str]:
     if _set(config, "pause_generation_mode") and adapters.adapter_names(config):
         yield (
             f"pause_generation_mode = {rollout.pause_generation_mode}: no effect with lora_sync = adapter; requests "
-            "are taken back and go on with the new version"
+            "are taken back and continue with the new version"
         )
     elif _set(config, "pause_generation_mode") and not rollout.max_staleness and not rollout.partial_rollout:
         yield (
