@@ -267,9 +267,12 @@ class SglangEngine:
             return
         await self.resume()
 
-    async def fingerprints(self) -> dict[str, str]:
-        """Checksum of every tensor by `types.Held.key`; where servers differ, each server's, with its name."""
-        return await self.fleet.fingerprints()
+    async def fingerprints(self, adapters: Sequence[str] = ()) -> dict[str, str]:
+        """Checksum of every tensor by `types.Held.key`; where servers differ, each server's, with its name.
+
+        Of ``adapters`` alone there are none, as SGLang tells none.
+        """
+        return {} if adapters else await self.fleet.fingerprints()
 
     # -- memory
 
