@@ -30,12 +30,11 @@ from slime_core.clusters.proxy import Proxy, Service, forwarded, request, run
 from slime_core.errors import EngineError
 from slime_core.protocols import Ability, Engine, PauseMode
 from slime_core.threads import TorchThread
-from slime_core.types import WeightUpdate
+from slime_core.types import AdapterUpdate, WeightUpdate
 from slime_core.weights.shared_memory import Listing, MappedBlock, SharedBlock, checksums, tensors_in
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
-    from slime_core.types import WeightCheck, WeightRoute
 
 PROCESS = "slime_core.clusters.engine_process"
 LOST = "ENG84"
@@ -54,7 +53,7 @@ class FrameSender:
         async with self._lock:
             if self._latest is None or self._latest[0] is not update:
                 self._latest = None
-                listing = await self._thread.run(self._block.fill, update.tensors)
+                listing = await self._thread.run(self._block.fill, _tensors(update))
                 memory = np.frombuffer(self._block.memory, dtype=np.uint8)
                 self._latest = update, request(0, "block", memory), listing
             return self._latest[1:]
@@ -148,12 +147,8 @@ class EngineProcess:
         return await self._proxy.call(method, *args)
 
     generate, score, abort = forwarded(Engine.generate), forwarded(Engine.score), forwarded(Engine.abort)
-    fingerprints = forwarded(Engine.fingerprints)
+    route, fingerprints = forwarded(Engine.route), forwarded(Engine.fingerprints)
     release, reacquire = forwarded(Engine.release), forwarded(Engine.reacquire)
-
-    async def route(self, check: WeightCheck) -> WeightRoute | None:
-        """See `protocols.Engine`: weights cross in shared memory."""
-        return None
 
     async def pause(self, mode: PauseMode) -> None:
         """See `protocols.Engine`."""
@@ -181,14 +176,16 @@ class EngineProcess:
                 frame, listing = await self._sender.frame(update)
                 await self._proxy.send(frame)
             else:
-                listing = await self._thread.run(self._block.fill, update.tensors)
+                listing = await self._thread.run(self._block.fill, _tensors(update))
                 if self._blocks is not None and self._sent != self._block.number:
                     with suppress(OSError):  # where the process is gone, the call below says so
                         socket.send_fds(self._blocks, [b"w"], [self._block.fd])
                     self._sent = self._block.number
-            await self.call("load", update.version, update.epoch, listing)
-        if not update.fingerprints and self._config.train.dtype == "float32":
-            update.fingerprints = checksums(listing, "float32")
+            configs = {name: dict(adapter.config) for name, adapter in update.adapters.items()}
+            await self.call("load", update.version, update.epoch, listing, configs)
+        if self._config.train.dtype == "float32" and not update.tensors.keys() & update.fingerprints.keys():
+            sums = checksums(listing, "float32")
+            update.fingerprints |= {name: one for name, one in sums.items() if name in update.tensors}
 
 
 class EngineService(Service):
@@ -220,10 +217,24 @@ class EngineService(Service):
         """Keep a block for the load that follows."""
         self._sent = memory
 
-    async def load(self, version: int, epoch: int, listing: Listing) -> None:
-        """Load what lies in the block."""
+    async def load(self, version: int, epoch: int, listing: Listing, configs: dict[str, dict[str, Any]]) -> None:
+        """Load what lies in the block; ``configs`` are of adapters, by name."""
         tensors = await asyncio.to_thread(self._arrived, listing)
-        await self.target.load(WeightUpdate(version=version, epoch=epoch, transport="tensors", tensors=tensors))
+        update = WeightUpdate(version=version, epoch=epoch, transport="tensors")
+        update.tensors = {name: tensor for name, tensor in tensors.items() if name.partition("/")[0] not in configs}
+        update.adapters = {
+            adapter: AdapterUpdate(
+                config=config,
+                tensors={
+                    name: tensor
+                    for key, tensor in tensors.items()
+                    for of, _, name in [key.partition("/")]
+                    if of == adapter
+                },
+            )
+            for adapter, config in configs.items()
+        }
+        await self.target.load(update)
 
     def _arrived(self, listing: Listing) -> Any:
         if self._blocks is None:
@@ -234,6 +245,15 @@ class EngineService(Service):
             _, (fd,), _, _ = socket.recv_fds(self._blocks, 1, 1)
             self._block = MappedBlock(fd, listing)
         return self._block.tensors(listing)
+
+
+def _tensors(update: WeightUpdate) -> dict[str, Any]:
+    """All that crosses; of adapters by ``ADAPTER/NAME``."""
+    adapters = update.adapters.items()
+    return {
+        **update.tensors,
+        **{f"{name}/{key}": one for name, adapter in adapters for key, one in adapter.tensors.items()},
+    }
 
 
 def _spare_gpus(config: Config) -> int:

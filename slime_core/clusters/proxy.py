@@ -57,7 +57,10 @@ def forwarded(
 
     @wraps(method)
     async def forward(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        answer: R = await self.call(method.__name__, *signature.bind(self, *args, **kwargs).args[1:])
+        bound = signature.bind(self, *args, **kwargs)
+        if kwargs:  # those before a named one, too
+            bound.apply_defaults()
+        answer: R = await self.call(method.__name__, *bound.args[1:])
         return answer
 
     return forward

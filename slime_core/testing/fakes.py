@@ -33,7 +33,7 @@ MEMORY = {"kv", "weights"}
 
 def _array(tensor: Any) -> NDArray[Any]:
     """A copy of a tensor of either library; numpy has no bfloat16, which float32 holds."""
-    return np.array(tensor.detach().float().cpu() if hasattr(tensor, "detach") else tensor)
+    return np.array(tensor.detach().float().cpu().numpy() if hasattr(tensor, "detach") else tensor)
 
 
 def checksum(array: NDArray[Any]) -> str:

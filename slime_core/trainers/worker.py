@@ -7,7 +7,7 @@ that are not finite, publishing and offloading are here, once.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -37,13 +37,13 @@ from slime_core.trainers.optimizer_step import (
     summary,
 )
 from slime_core.trainers.process_group import join_group
+from slime_core.trainers.publisher import Publisher
 from slime_core.trainers.roles import critic_figures, missing
 from slime_core.trainers.routing import RoutingReplay
 from slime_core.trainers.verify import Slow, compared
-from slime_core.types import Batch, WeightUpdate
+from slime_core.types import Batch
 from slime_core.weights.fp8 import rollout_form
 from slime_core.weights.logprob_check import PRECISIONS
-from slime_core.weights.transports.buckets import TensorPart, TensorSource, one_part, stream
 from slime_core.weights.transports.senders import Senders
 
 if TYPE_CHECKING:
@@ -55,13 +55,13 @@ if TYPE_CHECKING:
     from slime_core.lora.folder import Factors
     from slime_core.plugins import Plugins
     from slime_core.protocols import Loss, Role
-    from slime_core.types import Columns, MicroBatch, WeightRoute
+    from slime_core.types import Columns, MicroBatch
     from slime_core.weights.folder import ModelFolder
 
 Tensors = dict[str, torch.Tensor]
 
 
-class Worker(ABC):
+class Worker(Publisher):
     """A rank; methods run on the torch thread and take part in every collective.
 
     A backend makes ``dp_rank``, ``policy`` and ``actor`` (the policy's learner), and ``frozen`` in its ``__init__``. A
@@ -419,30 +419,6 @@ class Worker(ABC):
         stage, media = self.begun_stage(), self.media
         return Slow(self.slow_model(), stage, self.loss, self.dtype, self.rank, self.world, media=media)
 
-    @torch.no_grad()
-    def publish(self, version: int, route: WeightRoute | None = None) -> WeightUpdate:
-        """See `protocols.Trainer`; a collective. With a route, what was sent is at its place or on its way.
-
-        Raises:
-            TrainerError: a tensor that no engine knows a name for; TRN96 no memory for a copy; a broken group.
-            StorageError: the folder cannot be written.
-        """
-        if route is None:
-            from slime_core.trainers.fsdp.publishing import rounded  # that package imports this module
-
-            tensors = rounded(self.whole(), self.block_format, self.parts)
-            return WeightUpdate(version=version, epoch=0, transport="tensors", tensors=tensors)
-        return self.senders.publish(self.sources(), version, route, rank=self.rank)
-
-    @torch.no_grad()
-    def whole(self) -> Tensors:
-        """Every tensor by its name in the model folder on rank 0; nothing on the others; a collective."""
-        tensors: Tensors = {}
-        for parts, tensor in stream(self.sources()):
-            if self.rank == 0:
-                tensors |= {part.name: part.cut(tensor).cpu().contiguous() for part in parts}
-        return tensors
-
     def restore(self, path: Path) -> None:
         self.begun_stage()
         with self.offload.loaded():
@@ -483,7 +459,7 @@ class Worker(ABC):
         if self.world > 1:
             dist.barrier()
 
-    def settle(self) -> None:  # noqa: B027 (most backends have nothing to do)
+    def settle(self) -> None:
         """Have whole parameters where a backend gathers them later than it steps; a collective."""
 
     def speaks(self) -> bool:
@@ -550,14 +526,6 @@ class Worker(ABC):
     @abstractmethod
     def smaller(self) -> Sequence[str]:
         """Lines of settings that make passes smaller, beside those of [train]."""
-
-    @abstractmethod
-    def sources(self) -> list[TensorSource]:
-        """All tensors that engines hold, by their names in the model folder."""
-
-    def parts(self, name: str, shape: torch.Size) -> tuple[TensorPart, ...]:
-        """What a tensor of `whole` is in the model folder."""
-        return one_part(name, shape)
 
     @abstractmethod
     def reserve(self) -> None:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from itertools import permutations
 
 from slime_core.errors import EngineError
-from slime_core.types import RankTensor, WeightCheck
+from slime_core.types import RankTensor, WeightCheck, WeightUpdate
 from slime_core.weights.hashing import EITHER
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -130,6 +130,43 @@ def compare(
         look = _Look(rows, wrong, expected, served, before or {})
         raise _error(version, [row.key for row in wrong], len(rows), look.damage(), look.where())
     return len(rows)
+
+
+def compare_adapters(update: WeightUpdate, served: Mapping[str, str]) -> None:
+    """Compare what an engine holds of an update's adapters, by ``ADAPTER/NAME``, with the trainer's checksums.
+
+    Raises:
+        EngineError: ENG83 an adapter that differs: its name, and what kind of damage it looks like.
+    """
+    for name, adapter in update.adapters.items():
+        expected = {key: update.fingerprints.get(f"{name}/{key}", "") for key in adapter.tensors}
+        wrong = [key for key, one in expected.items() if not one or served.get(f"{name}/{key}") != one]
+        if wrong:
+            more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+            raise EngineError(
+                f"{len(wrong)} of {len(expected)} tensors of adapter {name} on the engine are not the trainer's "
+                f"version {update.version}: {', '.join(wrong[:SHOWN])}{more}",
+                code="ENG83",
+                where=f"adapter {name}",
+                why=_adapter_damage(name, wrong, update, served),
+                fix="no step trained on samples of this adapter; restart the engine with slime run --resume RUN_DIR, "
+                "or sync whole weights: --lora-sync merged",
+            )
+
+
+def _adapter_damage(name: str, wrong: Sequence[str], update: WeightUpdate, served: Mapping[str, str]) -> str:
+    """One sentence; the first that fits."""
+    if not any(f"{name}/{key}" in update.fingerprints for key in wrong):
+        return "the trainer sent no checksum of them, so nothing is known"
+    if not any(f"{name}/{key}" in served for key in wrong):
+        return "the engine does not hold them: the adapter did not reach it"
+    for other in update.adapters:
+        sums = [update.fingerprints.get(f"{other}/{key}") for key in wrong]
+        if other != name and sums == [served.get(f"{name}/{key}") for key in wrong]:
+            return f"they are those of adapter {other}: swapped on the way"
+    if len({key.rpartition(".lora_")[2] for key in wrong}) == 1 < len(update.adapters[name].tensors) / len(wrong):
+        return "the other factors are right: one half of the adapter did not arrive"
+    return "they are of another version or damaged: the update left them out, or they changed on the way"
 
 
 def _error(version: int, keys: Sequence[str], count: int, why: str, where: str) -> EngineError:

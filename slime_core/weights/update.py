@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from slime_core.errors import EngineError
 from slime_core.notices import notice
-from slime_core.weights.canary import compare
+from slime_core.weights.canary import compare, compare_adapters
 from slime_core.weights.logprob_check import LENGTH, PROMPTS, Band, LogprobCheck, probe, random_tokens
 
 if TYPE_CHECKING:
@@ -136,6 +136,7 @@ async def sync_weights(
 
     An engine with a route is compared on the tensors of ``check``; with a ``canary`` the trainer is then asked for the
     log-probs that `Canary.compare_log_probs` needs. Another engine is compared on all that the trainer sent sums of.
+    Adapters in the update are compared tensor by tensor, each time.
 
     Raises:
         EngineError: ENG83 the engine serves another version, or a tensor that differs (named).
@@ -149,7 +150,9 @@ async def sync_weights(
             code="ENG83",
             why="weights did not reach the sampler",
         )
-    if route is None:
+    if update.adapters and check != "none":
+        compare_adapters(update, await engine.fingerprints(tuple(update.adapters)))
+    if route is None or route.transport == "tensors":
         return await _compare_named(engine, update)
     if canary is None:
         compare(route.checks, update.fingerprints, await engine.fingerprints() if route.checks else {}, version)
@@ -162,10 +165,13 @@ async def sync_weights(
 
 async def _compare_named(engine: Engine, update: WeightUpdate) -> None:
     """Checksums by Hugging Face name, of an engine that takes tensors as they are."""
-    if not update.fingerprints:
+    expected = {
+        name: one for name, one in update.fingerprints.items() if name.partition("/")[0] not in update.adapters
+    }
+    if not expected:
         return
     served = await engine.fingerprints()
-    wrong = sorted(name for name, checksum in update.fingerprints.items() if served.get(name) != checksum)
+    wrong = sorted(name for name, checksum in expected.items() if served.get(name) != checksum)
     if wrong:
         raise EngineError(
             f"{len(wrong)} tensors of the engine differ from the trainer's version {update.version}: {wrong[:5]}",

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -71,10 +72,10 @@ class ServedAdapters:
         self._magnitudes: dict[tuple[str, int], Tensor] = {}  # by prefix and adapter
         self.hidden: Tensor | None = None  # [N or 1, adapters]: what is not of a row's own; None: all rows have one
         self.owners: Tensor | None = None  # [N]
+        self.products: WeakSet[LowRank] = WeakSet()  # that read the factors
         self._allocate()
-        self._hooks = [_Hook(LowRank(self, [layer])) for layer in layers.values()]
-        for layer, hook in zip(layers.values(), self._hooks, strict=True):
-            layer.register_forward_hook(hook)
+        for layer in layers.values():
+            layer.register_forward_hook(_Hook(LowRank(self, [layer])))
         self.select(None)
 
     def _common_spec(self, updates: Mapping[str, AdapterUpdate]) -> LoraSpec:
@@ -120,8 +121,6 @@ class ServedAdapters:
             raise _misfit("other adapters than those of the first update", f"those were: {', '.join(self.names)}")
         if not self._a.numel():
             self._allocate()
-            for hook in self._hooks:
-                hook.low.refresh()
         self._ready = False
         targets: list[Tensor] = []
         sources: list[Tensor] = []
@@ -135,6 +134,8 @@ class ServedAdapters:
             raise _misfit("numbers that are not finite", "they would reach the rows of every adapter")
         if self.spec.use_dora:
             self._scale()
+        for product in self.products:
+            product.refresh()
         self._ready = True
 
     def _tensors(self, number: int) -> dict[str, Tensor]:
@@ -197,8 +198,9 @@ class LowRank:
             if factors := adapters.layers.get(id(layer)):
                 self._parts.append((slice(begin, end), factors))
         self._copy: Tensor | None = None  # of the A, with the norm
-        self._a = torch.empty(0)
+        self._a = EMPTY
         self.refresh()
+        adapters.products.add(self)
 
     def __bool__(self) -> bool:
         return bool(self._parts)
@@ -220,7 +222,7 @@ class LowRank:
 
     def release(self) -> None:
         """Let go of the memory until :meth:`refresh`."""
-        self._a, self._copy = torch.empty(0), None
+        self._a, self._copy = EMPTY, None
 
     def add_to(self, y: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Add the products of x [N, in] to y [N, sum of out], which is the base's, with its bias; y itself."""
@@ -245,11 +247,11 @@ class _Hook:
     """Adds a layer's low-rank product to what it gives as a module."""
 
     def __init__(self, low: LowRank) -> None:
-        self.low = low
+        self._low = low
 
     def __call__(self, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         rows = output.reshape(-1, output.shape[-1])
-        return self.low.add_to(rows, inputs[0].reshape(len(rows), -1), layer.bias).view(output.shape)
+        return self._low.add_to(rows, inputs[0].reshape(len(rows), -1), layer.bias).view(output.shape)
 
 
 def _targets(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, torch.nn.Linear]:

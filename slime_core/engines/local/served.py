@@ -99,14 +99,16 @@ class ServedModel:
     @torch.inference_mode(False)
     def load(self, update: WeightUpdate) -> None:
         """Serve an update's weights; the first one also decides how the model is run."""
-        if update.tensors or not self.has_base:
+        base = bool(update.tensors) or not self.has_base
+        if base:
             self._twin.load(update)
         self._load_adapters(update)
         self.sight.forget()
         self.version = update.version
-        self._resting = False
+        resting, self._resting = self._resting, False
         if self.plan is not None:
-            self.plan.refresh()
+            if base or resting:
+                self.plan.refresh()
             return
         with torch.no_grad():
             choice = verify.choose(

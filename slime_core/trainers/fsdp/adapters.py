@@ -15,7 +15,7 @@ from torch import nn
 
 from slime_core.kernels.quantised import QuantisedWeight, dense
 from slime_core.lora.dropout import micro_keys
-from slime_core.lora.folder import Factors, factors_of, load_adapters
+from slime_core.lora.folder import Factors, factors_of, load_adapters, to_peft
 from slime_core.lora.layers import Adapters, attach
 from slime_core.lora.spec import DEFAULT, LoraSpec
 from slime_core.media.features import tower
@@ -103,6 +103,17 @@ class MergedWeights:
     def changes(self, name: str) -> bool:
         """Whether adapters change a weight."""
         return name in self._targets
+
+
+@torch.no_grad()
+def peft_tensors(adapters: Adapters, name: str) -> Tensors:
+    """An adapter's tensors, whole, by peft's names without ``base_model.model.``; a collective."""
+    return to_peft({weight: _gathered(factors) for weight, factors in factors_of(adapters, name).items()})
+
+
+def _gathered(factors: Factors) -> Factors:
+    magnitude = None if factors.magnitude is None else full(factors.magnitude)
+    return Factors(full(factors.a), full(factors.b), magnitude)
 
 
 @contextmanager

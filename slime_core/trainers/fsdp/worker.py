@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from slime_core.trainers.fsdp.adapters import (
     adapt,
     dropout,
     outside_of,
+    peft_tensors,
     whole_factors,
     without_dropout,
 )
@@ -42,7 +43,7 @@ from slime_core.trainers.rank_grid import RankGrid
 from slime_core.trainers.routing import RoutingReplay
 from slime_core.trainers.verify import slow_model
 from slime_core.trainers.worker import Tensors, Worker
-from slime_core.types import WeightUpdate
+from slime_core.types import AdapterUpdate
 from slime_core.weights.flops import Flops
 from slime_core.weights.folder_layout import FolderLayout
 from slime_core.weights.routers import NOT_CHOSEN, Routers
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from slime_core.lora.folder import Factors
     from slime_core.protocols import Role
     from slime_core.trainers.optimizer_step import Schedule
-    from slime_core.types import Columns, MicroBatch, WeightRoute
+    from slime_core.types import Columns, MicroBatch
     from slime_core.weights.transports.buckets import TensorPart, TensorSource
 
 MOST_TOKENS = 32768  # of a micro-batch: more do not make a GPU faster
@@ -259,18 +260,30 @@ class FsdpWorker(Worker):
         some = self.train.gradient_checkpointing_layers
         return (f"train.gradient_checkpointing_layers=0   (it is {some}; 0 is all)",) if some else ()
 
-    @torch.no_grad()
-    def publish(self, version: int, route: WeightRoute | None = None) -> WeightUpdate:
-        """See `Worker.publish`; without a route one rank hands over the live storage that it computes with.
+    def storage(self) -> tuple[str, Tensors]:
+        """See `Worker.storage`; one rank hands over the live storage that it computes with.
 
         Weights with adapters are then merged into storage of their own.
         """
-        if route is not None or self.world > 1 or self.block_format:
-            return super().publish(version, route)
-        tensors = self.policy.hf.state_dict()
-        if self.policy.adapters is not None:
-            tensors = self.served.refreshed(tensors, self.policy.merged(), self.policy.adapters)
-        return WeightUpdate(version=version, epoch=0, transport="shared", tensors=tensors)
+        if self.world > 1 or self.block_format:
+            return super().storage()
+        tensors, adapters = self.policy.hf.state_dict(), self.policy.adapters
+        if adapters is not None and adapters.active is not None:
+            tensors = self.served.refreshed(tensors, self.policy.merged(), adapters)
+        elif adapters is not None:
+            tensors = {name: one for name, one in tensors.items() if name not in adapters.parameters()}
+        return "shared", tensors
+
+    def adapter_updates(self) -> dict[str, AdapterUpdate]:
+        adapters = self.policy.adapters
+        if adapters is None or self.train.lora_sync == "merged":
+            return {}
+        config = adapters.spec.to_peft(str(self.folder.path))
+        return {name: AdapterUpdate(config=config, tensors=peft_tensors(adapters, name)) for name in adapters.names}
+
+    def unmerged(self) -> AbstractContextManager[None]:
+        adapters = self.policy.adapters
+        return adapters.using(None) if adapters is not None else nullcontext()
 
     def sources(self) -> list[TensorSource]:
         reshard(self.policy)
