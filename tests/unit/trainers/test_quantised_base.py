@@ -113,7 +113,7 @@ def train_rank(folder: Path, out: Path, rank: int, world: int) -> None:
 
 def test_two_ranks_hold_and_train_what_one_does(folder, zygote, tmp_path):
     train_rank(folder, tmp_path, 0, 1)
-    zygote.together(tmp_path / "said", [[__file__, folder, tmp_path, rank, 2] for rank in range(2)])
+    zygote.together(tmp_path, [[__file__, folder, tmp_path, rank, 2] for rank in range(2)])
     one, both = (load_file(tmp_path / f"whole-{world}.safetensors") for world in (1, 2))
     for name, tensor in one.items():
         torch.testing.assert_close(both[name], tensor, rtol=1e-4, atol=1e-5)
