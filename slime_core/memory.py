@@ -7,8 +7,16 @@ import errno
 import os
 import resource
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from slime_core.errors import TrainerError
+from slime_core.errors import ConfigError, TrainerError
+
+if TYPE_CHECKING:
+    import torch
+
+GIB = 1 << 30
+CONTEXT = 640 << 20
+"""CUDA context, cuBLAS and cuDNN workspaces, Triton modules: what a process takes beside torch's allocator."""
 
 LARGE = 1 << 30
 """Bytes from which a process gives freed memory back."""
@@ -101,3 +109,42 @@ def _number(path: str) -> int | None:
         return int(text) if text.isdigit() else None
     except OSError:
         return None
+
+
+def limit_gpu(device: torch.device, gib: float) -> None:
+    """Let this process take so many GiB of a GPU at most, its CUDA context included; 0 is all.
+
+    Raises:
+        ConfigError: CFG03 less than the context takes.
+    """
+    import torch
+
+    if device.type != "cuda" or not gib:
+        return
+    room, total = gib * GIB - CONTEXT, torch.cuda.get_device_properties(device).total_memory
+    if room <= 0:
+        raise ConfigError(
+            f"gpu_memory_limit = {gib:g} leaves nothing for tensors",
+            code="CFG03",
+            where="cluster.gpu_memory_limit",
+            why=f"a process takes {CONTEXT >> 20} MiB of a GPU before its first tensor",
+            fix="raise it, or leave it out",
+        )
+    torch.cuda.set_per_process_memory_fraction(min(1.0, room / total), device)
+
+
+def gpu_memory(device: torch.device) -> int:
+    """Bytes of a GPU that this process may fill with tensors."""
+    import torch
+
+    total: int = torch.cuda.get_device_properties(device).total_memory
+    return int(total * torch.cuda.get_per_process_memory_fraction(device))
+
+
+def free_gpu_memory(device: torch.device | None = None) -> int:
+    """Bytes of a GPU that are free, within this process's limit; those that torch has cached are not counted."""
+    import torch
+
+    device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
+    reserved = torch.cuda.memory_reserved(device)
+    return min(int(torch.cuda.mem_get_info(device)[0]), max(0, gpu_memory(device) - reserved))

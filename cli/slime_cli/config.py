@@ -181,7 +181,7 @@ def core_rows() -> list[dict[str, str]]:
             "key": key.path,
             "flag": f"--{name.replace('_', '-')}",
             "type": key.kind,
-            "default": show(key.info.default),
+            "default": "auto" if key.info.default is None else show(key.info.default),
             "text": key.info.description or "",
         }
         for name, key in core_keys().items()

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from slime_core.config.load import stages
 from slime_core.errors import ConfigError
+from slime_core.notices import notice
+from slime_core.planning import automatic
 from slime_core.plugins.backends import cluster_of, engine_of
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ BF16_FLAGS = {"avx512_bf16", "amx_bf16"}  # processors whose bfloat16 products a
 
 
 def resolve_machine(config: Config) -> Config:
-    """The config with device, dtype and cpu_threads settled for this machine, or for those of its cluster.
+    """The config with device, dtype, cpu_threads and ``auto`` settled for this machine, or for those of its cluster.
 
     Raises:
         ConfigError: CFG04 a GPU is asked for, or needed, and there is none; CFG17 no Ray cluster that could be asked
@@ -43,12 +45,21 @@ def resolve_machine(config: Config) -> Config:
     if cluster_of(config).remote:
         processes += max(1, config.rollout.rollout_num_engines)
     threads = min(config.cluster.cpu_threads or max(1, len(os.sched_getaffinity(0)) // processes), threads_allowed())
-    return config.model_copy(
+    config = config.model_copy(
         update={
             "cluster": config.cluster.model_copy(update={"device": device, "cpu_threads": threads}),
             "train": config.train.model_copy(update={"dtype": dtype}),
         }
     )
+    if device == "cpu" or cluster_of(config).remote:
+        return automatic.without_plan(config)
+    import torch
+
+    facts = torch.cuda.get_device_properties(0)
+    config, line = automatic.with_plan(config, automatic.gpu_named(facts.name, facts.total_memory))
+    if line:
+        notice("auto", line)
+    return config
 
 
 def preload(config: Config) -> None:

@@ -11,11 +11,10 @@ import shutil
 import subprocess
 from dataclasses import dataclass, replace
 
+from slime_core import memory
 from slime_core.errors import ConfigError, nearest
 
-GIB = 1 << 30
-CONTEXT = 640 << 20
-"""CUDA context, cuBLAS and cuDNN workspaces, Triton modules: what a process takes beside torch's allocator."""
+GIB, CONTEXT = memory.GIB, memory.CONTEXT
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

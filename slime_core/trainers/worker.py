@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from slime_core.config.presets import settle
 from slime_core.errors import ConfigError, SlimeError, TrainerError
-from slime_core.memory import first_line, is_out_of_memory, trim
+from slime_core.memory import first_line, is_out_of_memory, limit_gpu, trim
 from slime_core.profile import StepProfile
 from slime_core.trainers import exporting
 from slime_core.trainers.base_checksums import BaseChecksums, Sums
@@ -92,6 +92,7 @@ class Worker(Publisher):
         self.train = config.train.model_copy(update={"dtype": self._dtype_of(config.train)})
         self.dtype: torch.dtype = getattr(torch, self.train.dtype)
         join_group(rank, world, device, rendezvous)
+        limit_gpu(self.device, config.cluster.gpu_memory_limit)
         self.critic: Any = None
         self.offload = Offload(self._tensors)
         self.staging = HostStaging(torch.device("cpu") if self.train.fsdp_cpu_offload else self.device)

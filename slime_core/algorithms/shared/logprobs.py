@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from slime_core.memory import gpu_memory
+
 LOGITS = {"cpu": 64 << 20, "other": 512 << 20}  # bytes of logits alive at once; of a larger GPU's memory a 64th
 EXACT = {"cpu": 1 << 20, "other": 128 << 20}  # bytes of one float32 array made of them
 Tensor = torch.Tensor
@@ -57,7 +59,7 @@ class Head:
         row = len(self.weight) * self.weight.element_size()
         device, budget = self.weight.device, LOGITS.get(self.weight.device.type, LOGITS["other"])
         if device.type == "cuda":  # each block adds to a float32 gradient of the whole matrix
-            budget = max(budget, torch.cuda.get_device_properties(device).total_memory // 64)
+            budget = max(budget, gpu_memory(device) // 64)
         return blocks(rows, row, budget, chunk)
 
     def room(self, largest: int) -> Tensor:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
 from pydantic.fields import FieldInfo
 
 Verdict = Literal["safe", "notice", "unsafe"]
@@ -36,6 +36,13 @@ MACHINE = ResumeClass("notice", "the same mathematics on another machine or in a
 PROMPTS = ResumeClass("unsafe", "other prompts, or in another order")
 MODEL = ResumeClass("unsafe", "another model")
 KIND = ResumeClass("unsafe", "saved weights and states are of this kind")
+
+AutoBool = Annotated[
+    bool | None,
+    BeforeValidator(lambda value: None if value == "auto" else value),
+    PlainSerializer(lambda value: "auto" if value is None else value),
+]
+"""True, false, or ``auto``, which is None until the memory of a run is planned."""
 
 Reader = Literal["servers", "placed engines", "separate engines", "other machines", "megatron hooks"]
 """Only readers of a key. Placed engines are servers, or on other machines; separate ones also run beside training."""

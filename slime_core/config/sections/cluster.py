@@ -24,6 +24,9 @@ class ClusterSection(Section):
     cpu_threads: int = key(
         0, "Threads of each process's torch, at most `OMP_NUM_THREADS`; 0 is the cores divided.", MACHINE, ge=0
     )
+    gpu_memory_limit: float = key(
+        0.0, "GiB of a GPU that a trainer's process, with its embedded engine, takes; 0: all.", MACHINE, ge=0
+    )
     colocate: bool = key(True, "Engine and trainer share the device and take turns.", MACHINE)
     offload_train: bool = key(
         True, "On GPUs too small for both, the trainer's state waits in main memory while SGLang generates.", MACHINE

@@ -15,7 +15,7 @@ from pydantic import model_validator
 from slime_core.algorithms import OFFLINE, Algorithm, algorithms
 from slime_core.config.presets import settle
 from slime_core.config.problems import Problem, conflict
-from slime_core.config.sections import KIND, LIMIT, MACHINE, MODEL, ResumeClass, fact, key
+from slime_core.config.sections import KIND, LIMIT, MACHINE, MODEL, AutoBool, ResumeClass, fact, key
 from slime_core.config.sections.data import DataSection
 from slime_core.config.sections.lora import LoraKeys, lora_conflicts
 from slime_core.config.sections.rollout import RolloutSection
@@ -152,9 +152,10 @@ class TrainSection(LoraKeys):
     max_tokens_per_gpu: int = key(
         0, "Tokens of a packed micro-batch; 0 is 4096, with FSDP on a GPU up to 32768, by its memory.", MACHINE, ge=0
     )
-    fsdp_cpu_offload: bool = key(
-        False,
-        "Masters and moments in host memory, with several ranks shards and gradients too: the same bits, slower.",
+    fsdp_cpu_offload: AutoBool = key(
+        None,
+        "Masters and moments in host memory, with several ranks shards and gradients too: the same bits, slower. "
+        "auto: where a GPU is too small.",
         MACHINE,
         once=True,
     )
@@ -179,7 +180,9 @@ class TrainSection(LoraKeys):
         ge=0,
         once=True,
     )
-    gradient_checkpointing: bool = key(False, "Recompute layers in the backward pass.", MACHINE)
+    gradient_checkpointing: AutoBool = key(
+        None, "Recompute layers in the backward pass. auto: where a GPU is too small.", MACHINE
+    )
     gradient_checkpointing_layers: int = key(
         0, "With it: so many layers alone, of each pipeline stage the first; 0 is all of them.", MACHINE, ge=0
     )

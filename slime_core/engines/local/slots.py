@@ -36,7 +36,7 @@ import torch
 
 from slime_core.engines.admission import check_params, check_vocabulary, room
 from slime_core.errors import EngineError
-from slime_core.memory import available_memory
+from slime_core.memory import available_memory, free_gpu_memory
 from slime_core.types import Completion
 
 if TYPE_CHECKING:
@@ -313,7 +313,7 @@ def free_memory(device: str, own_bytes: int) -> int:
     if device == "cpu":
         return available_memory() + own_bytes
     cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return int(torch.cuda.mem_get_info()[0]) + cached + own_bytes
+    return free_gpu_memory() + cached + own_bytes
 
 
 def fitting(

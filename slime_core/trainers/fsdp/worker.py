@@ -14,6 +14,7 @@ from slime_core.config.sections.train import FEW_TOKENS
 from slime_core.kernels.quantised import stored_parts
 from slime_core.lora.base_weights import quantise
 from slime_core.lora.effective import put_on
+from slime_core.memory import gpu_memory
 from slime_core.trainers.base_checksums import Sums, sums_of
 from slime_core.trainers.data_parallel import DataParallelRank, RankBatch
 from slime_core.trainers.fsdp import checkpoint, publishing
@@ -120,7 +121,7 @@ class FsdpWorker(Worker):
         """Tokens of a micro-batch, by the memory of a device of this kind and not by what is free: a resume's too."""
         if self.device.type != "cuda":
             return FEW_TOKENS
-        memory = torch.cuda.get_device_properties(self.device).total_memory
+        memory = gpu_memory(self.device)
         return micro_batch_tokens(self.folder.config, memory, fused=self.policy.fused and self.policy.exact is None)
 
     def prepare_stage(self) -> None:

@@ -42,7 +42,7 @@ class Rank:
         self.worker, self.thread = trainer._worker, thread
         self.call("begin", config)
         for learner in self.worker.learners():
-            assert isinstance(learner.optimizer.place, places.HostPlace) is config.train.fsdp_cpu_offload
+            assert isinstance(learner.optimizer.place, places.HostPlace) is bool(config.train.fsdp_cpu_offload)
 
     def call(self, method, *args):
         return self.thread.call(getattr(self.worker, method), *args)

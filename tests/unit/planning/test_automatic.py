@@ -1,0 +1,94 @@
+"""Settings that are left to auto: the fastest that fit, the same on every run, and what a config says stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from measured import policy_step
+
+from slime_core.config.dump import to_toml
+from slime_core.config.schema import Config
+from slime_core.planning import automatic
+from slime_core.planning.gpus import GIB, gpu_of
+from slime_core.planning.memory import fits
+from slime_core.testing.models import tiny_model
+
+pytestmark = pytest.mark.unit
+
+WIDE = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of Qwen3-1.7B's shape, without weights."""
+    import json
+
+    path = tiny_model(tmp_path_factory.mktemp("model") / "m", weights=False, tied=True, context_len=8192)
+    config = json.loads((path / "config.json").read_bytes()) | WIDE
+    config |= {"layer_types": ["full_attention"] * WIDE["num_hidden_layers"]}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def config_of(folder: Path, **train: object) -> Config:
+    rollout = {"hf_checkpoint": str(folder), "rollout_max_response_len": 2048, "rollout_max_context_len": 4096}
+    return Config.model_validate({"rollout": rollout, "train": train})
+
+
+def test_a_large_gpu_leaves_all_as_it_is_and_a_small_one_gets_the_first_settings_that_fit(folder: Path) -> None:
+    large, line = automatic.with_plan(config_of(folder), gpu_of("h200"))
+    assert (large.train.gradient_checkpointing, large.train.fsdp_cpu_offload) == (False, False)
+    assert large.train.max_tokens_per_gpu == 0
+    assert line.startswith("auto: micro-batches of ")
+    assert "missing" not in line
+
+    config = config_of(folder)
+    small, line = automatic.with_plan(config, gpu_of("4090"))
+    assert small.train.fsdp_cpu_offload is True
+    assert "fsdp_cpu_offload = true" in line
+    assert "without" in line
+    assert fits(small, folder, gpu_of("4090")).fits
+    assert automatic.with_plan(config, gpu_of("4090")) == (small, line)
+
+    again, _ = automatic.with_plan(small, gpu_of("h200"))
+    assert again == small  # what was chosen is what a resume is told
+    limited = config.model_copy(update={"cluster": config.cluster.model_copy(update={"gpu_memory_limit": 23.5})})
+    assert automatic.with_plan(limited, gpu_of("h200"))[0].train == small.train
+
+
+def test_what_a_config_says_stays_and_a_plan_that_does_not_fit_says_so(folder: Path) -> None:
+    config = config_of(folder, gradient_checkpointing=False, fsdp_cpu_offload=False, max_tokens_per_gpu=8192)
+    assert automatic.with_plan(config, gpu_of("4090")) == (config, "")
+    config = config_of(folder, fsdp_cpu_offload=False)
+    same, line = automatic.with_plan(config, gpu_of("4090"))
+    assert same.train.fsdp_cpu_offload is False
+    assert "GiB are missing all the same" in line
+    nowhere, line = automatic.with_plan(config_of(folder / "absent"), gpu_of("4090"))
+    assert (nowhere.train.gradient_checkpointing, line) == (False, "")
+
+
+def test_auto_is_written_and_read() -> None:
+    config = Config.model_validate({"train": {"gradient_checkpointing": "auto"}})
+    assert config == Config()
+    text = to_toml(config)
+    assert 'gradient_checkpointing = "auto"' in text
+    assert Config.model_validate(automatic.without_plan(config).model_dump()).train.gradient_checkpointing is False
+    written, _ = policy_step(64, 1, "train.gradient_checkpointing=auto", "--fsdp-cpu-offload")
+    assert (written.train.gradient_checkpointing, written.train.fsdp_cpu_offload) == (None, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA GeForce RTX 4090", "4090"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA L40S", "l40s"),
+    ],
+)
+def test_a_gpu_is_known_by_its_drivers_name(name: str, known: str) -> None:
+    gpu = automatic.gpu_named(name, 40 * GIB)
+    assert (gpu.name, gpu.memory) == (known, 40 * GIB)
+    assert automatic.gpu_named("a GPU of tomorrow", 30 * GIB).memory == 30 * GIB
