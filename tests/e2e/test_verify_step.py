@@ -65,6 +65,7 @@ def answers(work):
             id="gspo_on_two_ranks",
             marks=pytest.mark.nightly,
         ),
+        pytest.param(("--lora-rank", "4", "--kl-loss-coef", "0.1"), id="adapters"),
     ],
 )
 def test_a_step_of_a_run_agrees_with_the_slow_way(slime, work, more):
@@ -75,7 +76,8 @@ def test_a_step_of_a_run_agrees_with_the_slow_way(slime, work, more):
     assert found["gradient_error"] < 1e-4
     assert found["loss_error"] < 1e-4
     assert found["gradient_error"] == max(found["parameters"].values())
-    assert "model.layers.0.mlp.up_proj.weight" in found["parameters"]
+    learning = "lora_B.default" if "--lora-rank" in more else "weight"
+    assert f"model.layers.0.mlp.up_proj.{learning}" in found["parameters"]
     assert "verify/ok" not in first
     assert (second["verify/ok"], second["verify/gradient_error"]) == (1, found["gradient_error"])
     assert "step 2 agrees with the plain recomputation in float64" in done.stderr
