@@ -69,6 +69,24 @@ def fingerprint(worker: MegatronWorker) -> str:
     return digest({name: (list(shapes[name]), pair) for name, pair in zip(names, total.tolist(), strict=True)})
 
 
+@torch.no_grad()
+def base_sums(tensors: Tensors) -> dict[str, list[int]]:
+    """Both sums of each tensor of a model in float32, by its name in transformers' model; a collective."""
+    base = tensors.of_model()
+    names = sorted({spot.name for entry in base.entries for spot in spots(entry, base)})
+    number = {name: n for n, name in enumerate(names)}
+    total = torch.zeros(len(names), 2, dtype=torch.int64, device=next(iter(base.by_name.values())).tensor.device)
+    for local in base.by_name.values():
+        piece, values = piece_of(local), local.tensor.detach().reshape(-1)
+        begin, end = share(0, values.numel(), piece.width, *local.replicas)
+        if begin < end:
+            places = [number[spot.name] for spot in spots(local.entry, base)]
+            sums = _sums(values[begin:end], begin, begin, end, piece, base, local.entry)
+            total.index_add_(0, torch.tensor(places, device=total.device), sums.to(total.device))
+    dist.all_reduce(total)
+    return dict(zip(names, total.tolist(), strict=True))
+
+
 def _owned(one: Learned) -> Iterator[tuple[Master, LocalTensor, int, int]]:
     """Elements of shards that this rank sums: each of the model's is some rank's, once."""
     by_id = {id(shard.tensor): shard for shard in one.tensors.by_name.values()}

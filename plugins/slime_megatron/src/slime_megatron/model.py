@@ -300,12 +300,14 @@ class Model:
         return self.tensors if self.adapter is None else self.adapter.tensors
 
     def sources(self, *, rounded: bool = False) -> list[TensorSource]:
-        """Tensors of the whole model in the names of its folder, an adapter merged into them; a collective, once.
+        """Tensors of the whole model in the names of its folder, an adapter in use merged into them; a collective.
 
         Args:
             rounded: what an adapter changes has the dtype of the base; else it is float32
         """
-        return self.tensors.sources() if self.adapter is None else self.adapter.merged_sources(rounded=rounded)
+        if self.adapter is None or not self.adapter.switch.on:
+            return self.tensors.sources()
+        return self.adapter.merged_sources(rounded=rounded)
 
     def learn(self, wrapped: Sequence[Any]) -> None:
         """Passes go through megatron-core's gradient buffers from now on, a module a chunk."""

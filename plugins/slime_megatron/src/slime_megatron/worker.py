@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -15,17 +15,19 @@ from megatron.core import parallel_state
 
 from slime_convert.bridges import find_bridge
 from slime_core.context import Context
+from slime_core.lora.folder import to_peft
 from slime_core.seeds import seed_of
 from slime_core.trainers.data_parallel import DataParallelRank, RankBatch
 from slime_core.trainers.optimizer_step import LossSums
 from slime_core.trainers.routing import RoutingReplay
 from slime_core.trainers.verify import Slow
 from slime_core.trainers.worker import Tensors, Worker
+from slime_core.types import AdapterUpdate
 from slime_core.weights.flops import Flops
 from slime_megatron import exporting, restoring, saving, verify
 from slime_megatron.balance import watch
 from slime_megatron.critic import MegatronCritic
-from slime_megatron.fingerprint import fingerprint
+from slime_megatron.fingerprint import base_sums, fingerprint
 from slime_megatron.frozen import MegatronFrozen
 from slime_megatron.learner import MegatronLearner
 from slime_megatron.model import Model, build_model
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from slime_core.config.schema import Config
+    from slime_core.lora.folder import Factors
     from slime_core.protocols import Role
     from slime_core.trainers.optimizer_step import Schedule
     from slime_core.types import Columns, MicroBatch
@@ -208,6 +211,25 @@ class MegatronWorker(Worker):
     def sources(self) -> list[TensorSource]:
         self.settle()
         return self.policy.sources()
+
+    def base_sums(self) -> dict[str, list[int]]:
+        return base_sums(self.policy.tensors) if self.policy.adapter is not None else {}
+
+    def whole_adapters(self) -> dict[str, tuple[Mapping[str, Any], Mapping[str, Factors]]]:
+        if (adapter := self.policy.adapter) is None:
+            return {}
+        self.settle()
+        return {adapter.name: (adapter.spec.to_peft(self.config.rollout.hf_checkpoint), adapter.factors())}
+
+    def adapter_updates(self) -> dict[str, AdapterUpdate]:
+        if self.train.lora_sync == "merged":
+            return {}
+        whole = self.whole_adapters().items()
+        return {name: AdapterUpdate(config=config, tensors=to_peft(factors)) for name, (config, factors) in whole}
+
+    def unmerged(self) -> AbstractContextManager[None]:
+        adapter = self.policy.adapter
+        return adapter.switch.base() if adapter is not None else nullcontext()
 
     def reserve(self) -> None:
         saving.reserve(self)

@@ -1,0 +1,178 @@
+"""An adapter over a frozen base: saved alone, resumed at any layout, the same steps as with FSDP, sent and exported."""
+
+import pytest
+import torch
+from megatron_ranks import TENSOR, Ranks, answer, config_of, copies, equal, mixture, run_ranks
+from safetensors.torch import load_file
+from splits import with_roles
+from trainer_bench import batch_of
+
+from slime_core.testing import tiny_model
+from slime_core.weights.folder import ModelFolder
+
+pytestmark = pytest.mark.integration
+
+LORA = {"lora_rank": 4, "lora_alpha": 8.0, "lr": 1e-2}
+EP = {"expert_model_parallel_size": 2}
+SPLIT = {"tp": ("dense", TENSOR), "ep": ("moe", TENSOR | EP | {"expert_tensor_parallel_size": 1})}
+KINDS = {"dropout": {"lora_dropout": 0.3}, "dora": {"lora_use_dora": True}}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A dense model whose output matrix is tied, and a mixture of experts."""
+    folder = tmp_path_factory.mktemp("root")
+    tiny_model(folder / "dense", tied=True)
+    mixture(folder / "moe")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pair(root, zygote, tmp_path_factory):
+    """What both ranks found."""
+    return run_ranks(zygote, tmp_path_factory.mktemp("said"), two_ranks, 2, root)
+
+
+@pytest.fixture(scope="module")
+def alone(pair, root, zygote, tmp_path_factory):
+    """What one rank found, after both."""
+    return run_ranks(zygote, tmp_path_factory.mktemp("said"), one_rank, 1, root)[0]
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_a_checkpoint_holds_the_adapter_alone_and_the_run_goes_on_from_it_bit_by_bit(pair, name):
+    for found in pair:
+        one = found[name]
+        assert one["restored"] == one["first"] != one["begin"]
+        assert one["second again"] == one["second"] != one["first"]
+        assert one["base"]
+    weights = [key for key in pair[0][name]["keys"] if not key.startswith("optimizer.")]
+    assert weights
+    assert all(key.startswith("adapters.default.model.layers.") for key in weights)
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_one_rank_reads_what_two_saved_and_fsdp_begins_and_steps_alike(pair, alone, root, name):
+    one, other = pair[0][name], alone[name]
+    assert other["restored"] == one["first"]
+    assert other["begin"] == one["begin"] == of_fsdp(root / SPLIT[name][0], {})[0]
+    assert other["base sums"] == one["base sums"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout_and_dora_step_as_with_fsdp(pair, root, kind):
+    _, losses, norms = of_fsdp(root / "dense", KINDS[kind])
+    for found in pair:
+        assert found[kind]["losses"] == pytest.approx(losses, rel=1e-5)
+        assert found[kind]["norms"] == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_engines_and_the_export_get_the_base_with_the_adapter_in_it(pair, name):
+    found = pair[0][f"merged {name}"]
+    assert found["wrong"] == []
+    assert found["changed"] == found["adapted"] > 10
+    assert found["exported"]
+    assert found["plain"]
+
+
+def of_fsdp(folder, kind):
+    """The other backend's checksum at the start, and losses and norms of two steps."""
+    from slime_core.plugins import load_plugins
+    from slime_core.trainers.fsdp.worker import FsdpWorker
+
+    config = config_of(folder, **LORA | kind)
+    worker = FsdpWorker(config, load_plugins(config), ModelFolder.open(folder), 0, 1, "cpu", None)
+    worker.begin(config)
+    begin = worker.fingerprint()
+    return begin, *stepped(worker)
+
+
+def stepped(worker):
+    """Losses and norms of two steps."""
+    batch = with_roles(batch_of(groups=2, rollouts=3))
+    metrics = [worker.step(batch) for _ in range(2)]
+    return [one["loss"] for one in metrics], [one["grad_norm"] for one in metrics]
+
+
+def base(worker):
+    """This rank's shards of the base."""
+    return copies(local.tensor for local in worker.policy.tensors.by_name.values())
+
+
+def two_ranks(rank, root):
+    """Both layouts saved and resumed; steps with dropout and with DoRA."""
+    found = {}
+    for name, (model, flags) in SPLIT.items():
+        ranks = Ranks(root, model, flags, rank, 2, **LORA)
+        worker = ranks.worker
+        one, before, sums = {"begin": worker.fingerprint()}, base(worker), worker.base_sums()
+        one["first"] = ranks.step()
+        ranks.save(root / f"saved-{name}")
+        one["second"] = ranks.step()
+        again = Ranks(root, model, flags, rank, 2, **LORA)
+        one |= {"restored": again.restore(root / f"saved-{name}"), "second again": again.step(), "base sums": sums}
+        one["base"] = equal(before, base(worker)) and worker.base_sums() == sums
+        if rank == 0:
+            one["keys"] = keys_of(root / f"saved-{name}")
+        found[name] = one
+        found |= gathered(again.worker, root / model, root / f"final-{name}", name)
+    for kind, train in KINDS.items():
+        losses, norms = stepped(Ranks(root, "dense", TENSOR, rank, 2, **LORA | train).worker)
+        found[kind] = {"losses": losses, "norms": norms}
+    return found
+
+
+def one_rank(rank, root):
+    """What two saved, read by one."""
+    found = {}
+    for name, (model, _) in SPLIT.items():
+        ranks = Ranks(root, model, {}, rank, 1, **LORA)
+        found[name] = {"begin": ranks.worker.fingerprint(), "base sums": ranks.worker.base_sums()}
+        found[name]["restored"] = ranks.restore(root / f"saved-{name}")
+    return found
+
+
+def gathered(worker, folder, final, name):
+    """What engines get and what is exported, beside the folder's weights with whole factors in them."""
+    whole, factors, before = worker.whole(), worker.policy.adapter.factors(), ModelFolder.open(folder).tensors()
+    worker.write_folder(final)
+    with worker.unmerged():
+        plain = worker.whole()
+    if worker.rank:
+        return {}
+    deltas = {}
+    for weight, one in factors.items():
+        delta = worker.policy.adapter.spec.scaling * one.b.double() @ one.a.double()
+        if delta.ndim == 2:
+            deltas[weight] = delta
+            continue
+        module, _, leaf = weight.rpartition(".")
+        leaves = ("down",) if leaf == "down_proj" else ("gate", "up")
+        for number, of_expert in enumerate(delta):
+            for which, rows in zip(leaves, of_expert.chunk(len(leaves)), strict=True):
+                deltas[f"{module}.{number}.{which}_proj.weight"] = rows
+    expected = {key: before[key] + deltas.get(key, 0) for key in whole}
+    exported = load_file(final / "model.safetensors")
+    return {
+        f"merged {name}": {
+            "wrong": [
+                key for key, one in whole.items() if not torch.allclose(one.double(), expected[key].double(), 0, 1e-6)
+            ],
+            "changed": sum(not torch.equal(one, before[key]) for key, one in whole.items()),
+            "adapted": len(deltas),
+            "exported": all(torch.equal(whole[key], one) for key, one in exported.items()),
+            "plain": all(torch.equal(one, before[key]) for key, one in plain.items()),
+        }
+    }
+
+
+def keys_of(path):
+    """Names of all tensors of a checkpoint."""
+    from slime_megatron.convert.dist import DistFolder
+
+    return list(DistFolder.open(path, trusted=True).tensors)
+
+
+if __name__ == "__main__":
+    answer(two_ranks, one_rank)
