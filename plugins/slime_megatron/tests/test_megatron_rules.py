@@ -50,6 +50,38 @@ pytestmark = pytest.mark.unit
             "command line: --context-parallel-size, command line: megatron.context_parallel_size",
             id="two-numbers-of-ranks-that-share-a-sequence",
         ),
+        pytest.param(
+            ["--lora-rank", "8", "--base-weights", "nf4"],
+            "train_backend = megatron with base_weights = nf4",
+            "leave base_weights out",
+            "command line: --train-backend, command line: --base-weights",
+            id="a-base-in-4-bits",
+        ),
+        pytest.param(
+            ["--lora-rank", "8", "--enable-mtp-training"],
+            "megatron.enable_mtp_training with lora_rank",
+            "leave enable_mtp_training out",
+            "command line: --enable-mtp-training, command line: --lora-rank",
+            id="a-layer-ahead-of-a-frozen-base",
+        ),
+        pytest.param(
+            [
+                "--lora-rank",
+                "8",
+                "--lora-dropout",
+                "0.1",
+                "--lora-target-modules",
+                "q_proj",
+                "--recompute-granularity",
+                "selective",
+                "--recompute-modules",
+                "mlp",
+            ],
+            "lora_dropout with mlp in megatron.recompute_modules",
+            "--recompute-granularity full",
+            "command line: --lora-dropout, command line: --recompute-modules",
+            id="dropout-in-what-is-computed-again-apart",
+        ),
     ],
 )
 def test_keys_that_cannot_hold_where_megatron_trains(recipe, refused, words, what, fix, where):

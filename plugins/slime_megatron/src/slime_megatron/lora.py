@@ -58,7 +58,7 @@ class StageAdapter:
     """The adapter of a stage's layers.
 
     Example:
-        adapter = StageAdapter.attach(stage, tensors, folder, spec, seed=0)
+        adapter = StageAdapter.attach(stage, tensors, folder, spec, name="default", seed=0)
         with adapter.switch.base():
             ...  # passes of the reference
         factors = adapter.factors()
@@ -81,7 +81,7 @@ class StageAdapter:
 
     @classmethod
     def attach(
-        cls, stage: ModelStage, base: Tensors, folder: ModelFolder, spec: LoraSpec, *, seed: int
+        cls, stage: ModelStage, base: Tensors, folder: ModelFolder, spec: LoraSpec, *, name: str, seed: int
     ) -> StageAdapter:
         """Freeze a stage and give its target layers an adapter, which changes nothing yet; a collective.
 
@@ -89,7 +89,7 @@ class StageAdapter:
             ConfigError: CFG04 targets that are no layers of megatron-core's that can have adapters.
         """
         model = skeleton(folder.config, trust_remote_code=folder.trust_remote_code)
-        adapter = cls(spec, base, attach(model, spec, seed=seed, outside=tower(model)))
+        adapter = cls(spec, base, attach(model, spec, seed=seed, names=[name], outside=tower(model)))
         stage.requires_grad_(False)
         for chunk in stage.chunks:
             for prefix, module in list(chunk.named_modules()):

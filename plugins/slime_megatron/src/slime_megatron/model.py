@@ -352,7 +352,9 @@ def build_model(
     model.passes.ahead = settings.ahead
     model.fill(stored(folder, seed))
     if settings.lora is not None:
-        model.adapter = StageAdapter.attach(stage, model.tensors, folder, settings.lora, seed=seed)
+        model.adapter = StageAdapter.attach(
+            stage, model.tensors, folder, settings.lora, name=settings.adapter, seed=seed
+        )
     return model
 
 

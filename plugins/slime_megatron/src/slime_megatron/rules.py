@@ -5,8 +5,8 @@ Names and values of [megatron] itself are judged where its table lives, `slime_m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from slime_core.config.problems import Problem, conflict
 
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 RECOMPUTE = ("recompute_granularity", "recompute_activations", "moe_layer_recompute")
 """Names of [megatron] that say what the backward pass makes again."""
+
+DROPPING = ("mlp", "moe", "shared_experts", "mla_up_proj")
+"""Modules that are computed again apart from their layer, which alone knows the rows whose inputs are dropped."""
 
 OFFLOADS = {"fsdp_cpu_offload": "optimizer-cpu-offload", "activation_offload": "cpu-offloading"}
 """Keys of [train] that only FSDP reads, and flags of Megatron that do the like."""
@@ -55,6 +58,8 @@ def conflicts(config: Config) -> Iterator[Problem]:
             why="both say how many ranks share a sequence",
             fix="remove one of them",
         )
+    if config.train.lora_rank:
+        yield from _of_adapters(config, table)
     both = [name for name in RECOMPUTE if name in table]
     if config.train.gradient_checkpointing and both:
         yield conflict(
@@ -62,4 +67,40 @@ def conflicts(config: Config) -> Iterator[Problem]:
             ["train.gradient_checkpointing", f"megatron.{both[0]}"],
             why="with Megatron gradient_checkpointing means recompute_granularity = full, one layer at a time",
             fix="leave gradient_checkpointing out",
+        )
+
+
+def _of_adapters(config: Config, table: Mapping[str, Any]) -> Iterator[Problem]:
+    """What adapters of Megatron's layers cannot have."""
+    train, lora = config.train, "train.lora_rank"
+    if len(train.lora_adapters) > 1:
+        yield conflict(
+            f"train_backend = megatron with {len(train.lora_adapters)} names in lora_adapters",
+            ["train.train_backend", "train.lora_adapters"],
+            why="a Megatron trainer has one adapter",
+            fix="--train-backend fsdp   or a run an adapter",
+        )
+    if train.base_weights != "auto":
+        yield conflict(
+            f"train_backend = megatron with base_weights = {train.base_weights}",
+            ["train.train_backend", "train.base_weights"],
+            why="Megatron's layers have a base in the dtype of compute",
+            fix="--train-backend fsdp   or leave base_weights out",
+        )
+    reasons = {
+        "enable_mtp_training": "the layer that predicts further ahead is of the base, which does not change",
+        "moe_shared_expert_overlap": "adapters of shared experts sum over ranks within their layers",
+    }
+    for name, reason in reasons.items():
+        if table.get(name):
+            fix = f"leave {name} out, or set lora_rank = 0"
+            yield conflict(f"megatron.{name} with lora_rank", [f"megatron.{name}", lora], why=reason, fix=fix)
+    value = table.get("recompute_modules") or ()
+    modules = [name for name in ([value] if isinstance(value, str) else value) if name in DROPPING]
+    if train.lora_dropout and modules:
+        yield conflict(
+            f"lora_dropout with {modules[0]} in megatron.recompute_modules",
+            ["train.lora_dropout", "megatron.recompute_modules"],
+            why="what is dropped depends on rows that only a whole layer knows when it is computed again",
+            fix="--recompute-granularity full   or leave lora_dropout out",
         )

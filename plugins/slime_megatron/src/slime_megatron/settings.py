@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime_core.config.problems import Problem, dotted, raise_all
 from slime_core.errors import ConfigError, install_line
-from slime_core.lora.spec import LoraSpec
+from slime_core.lora.spec import DEFAULT, LoraSpec
 from slime_core.weights.prediction_layers import layers
 from slime_megatron import layout as layouts
 from slime_megatron.agreement import disagreements
@@ -82,6 +82,7 @@ class MegatronSettings:
     ahead: float = 0.0  # weight of the loss of the layer that predicts further ahead; 0 does without the layer
     compile: Choice = "auto"  # train.compile
     lora: LoraSpec | None = None  # of the policy's adapter; None trains the whole model
+    adapter: str = DEFAULT  # its name
     notices: tuple[str, ...] = ()
 
     @property
@@ -161,6 +162,7 @@ def settings(
         ahead=_ahead(options.ahead, bridge, hf_config, len(layout.chunks(sizes.layers)[-1]), origins),
         compile=train.compile,
         lora=LoraSpec.of(train),
+        adapter=(*train.lora_adapters, DEFAULT)[0],
         notices=(*options.notices, *notices, *unused(options)),
     )
 
