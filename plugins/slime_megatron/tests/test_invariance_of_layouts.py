@@ -31,7 +31,13 @@ LAYOUTS = {  # model, flags
         GROUPED | TENSOR | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
     ),
 }
-RARE = ("data", "experts", "experts, grouped", "halves of experts, grouped")
+ADAPTERS = {  # of layouts, whose errors are those of an adapter's gradient
+    "data, adapter": ("dense", {}),
+    "context, adapter": ("dense", {"context_parallel_size": 2}),
+    "halves of experts, grouped, adapter": ("experts", GROUPED | {"expert_tensor_parallel_size": 2}),
+}
+LAYOUTS |= ADAPTERS
+RARE = ("data, adapter", "data", "experts", "experts, grouped", "halves of experts, grouped")
 """Layouts whose parts other layouts prove one by one."""
 
 
@@ -51,9 +57,11 @@ def models(tmp_path_factory):
 def test_every_cut_on_two_ranks_or_four_agrees_with_the_slow_way(models, zygote, tmp_path, layout):
     model, flags = LAYOUTS[layout]
     world = 4 if model == "deep" else 2
-    found, *_ = run_ranks(zygote, tmp_path, verified, world, tmp_path, world, str(models / model), flags, CASES[model])
-    assert len(found) == len(CASES[model]) * len(SIZES)
-    for case in CASES[model]:
+    train = {"lora_rank": 4, "lr": 1e-2} if layout in ADAPTERS else {}
+    cases = ("clip",) if train else CASES[model]
+    found, *_ = run_ranks(zygote, tmp_path, verified, world, tmp_path, world, str(models / model), flags, cases, train)
+    assert len(found) == len(cases) * len(SIZES)
+    for case in cases:
         counts = [found[f"{case}-{size}"]["micro_batches"] for size in SIZES]
         assert counts[0] > counts[2] >= 1, counts
         for size in SIZES:
@@ -62,13 +70,15 @@ def test_every_cut_on_two_ranks_or_four_agrees_with_the_slow_way(models, zygote,
             assert max(one["gradient_error"], one["loss_error"]) < 1e-5, (case, size, one)
 
 
-def verified(rank, root, world, model, flags, cases):
-    """Errors against the slow way in float64, by setting and size of micro-batches."""
-    worker, found = make_worker(config_of(model, flags), rank, world, root / "meeting"), {}
+def verified(rank, root, world, model, flags, cases, train):
+    """Errors against the slow way in float64, by setting and size of micro-batches; of an adapter after a step."""
+    worker, found = make_worker(config_of(model, flags, **train), rank, world, root / "meeting"), {}
     for case in cases:
         for size in SIZES:
-            worker.begin(config_of(model, flags, **{**SETTINGS[case], "max_tokens_per_gpu": size}))
+            worker.begin(config_of(model, flags, **{**train, **SETTINGS[case], "max_tokens_per_gpu": size}))
             batch = with_roles(batch_of(groups=2, rollouts=3))
+            if train:
+                worker.step(batch)
             errors = worker.verify(batch)
             found[f"{case}-{size}"] = {
                 "micro_batches": len(worker.packs(rank_batch_of(worker, batch))[0]),
