@@ -212,21 +212,29 @@ def _no_weights(path: Path) -> DataError:
     )
 
 
-@torch.no_grad()
-def load_adapters(adapters: Adapters, path: Path) -> None:
-    """Let a model's adapters start from a folder: that of an adapter, or one with a folder for each by its name.
+def factors_to_load(adapters: Adapters, name: str, path: Path) -> dict[str, Factors]:
+    """The factors that an adapter starts from: of the folder of one, or of one with a folder for each by its name.
+
+    Args:
+        adapters: what the folder must fit, which may be on the meta device
 
     Raises:
         ConfigError: CFG04 adapters of another rank, scaling or kind; CFG05 no such folder.
         DataError: as :func:`read_spec` and :func:`read_factors`.
     """
+    folder = path if (path / CONFIG).is_file() or not (path / name).is_dir() else path / name
+    spec = read_spec(folder)
+    _check_spec(spec, adapters.spec, folder)
+    targets = ", ".join(f'"{target}"' for target in (*spec.target_modules, *spec.target_parameters))
+    return read_factors(folder, factors_of(adapters, name), f"{OTHER_BASE};\nits targets are {targets}")
+
+
+@torch.no_grad()
+def load_adapters(adapters: Adapters, path: Path) -> None:
+    """Let a model's adapters start from a folder, see :func:`factors_to_load`."""
     for name in adapters.names:
-        folder = path if (path / CONFIG).is_file() or not (path / name).is_dir() else path / name
-        spec = read_spec(folder)
-        _check_spec(spec, adapters.spec, folder)
         factors = factors_of(adapters, name)
-        targets = ", ".join(f'"{target}"' for target in (*spec.target_modules, *spec.target_parameters))
-        for weight, one in read_factors(folder, factors, f"{OTHER_BASE};\nits targets are {targets}").items():
+        for weight, one in factors_to_load(adapters, name, path).items():
             for part in ("a", "b", "magnitude"):
                 if (tensor := getattr(one, part)) is not None:
                     getattr(factors[weight], part).copy_(tensor)

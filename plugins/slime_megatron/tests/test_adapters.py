@@ -1,5 +1,7 @@
 """An adapter over a frozen base: saved alone, resumed at any layout, the same steps as with FSDP, sent and exported."""
 
+import json
+
 import pytest
 import torch
 from megatron_ranks import TENSOR, Ranks, answer, config_of, copies, equal, mixture, run_ranks
@@ -7,6 +9,7 @@ from safetensors.torch import load_file
 from splits import with_roles
 from trainer_bench import batch_of
 
+from slime_core.errors import TrainerError
 from slime_core.testing import tiny_model
 from slime_core.weights.folder import ModelFolder
 
@@ -48,6 +51,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_the_run_goes_on_from_it_bit_by
         assert one["base"]
     weights = [key for key in pair[0][name]["keys"] if not key.startswith("optimizer.")]
     assert weights
+    assert pair[0][name]["stored sums"] == pair[0][name]["base sums"]
     assert all(key.startswith("adapters.default.model.layers.") for key in weights)
 
 
@@ -57,6 +61,13 @@ def test_one_rank_reads_what_two_saved_and_fsdp_begins_and_steps_alike(pair, alo
     assert other["restored"] == one["first"]
     assert other["begin"] == one["begin"] == of_fsdp(root / SPLIT[name][0], {})[0]
     assert other["base sums"] == one["base sums"]
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_a_run_starts_from_an_exported_adapter_and_saves_none_of_another_base(pair, name):
+    for found in pair:
+        assert found[name]["loaded"] == found[name]["second"]
+        assert found[name]["refused"] == "TRN116"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -115,8 +126,12 @@ def two_ranks(rank, root):
         one["base"] = equal(before, base(worker)) and worker.base_sums() == sums
         if rank == 0:
             one["keys"] = keys_of(root / f"saved-{name}")
+            one["stored sums"] = json.loads((root / f"saved-{name}" / "base.json").read_text())
         found[name] = one
+        loads = LORA | {"lora_load": str(root / f"final-{name}" / "adapter")}
         found |= gathered(again.worker, root / model, root / f"final-{name}", name)
+        one["loaded"] = Ranks(root, model, flags, rank, 2, **loads).worker.fingerprint()
+        one["refused"] = refusal(worker, root / "changed")
     for kind, train in KINDS.items():
         losses, norms = stepped(Ranks(root, "dense", TENSOR, rank, 2, **LORA | train).worker)
         found[kind] = {"losses": losses, "norms": norms}
@@ -133,10 +148,25 @@ def one_rank(rank, root):
     return found
 
 
+def refusal(worker, path):
+    """The code of the error of a checkpoint after the base has changed on this rank."""
+    tensor = next(iter(worker.policy.tensors.by_name.values())).tensor
+    worker.base.checked = False
+    with torch.no_grad():
+        tensor[0] += 1
+    try:
+        worker.save(path)
+    except TrainerError as error:
+        return error.code
+    finally:
+        with torch.no_grad():
+            tensor[0] -= 1
+
+
 def gathered(worker, folder, final, name):
     """What engines get and what is exported, beside the folder's weights with whole factors in them."""
     whole, factors, before = worker.whole(), worker.policy.adapter.factors(), ModelFolder.open(folder).tensors()
-    worker.write_folder(final)
+    worker.export(final)
     with worker.unmerged():
         plain = worker.whole()
     if worker.rank:

@@ -23,7 +23,7 @@ from torch import nn
 from slime_convert.bridge import Entry, join, part
 from slime_core.errors import ConfigError
 from slime_core.lora.effective import put_on
-from slime_core.lora.folder import Factors, factors_of
+from slime_core.lora.folder import Factors, factors_of, factors_to_load
 from slime_core.lora.layers import attach, initial_factor, merged
 from slime_core.media.features import tower
 from slime_core.seeds import seed_of
@@ -35,6 +35,8 @@ from slime_megatron.low_rank import CLASSES, KINDS, AdapterPart, AdapterSwitch, 
 from slime_megatron.tensors import LocalTensor, Tensors, canonical
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from slime_core.lora.layers import Adapters
     from slime_core.lora.spec import LoraSpec
     from slime_core.weights.folder import ModelFolder
@@ -194,6 +196,10 @@ class StageAdapter:
             return Factors(a, torch.zeros(one.b.shape), torch.zeros(one.b.shape[:1]))
 
         return draw
+
+    def load(self, path: Path) -> None:
+        """Start from an adapter folder, see `factors_to_load`."""
+        self.fill(factors_to_load(self.targets, self.name, path).__getitem__)
 
     def fill(self, factors: Callable[[str], Factors]) -> None:
         """Take factors by weight, this rank's shards of them."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -342,7 +343,7 @@ def build_model(
 
     Raises:
         TrainerError: TRN108 the bridge and the model disagree.
-        ConfigError: CFG04 targets of adapters that cannot have them.
+        ConfigError: CFG04 targets of adapters that cannot have them; as `factors_to_load` of ``train.lora_load``.
         DataError: the folder lacks a tensor, or is damaged.
     """
     ahead = settings.ahead > 0
@@ -355,6 +356,8 @@ def build_model(
         model.adapter = StageAdapter.attach(
             stage, model.tensors, folder, settings.lora, name=settings.adapter, seed=seed
         )
+        if settings.adapter_load:
+            model.adapter.load(Path(settings.adapter_load))
     return model
 
 

@@ -20,6 +20,7 @@ from slime_convert.bridge import Entry, whole_shape
 from slime_core.durable import storage_error
 from slime_core.errors import DataError, SlimeError, StorageError, TrainerError
 from slime_core.seeds import set_generators
+from slime_core.trainers import base_checksums
 from slime_megatron.convert.dist import METADATA, DistFolder
 from slime_megatron.convert.dist_keys import BESIDE, OPTIMIZER, DistPlace, places
 from slime_megatron.dist_files import read_box
@@ -33,6 +34,7 @@ from slime_megatron.saving import (
     generators_name,
     learned,
     piece_of,
+    stored_reference,
 )
 
 if TYPE_CHECKING:
@@ -58,7 +60,7 @@ def restore(worker: MegatronWorker, path: Path) -> None:
 
     Raises:
         StorageError: STO111, STO112 files missing or damaged, STO113 of another format.
-        TrainerError: TRN108 of another model, or without the critic that the stage has.
+        TrainerError: TRN108 of another model, or without the critic that the stage has; TRN116 another base.
     """
     worker.staging.wait()
     for one in learned(worker):
@@ -103,10 +105,12 @@ def _read(
         if counter(one) not in state:
             raise TrainerError("the checkpoint holds no critic", code="TRN108", where=str(path))
     _check_fit(path, folder, models)
+    if worker.base.sums:
+        base_checksums.compare(base_checksums.read(path), worker.base.sums, str(worker.folder.path))
     with _as_storage(path):
         states = [_read_model(one, folder, int(state[counter(one)])) for one in models]
         reference: Values | None = None
-        if state["reference"] and worker.frozen.reference:
+        if state["reference"] and stored_reference(worker) is not None:
             tensors = worker.policy.tensors.of_model().by_name
             reference = {n: _shard(worker.policy.tensors, one, folder, REFERENCE) for n, one in tensors.items()}
     return state, states, reference, _generators(worker, path)

@@ -1,6 +1,7 @@
 """A worker's state to a folder and back, at any layout: weights, masters, moments, reference, counters, generators.
 
     __R_0.distcp    rank R's boxes of whole tensors         .metadata common.pt metadata.json  what makes it torch_dist
+    base.json       checksums of the base, where an adapter learns
     trainer.json    counters, the layout, names of files    generators-R-of-W.json
 
 Weights have the keys that Megatron-LM gives them, so its users and `slime convert dist-to-hf` read the folder; states
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from slime_core import durable
 from slime_core.durable import storage_error
 from slime_core.seeds import generators
+from slime_core.trainers import base_checksums
 from slime_megatron import dist_files
 from slime_megatron.convert.dist import METADATA
 from slime_megatron.convert.dist_keys import BESIDE, extra_states, places
@@ -158,8 +160,13 @@ def _items(worker: MegatronWorker, *, moments: bool = False) -> Iterator[Item]:
         tensors = {name: shard.tensor for name, shard in one.tensors.by_name.items()}
         yield from _weights(one.tensors, tensors, one.prefix)
         yield from _states(one, moments)
-    if worker.frozen.reference:
-        yield from _weights(worker.policy.tensors.of_model(), worker.frozen.reference, REFERENCE)
+    if (reference := stored_reference(worker)) is not None:
+        yield from _weights(worker.policy.tensors.of_model(), reference, REFERENCE)
+
+
+def stored_reference(worker: MegatronWorker) -> dict[str, torch.Tensor] | None:
+    """The reference's weights, where they are not the base of an adapter or those of a folder in its place."""
+    return worker.frozen.reference if worker.policy.adapter is None else None
 
 
 def _weights(tensors: Tensors, values: dict[str, torch.Tensor], prefix: str) -> Iterator[Item]:
@@ -220,6 +227,8 @@ def _texts(worker: MegatronWorker, file: Archives) -> dict[str, Any]:
     texts: dict[str, Any] = {name: json.dumps(generators()).encode()}
     if worker.rank == 0:
         chunks: list[WrittenChunk] = [chunk for texts_of_rank in everyone for chunk in texts_of_rank]
+        if worker.base.sums:
+            texts[base_checksums.FILE] = base_checksums.text(worker.base.sums)
         states = _empty_states(worker.policy.tensors)
         texts[METADATA] = partial(dist_files.metadata, chunks, states, (file.name, len(file.first)))
         texts |= dist_files.common(worker.policy.tensors.layers_apart, worker.actor.steps)
@@ -253,7 +262,7 @@ def _state(worker: MegatronWorker) -> dict[str, Any]:
         "dtype": worker.train.dtype,
         "steps": worker.steps,
         "nonfinite_in_a_row": worker.guard.in_a_row,
-        "reference": bool(worker.frozen.reference),
+        "reference": stored_reference(worker) is not None,
     }
     return state | {counter(one): one.learner.steps for one in learned(worker)}
 

@@ -83,6 +83,7 @@ class MegatronSettings:
     compile: Choice = "auto"  # train.compile
     lora: LoraSpec | None = None  # of the policy's adapter; None trains the whole model
     adapter: str = DEFAULT  # its name
+    adapter_load: str = ""  # the folder that it starts from
     notices: tuple[str, ...] = ()
 
     @property
@@ -163,6 +164,7 @@ def settings(
         compile=train.compile,
         lora=LoraSpec.of(train),
         adapter=(*train.lora_adapters, DEFAULT)[0],
+        adapter_load=train.lora_load,
         notices=(*options.notices, *notices, *unused(options)),
     )
 

@@ -236,6 +236,7 @@ class MegatronWorker(Worker):
 
     def save(self, path: Path) -> None:
         self.begun_stage()
+        self.base.check(f"checkpoint after step {self.version + 1}")
         saving.save(self, path)
 
     def read(self, path: Path) -> None:
