@@ -3,8 +3,8 @@
     disk, nccl   ROUTE.folder/adapters/v-VERSION/NAME: adapter_config.json and adapter_model.safetensors, as peft's
     tensor       one buffer in the memory of the host, which every rank of every server on this machine maps
 
-Engines copy adapters to the host before they use them, so they are sent there and not to a GPU. Two buffers take
-turns: an engine may map the one before until it has loaded the next.
+Engines copy adapters to the host before they use them, so they are sent there and not to a GPU. Buffers take turns: an
+engine maps that of its version until it has loaded the next, and a version may be sent once more in between.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 PREFIX = "base_model.model."
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-TURNS = 2  # buffers of an adapter, and versions of folders
+TURNS = 3  # buffers of an adapter
+KEPT = 2  # versions of folders
 
 AdapterSources = Mapping[str, tuple[Mapping[str, Any], Sequence[TensorSource]]]
 """By name: what adapter_config.json holds, and the factors by peft's names without ``base_model.model.``."""
@@ -92,11 +93,11 @@ class AdapterSenders:
         adapters = folder.absolute() / "adapters"
         try:
             adapters.mkdir(parents=True, exist_ok=True)
-            self._folders = self._folders[1 - TURNS :]
+            self._folders = self._folders[1 - KEPT :]
             for path in adapters.iterdir():
                 if path not in self._folders:
                     shutil.rmtree(path)
-            names = (f"v-{version}" + (f".{count}" if count else "") for count in range(TURNS + 1))
+            names = (f"v-{version}" + (f".{count}" if count else "") for count in range(KEPT + 1))
             place = next(adapters / name for name in names if adapters / name not in self._folders)
             place.mkdir()
         except OSError as error:
