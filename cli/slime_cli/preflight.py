@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slime_cli.adapters import adapter_numbers
 from slime_core.config.stages import rollout_slots, stages
 from slime_core.errors import ConfigError, StorageError, TrainerError
 from slime_core.memory import available_memory
@@ -175,9 +176,10 @@ def needed_memory(config: Config) -> dict[str, int]:
         return {}
     frozen = sum(parameter_count(Path(path)) for path in (config.train.ref_load, config.train.teacher_load) if path)
     served = 2 if config.train.dtype == "bfloat16" else 4
+    adapters = adapter_numbers(config)
     return {
         "for processes": PROCESS * processes(config),
-        "for weights, gradients and optimizer": 16 * count,
+        "for weights, gradients and optimizer": 16 * adapters + served * count if adapters else 16 * count,
         "for the engine": served * count,
         **({"for frozen models": 4 * frozen} if frozen else {}),
     }

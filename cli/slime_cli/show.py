@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from slime_cli.adapters import adapters_line
 from slime_cli.starts import starts_of
 from slime_cli.tables import cell, heading, print_pairs, print_table
 
@@ -119,6 +120,7 @@ def explain(run_dir: RunDir) -> dict[str, Any]:
             "plugins": list(config.plugins),
             "hf_checkpoint": config.rollout.hf_checkpoint,
             "init_weights": config.rollout.init_weights,
+            "adapters": adapters_line(config),
             "dtype": config.train.dtype,
             "device": config.cluster.device,
             "cpu_threads": config.cluster.cpu_threads,
@@ -191,6 +193,7 @@ def print_facts(facts: dict[str, Any], everything: bool) -> None:
             "started": info.get("started", "-"),
             "plugins": ", ".join(info.get("plugins", {}).values() or config["plugins"]) or "none",
             "model": f"{config['hf_checkpoint'] or '-'} (weights: {config['init_weights']})",
+            **({"adapters": config["adapters"]} if config["adapters"] else {}),
             "machine": f"{config['device']}, {config['dtype']}, {config['cpu_threads']} threads",
             "seed": config["seed"],
             "steps": facts["version"],
