@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from slime_convert.adapter_to_hf import adapter_to_hf
 from slime_convert.folder_writing import How
+from slime_convert.fsdp_to_hf import fsdp_to_adapter, fsdp_to_hf
 from slime_core.clusters.ranks import RankTrainer
 from slime_core.config.sections.cluster import ClusterSection
 from slime_core.errors import ConfigError, DataError, TrainerError
@@ -103,6 +104,17 @@ def test_full_training_and_adapters_do_not_resume_each_other(bench, tmp_path):
         assert one.call("fingerprint") == before
 
 
+def test_an_adapter_that_a_checkpoint_does_not_have_is_not_converted(bench, tmp_path):
+    full, lora = bench(), after_a_step(bench)
+    full.call("save", tmp_path / "full")
+    lora.call("save", tmp_path / "lora")
+    for place, words in (("full", "of full training"), ("lora", "no adapter 'solver'")):
+        for convert in (fsdp_to_hf, fsdp_to_adapter):
+            with pytest.raises(ConfigError, match=words) as raised:
+                convert(tmp_path / place, tmp_path / "out", lora.folder.path, How(), "solver")
+            assert raised.value.code == "CFG05"
+
+
 def test_sums_of_a_base_do_not_depend_on_how_it_is_stored_or_cut(monkeypatch):
     weights = {name: torch.randn(9, 6).bfloat16() for name in "ab"}
     whole = base_checksums.sums_of({name: (tensor.float(), 0) for name, tensor in weights.items()}, 1)
@@ -172,6 +184,13 @@ def test_final_has_the_merged_model_and_the_adapter_that_peft_and_a_run_start_fr
     assert all(torch.equal(tensor, merged[name]) for name, tensor in exported.items())
     base = load_file(one.folder.path / "model.safetensors")
     assert any(not torch.equal(tensor, base[name].float()) for name, tensor in exported.items())
+    one.call("save", tmp_path / "state")
+    fsdp_to_hf(tmp_path / "state", tmp_path / "saved", one.folder.path, How(dtype="float32", verify=True))
+    fsdp_to_adapter(tmp_path / "state", tmp_path / "taken", one.folder.path, How(verify=True))
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert all(torch.equal(tensor, merged[name]) for name, tensor in saved.items())
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "taken" / name).read_bytes() == (adapter / name).read_bytes(), name
     ids = torch.arange(3, 40)[None]
     reference = AutoModelForCausalLM.from_pretrained(one.folder.path, dtype=torch.float32)
     with torch.no_grad():

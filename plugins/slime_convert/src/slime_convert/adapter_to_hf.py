@@ -18,8 +18,9 @@ from slime_convert.folder_writing import Done, How, to_hf
 from slime_convert.rows import StoredRows, TensorRows, cast, read_whole
 from slime_core.errors import ConfigError, DataError
 from slime_core.lora.folder import CONFIG, WEIGHTS, Factors, factors_of, read_factors, read_spec
-from slime_core.lora.layers import attach, merged
-from slime_core.lora.spec import DEFAULT
+from slime_core.lora.layers import Adapters, attach, merged
+from slime_core.lora.spec import DEFAULT, LoraSpec
+from slime_core.trainers.fsdp.adapters import outside_of
 from slime_core.weights.build import skeleton
 from slime_core.weights.folder import read_config, resolve
 from slime_core.weights.folder_layout import FolderLayout
@@ -75,21 +76,42 @@ def adapter_to_hf(adapter: Path, target: Path, base: Path | None, how: How) -> D
     """
     spec = read_spec(adapter, f"command line: {WORD}")
     folder = base if base is not None else _base_of(adapter)
-    model = skeleton(read_config(folder))
-    adapters = attach(model, spec, seed=0)
-    factors = read_factors(adapter, factors_of(adapters, DEFAULT))
-    turned = {name for name, (module, _) in adapters.weights().items() if getattr(module, "is_transposed", False)}
-    infos = Shards.open(folder).infos
+    model = AdaptedModel.of(folder, spec)
+    used = {adapter / CONFIG, adapter / WEIGHTS}
+    return merge("adapter-to-hf", model, read_factors(adapter, factors_of(model.adapters, DEFAULT)), used, target, how)
+
+
+@dataclass(slots=True, frozen=True)
+class AdaptedModel:
+    """A base model's folder, and the model with adapters on it, without memory."""
+
+    folder: Path
+    hf: Any
+    adapters: Adapters
+
+    @classmethod
+    def of(cls, folder: Path, spec: LoraSpec) -> AdaptedModel:
+        """Raises ConfigError: CFG04 the base has no target."""
+        hf = skeleton(read_config(folder))
+        return cls(folder, hf, attach(hf, spec, seed=0, outside=outside_of(hf)))
+
+
+def merge(
+    kind: str, model: AdaptedModel, factors: Mapping[str, Factors], used: set[Path], target: Path, how: How
+) -> Done:
+    """Write a base with these factors; ``used`` are the files that they come from."""
+    weights = model.adapters.weights()
+    infos = Shards.open(model.folder).infos
     tensors: dict[str, TensorRows] = {name: StoredRows(info) for name, info in infos.items()}
-    layout = FolderLayout(model)
+    layout = FolderLayout(model.hf)
     for weight, one in factors.items():
-        for name, part in _parts(layout, weight, model.get_parameter(weight).shape, one, tensors, folder):
-            stored = tensors[name]
-            dtype = how.torch_dtype or stored.dtype
-            tensors[name] = MergedRows(stored, part, spec.scaling, dtype, transposed=weight in turned)
-    used = {info.file for info in infos.values()} | {adapter / CONFIG, adapter / WEIGHTS}
+        module, key = weights[weight]
+        turned, shape = bool(getattr(module, "is_transposed", False)), module.get_parameter(key).shape
+        for name, part in _parts(layout, weight, shape, one, tensors, model.folder):
+            dtype = how.torch_dtype or tensors[name].dtype
+            tensors[name] = MergedRows(tensors[name], part, model.adapters.spec.scaling, dtype, transposed=turned)
     rows = [cast(one, how.torch_dtype) for one in tensors.values()]
-    return to_hf("adapter-to-hf", rows, target, folder, used, how)
+    return to_hf(kind, rows, target, model.folder, used | {info.file for info in infos.values()}, how)
 
 
 def _parts(

@@ -1,4 +1,4 @@
-"""`slime convert`: the FSDP trainer's checkpoints and GGUF files to model folders, and the words of other trainers."""
+"""`slime convert`: the FSDP trainer's checkpoints, adapters and GGUF files, and the words of other trainers."""
 
 from __future__ import annotations
 
@@ -131,20 +131,40 @@ def command() -> None:
     """
 
 
+def checkpoint_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+    """CHECKPOINT, DST, and what a checkpoint of the FSDP trainer may not say."""
+    origin = (
+        "Folder that config, tokenizer and the base of adapters come from; default: the run's rollout.hf_checkpoint."
+    )
+    function = click.option("--adapter", default="", help="Which of several adapters; default: the first.")(function)
+    function = click.option("--origin-hf-dir", "origin", help=origin)(function)
+    function = click.argument("target", metavar="DST", type=FOLDER)(function)
+    return click.argument("checkpoint", metavar="CHECKPOINT", type=FOLDER)(function)
+
+
 @command.command("fsdp-to-hf", epilog="Example: slime convert fsdp-to-hf runs/demo-0 ./model")
-@click.argument("checkpoint", metavar="CHECKPOINT", type=click.Path(path_type=Path))
-@click.argument("target", metavar="DST", type=click.Path(path_type=Path))
-@click.option(
-    "--origin-hf-dir",
-    "origin",
-    help="Folder that config and tokenizer come from; default: the run's rollout.hf_checkpoint.",
-)
-def fsdp_to_hf_command(checkpoint: Path, target: Path, origin: str | None) -> Callable[[How], Done]:
-    """A checkpoint of the FSDP trainer (checkpoints/step-N, or a run directory) to a Hugging Face folder DST."""
+@checkpoint_arguments
+def fsdp_to_hf_command(checkpoint: Path, target: Path, origin: str | None, adapter: str) -> Callable[[How], Done]:
+    """A checkpoint of the FSDP trainer (checkpoints/step-N, or a run directory) to a Hugging Face folder DST.
+
+    Of adapters: their base with one of them merged.
+    """
     from slime_convert.fsdp_to_hf import fsdp_to_hf
     from slime_core.weights.folder import resolve
 
-    return lambda how: fsdp_to_hf(checkpoint, target, resolve(origin, "--origin-hf-dir") if origin else None, how)
+    folder = resolve(origin, "--origin-hf-dir") if origin else None
+    return lambda how: fsdp_to_hf(checkpoint, target, folder, how, adapter)
+
+
+@command.command("fsdp-to-adapter", epilog="Example: slime convert fsdp-to-adapter runs/demo-0 ./adapter")
+@checkpoint_arguments
+def fsdp_to_adapter_command(checkpoint: Path, target: Path, origin: str | None, adapter: str) -> Callable[[How], Done]:
+    """One adapter of a checkpoint of the FSDP trainer to an adapter folder DST in peft's format."""
+    from slime_convert.fsdp_to_hf import fsdp_to_adapter
+    from slime_core.weights.folder import resolve
+
+    folder = resolve(origin, "--origin-hf-dir") if origin else None
+    return lambda how: fsdp_to_adapter(checkpoint, target, folder, how, adapter)
 
 
 @command.command("adapter-to-hf", epilog="Example: slime convert adapter-to-hf runs/demo-0/final/adapter ./model")

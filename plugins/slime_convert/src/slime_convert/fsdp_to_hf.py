@@ -15,6 +15,7 @@ import torch
 
 from slime_convert.folder_writing import Done, How, to_hf
 from slime_convert.rows import Moved, StoredRows, TensorRows, cast, moves_of
+from slime_convert.saved_adapters import adapter_folder, has_adapters, merged_checkpoint
 from slime_convert.source import ANOTHER, manifest_of, origin_of, step_of
 from slime_core import durable
 from slime_core.errors import ConfigError, StorageError
@@ -65,19 +66,22 @@ class SavedRows:
             done += now
 
 
-def fsdp_to_hf(checkpoint: Path, target: Path, origin: Path | None, how: How) -> Done:
-    """Write a model folder of a checkpoint's parameters.
+def fsdp_to_hf(checkpoint: Path, target: Path, origin: Path | None, how: How, adapter: str = "") -> Done:
+    """Write a model folder of a checkpoint's parameters, or of the base of its adapters with one of them.
 
     Args:
         checkpoint: `step-N`, its `trainer`, a run directory or its `checkpoints` (the newest is taken)
-        origin: the folder of config and tokenizer; None takes the one that the run names
+        origin: the folder of config and tokenizer, and of adapters' base; None takes the one that the run names
+        adapter: which of several; the first one where empty
 
     Raises:
         StorageError: STO111, STO112 files of the checkpoint are missing or damaged.
         DataError: TOK46 parameters that are not those of the origin's model. ConfigError: CFG05, no origin.
     """
-    step = _step(checkpoint)
-    trainer = step / "trainer" if (step / "trainer").is_dir() else step
+    step, trainer = _places(checkpoint)
+    if has_adapters(trainer) or adapter:
+        _check_marks(step, set(trainer.glob("adapter.*")), manifest_of(step), full=how.verify)
+        return merged_checkpoint(trainer, target, origin or origin_of(step), adapter, how)
     try:
         saved = files.tensors_of(trainer, files.PARAMETERS)
         if any(trainer.glob(f"{files.BIASES}*.safetensors")):
@@ -99,11 +103,23 @@ def fsdp_to_hf(checkpoint: Path, target: Path, origin: Path | None, how: How) ->
     return to_hf("fsdp-to-hf", tensors, target, folder, used, how)
 
 
-def _step(path: Path) -> Path:
-    """The folder of one checkpoint."""
+def fsdp_to_adapter(checkpoint: Path, target: Path, origin: Path | None, how: How, adapter: str = "") -> Done:
+    """Write one of the adapters of a checkpoint as an adapter folder; arguments as of :func:`fsdp_to_hf`.
+
+    Raises:
+        ConfigError: CFG05 no such adapter, or full training. StorageError: as :func:`fsdp_to_hf`.
+    """
+    step, trainer = _places(checkpoint)
+    _check_marks(step, set(trainer.glob("adapter.*")), manifest_of(step), full=how.verify)
+    return adapter_folder(trainer, target, origin or origin_of(step), adapter, how)
+
+
+def _places(path: Path) -> tuple[Path, Path]:
+    """The folder of one checkpoint, and of the trainer's files in it."""
     if not path.is_dir():
         raise ConfigError(f"there is no checkpoint {path}", code="CFG05", where=str(path.absolute()), fix=NAME_ONE)
-    return step_of(path)
+    step = step_of(path)
+    return step, step / "trainer" if (step / "trainer").is_dir() else step
 
 
 def _check_marks(step: Path, used: set[Path], manifest: Mapping[str, Any], *, full: bool) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import tempfile
 from contextlib import redirect_stderr
-from dataclasses import dataclass
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 
 from slime_convert.folder_writing import Done, How, to_hf
-from slime_convert.rows import TensorRows
+from slime_convert.rows import MemoryRows, TensorRows
 from slime_core.errors import ConfigError, DataError
 from slime_core.weights.folder_layout import FolderLayout
 
@@ -28,29 +27,6 @@ SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """Special tokens as transformers calls them, and what a GGUF file calls their ids."""
 UNSAID = ("quantization_config", "_name_or_path", "_model_name_or_path")
 """Keys of a config that speak of the file that was read."""
-
-
-@dataclass(slots=True, frozen=True)
-class MemoryRows:
-    """The rows of a tensor in memory."""
-
-    name: str
-    tensor: torch.Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """As in `TensorRows`."""
-        return tuple(self.tensor.shape) or (1,)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """As in `TensorRows`."""
-        return self.tensor.dtype
-
-    def read(self, first: int, count: int, into: memoryview) -> None:
-        """As in `TensorRows`."""
-        rows = self.tensor.reshape(self.shape)[first : first + count].contiguous()
-        into[:] = rows.view(-1).view(torch.uint8).numpy().data
 
 
 def gguf_to_hf(source: Path, target: Path, dtype: torch.dtype, how: How) -> Done:

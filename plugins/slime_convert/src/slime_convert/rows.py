@@ -146,6 +146,29 @@ class StoredRows:
 
 
 @dataclass(slots=True, frozen=True)
+class MemoryRows:
+    """The rows of a tensor in memory."""
+
+    name: str
+    tensor: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As in `TensorRows`."""
+        return tuple(self.tensor.shape) or (1,)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As in `TensorRows`."""
+        return self.tensor.dtype
+
+    def read(self, first: int, count: int, into: memoryview) -> None:
+        """As in `TensorRows`."""
+        rows = self.tensor.reshape(self.shape)[first : first + count].contiguous()
+        into[:] = rows.view(-1).view(torch.uint8).numpy().data
+
+
+@dataclass(slots=True, frozen=True)
 class Move:
     """``count`` rows: from ``first`` of source number ``source`` to ``to``; source -1 is zeros."""
 

@@ -1,0 +1,114 @@
+"""Adapters in a checkpoint of the FSDP trainer: merged into their base, or as an adapter folder in peft's format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slime_convert.adapter_to_hf import AdaptedModel, merge
+from slime_convert.folder_writing import Done, How, check_apart, write_folder
+from slime_convert.job import Job, PlannedFile
+from slime_convert.rows import MemoryRows, StoredRows, TensorRows, blocks, cast, nbytes
+from slime_core import durable
+from slime_core.errors import ConfigError
+from slime_core.lora.folder import CONFIG, PREFIX, WEIGHTS, Factors, to_peft
+from slime_core.lora.layers import LoraExperts
+from slime_core.lora.spec import LoraSpec
+from slime_core.trainers.fsdp import checkpoint as files
+from slime_core.trainers.fsdp.slices import SavedTensor
+from slime_core.weights.shards import header, read_header
+
+
+@dataclass(slots=True, frozen=True)
+class SavedAdapter:
+    """One of the adapters in a checkpoint."""
+
+    name: str
+    config: dict[str, Any]  # adapter_config.json's
+    tensors: Mapping[str, SavedTensor]
+
+    @classmethod
+    def of(cls, trainer: Path, name: str = "") -> SavedAdapter:
+        """Read what a checkpoint says of an adapter, the first one where none is named.
+
+        Raises:
+            ConfigError: CFG05 it has no such adapter. StorageError: STO111, STO112 files are missing or damaged.
+        """
+        state = files.read_state(trainer / files.STATE)
+        names = list(state.get("adapters", ()))
+        if not names or (name and name not in names):
+            raise ConfigError(
+                f"the checkpoint has no adapter {name!r}" if names else "the checkpoint is of full training",
+                code="CFG05",
+                where=str(trainer),
+                why=f"its adapters are {', '.join(names)}" if names else "it has no adapters",
+                fix=f"--adapter {names[0]}" if names else "slime convert fsdp-to-hf CHECKPOINT DST",
+            )
+        chosen = name or names[0]
+        return cls(chosen, state["lora"], files.tensors_of(trainer, files.kinds_of(chosen)[0]))
+
+    @property
+    def files(self) -> set[Path]:
+        """Where its tensors lie."""
+        return {file for tensor in self.tensors.values() for file in tensor.files}
+
+    def factors(self, model: AdaptedModel) -> dict[str, Factors]:
+        """By weight, in the order of the model."""
+        factors = {}
+        for weight, (module, key) in model.adapters.weights().items():
+            inside = f"{key}." if isinstance(module, LoraExperts) else ""
+            place = weight.removesuffix(f".{key}")
+            names = [f"{place}.{kind}.{inside}{self.name}" for kind in ("lora_A", "lora_B", "lora_magnitude_vector")]
+            a, b, *rest = (self._whole(name) for name in names if name in self.tensors)
+            factors[weight] = Factors(a, b, *rest)
+        return factors
+
+    def _whole(self, name: str) -> torch.Tensor:
+        saved = self.tensors[name]
+        return saved.read((0,) * len(saved.shape), saved.shape)
+
+
+def has_adapters(trainer: Path) -> bool:
+    """Whether a checkpoint is of adapters."""
+    return any(trainer.glob("adapter.*.safetensors"))
+
+
+def merged_checkpoint(trainer: Path, target: Path, base: Path, name: str, how: How) -> Done:
+    """Write a model folder of an adapter's base with the adapter; errors as `SavedAdapter.of`."""
+    saved = SavedAdapter.of(trainer, name)
+    model = AdaptedModel.of(base, LoraSpec.from_peft(saved.config))
+    return merge("fsdp-to-hf", model, saved.factors(model), saved.files, target, how)
+
+
+def adapter_folder(trainer: Path, target: Path, base: Path, name: str, how: How) -> Done:
+    """Write an adapter folder in peft's format; errors as `SavedAdapter.of`."""
+    saved = SavedAdapter.of(trainer, name)
+    check_apart(target, saved.files)
+    factors = saved.factors(AdaptedModel.of(base, LoraSpec.from_peft(saved.config)))
+    rows = [MemoryRows(PREFIX + name, one.contiguous()) for name, one in to_peft(factors).items()]
+    tensors: list[TensorRows] = [cast(one, how.torch_dtype) for one in rows]
+    head = header(((one.name, one.dtype, one.shape) for one in tensors), {"format": "pt"})
+
+    def parts() -> Iterator[bytes | memoryview]:
+        yield head
+        for one in tensors:
+            yield from blocks(one)
+
+    def finish(job: Job) -> None:
+        (job.aside / CONFIG).unlink(missing_ok=True)
+        durable.write_file(job.aside / CONFIG, [(json.dumps(saved.config, indent=2) + "\n").encode()])
+
+    def pairs(job: Job) -> list[tuple[TensorRows, TensorRows]]:
+        infos = read_header(job.aside / WEIGHTS)
+        return [(StoredRows(infos[one.name]), one) for one in tensors]
+
+    file = PlannedFile(name=WEIGHTS, size=len(head) + sum(map(nbytes, tensors)), parts=parts)
+    return write_folder(
+        "fsdp-to-adapter", target, [file], how, used=saved.files, config=base, tensors=len(tensors),
+        finish=finish, pairs=pairs,
+    )  # fmt: skip
