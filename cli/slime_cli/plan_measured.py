@@ -22,6 +22,8 @@ PARTS = {
     "other": ("other",),
 }
 """Part of a step as metrics.jsonl has it -> parts of a plan."""
+SERVED = ("engine weights", "KV cache", "engine passes", "server process")
+"""Parts of servers, which have processes of their own."""
 MEASURED_PARTS = {"rollout": ("rollout",), "train": ("score", "train"), "sync": ("sync",), "other": ("other",)}
 
 
@@ -65,7 +67,8 @@ def _memory(run_dir: Path, plan: dict[str, Any]) -> list[dict[str, Any]]:
     planned: dict[str, int] = {}
     for device in plan["devices"]:
         for phase, parts in device["phases"].items():
-            planned[phase] = max(planned.get(phase, 0), sum(parts.values()))
+            sizes = [size for name, size in parts.items() if "server process" not in parts or name not in SERVED]
+            planned[phase] = max(planned.get(phase, 0), sum(sizes))
     rows = []
     for phase, covered in GROUPS.items():
         peaks = [file["peaks"][phase] - file["start"] for file in files if phase in file["peaks"]]

@@ -19,6 +19,7 @@ from slime_core.planning.sizes import LayerSizes
 Form = Literal["fused", "megatron", "plain", "adapters"]
 SUMS = 4  # bytes of attention's log-sum a head
 ROUTING = 20  # bytes a token and expert: order and place (int64), weight
+LINEAR = 7  # linear layers of a layer, whose adapters keep what A makes of a row
 SPREAD = 2  # see `trainers.packing`
 
 
@@ -41,6 +42,7 @@ class TokenCosts:
         tensor: int = 1,
         sequence_parallel: bool = False,
         spread: float = 1.0,
+        rank: int = 0,
     ) -> TokenCosts:
         """Of a layer in one of the forms.
 
@@ -48,6 +50,7 @@ class TokenCosts:
             tensor: ranks that share each product
             sequence_parallel: whether they share the rows between products, too
             spread: rows of attention by rows of the pack, where samples share a prompt
+            rank: of adapters on all linear layers
         """
         h = layer.hidden / (tensor if sequence_parallel else 1)
         q, k, v = (
@@ -72,6 +75,7 @@ class TokenCosts:
             extra = layer.top_k * layer.hidden * 2 * itemsize + layer.top_k * ROUTING + layer.experts * 4
             backward += layer.top_k * layer.hidden
             forward += layer.top_k * layer.hidden
+        saved += LINEAR * rank
         sums = SUMS * layer.heads / tensor * spread
         return cls(saved * itemsize + sums + extra, h * itemsize, forward * itemsize, backward * itemsize)
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 Keys = Mapping[str, Any]
 """Dotted key -> value: ``{"train.max_tokens_per_gpu": 8192}``."""
 STEP, MOST = 1024, 131072  # tokens of a micro-batch that are tried
-FEWEST_SLOTS = 8
+TOKENS = (16384, 8192, 4096, 2048, 1024)
+SLOTS = (512, 256, 128, 64, 32, 16, 8)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -99,43 +100,43 @@ def _samples(plan: MemoryPlan) -> int:
 
 
 def remedies(plan: MemoryPlan) -> Iterator[Keys]:
-    """Changes that need less memory, those that cost the least first; each goes with those before it."""
-    train, embedded = plan.subject.config.train, engine_of(plan.subject.config).embedded
-    longest = plan.subject.lengths.longest
-    if plan.engine is not None and embedded and plan.engine.shared:
-        slots = plan.engine.slots
-        yield from ({"rollout.rollout_slots": n} for n in (256, 128, 64, 32, 16, FEWEST_SLOTS) if n < slots)
-    if plan.trainer is not None:
-        sizes = (16384, 8192, 4096, 2048, 1024)
-        yield from ({"train.max_tokens_per_gpu": n} for n in sizes if longest <= n < plan.trainer.tokens)
-        if not train.gradient_checkpointing:
-            yield {"train.gradient_checkpointing": True}
-        if not train.activation_offload:
-            yield {"train.gradient_checkpointing": True, "train.activation_offload": True}
-        if not train.fsdp_cpu_offload:
-            yield {"train.fsdp_cpu_offload": True}
+    """Changes that need less memory, by parts of them: recomputed layers and offloads, micro-batches, sequences."""
+    train, longest = plan.subject.config.train, plan.subject.lengths.longest
+    switches: list[dict[str, Any]] = [{}]
+    for key in ("gradient_checkpointing", "activation_offload", "fsdp_cpu_offload"):
+        if plan.trainer is not None and not getattr(train, key):
+            switches.append(switches[-1] | {f"train.{key}": True})
+    tokens = plan.trainer.tokens if plan.trainer is not None else 0
+    sizes = [tokens, *(size for size in TOKENS if longest <= size < tokens)]
+    for switch in switches:
+        for size in sizes:
+            yield switch | ({"train.max_tokens_per_gpu": size} if size != tokens else {})
+
+
+def fewer_slots(plan: MemoryPlan, keys: Keys) -> Keys | None:
+    """The keys, with as many sequences at once as then fit; None where none do."""
+    shares = plan.engine is not None and engine_of(plan.subject.config).embedded and plan.engine.shared
+    slots = plan.engine.slots if plan.engine is not None and shares else 0
+    for count in (0, *(count for count in SLOTS if count < slots)):
+        candidate = {**keys, "rollout.rollout_slots": count} if count else keys
+        if replan(plan, candidate).fits:
+            return candidate
+    return None
 
 
 def to_fit(plan: MemoryPlan) -> Advice | None:
-    """Keys with which a plan fits that does not, as few as possible; None where it fits, or nothing here helps."""
+    """Keys with which a plan fits that does not, those of the fastest step; None where it fits, or nothing helps."""
     if plan.fits:
         return None
-    keys: dict[str, Any] = {}
-    short = plan.short
-    for change in remedies(plan):
-        candidate = {**keys, **change}
-        shorter = replan(plan, candidate).short
-        if shorter < short:
-            keys, short = candidate, shorter
-        if not short:
-            break
-    if short:
-        return None
-    for key in list(keys):  # what turned out not to be needed
-        fewer = {name: value for name, value in keys.items() if name != key}
-        if replan(plan, fewer).fits:
-            keys = fewer
-    return Advice(text="fits with", keys=keys, plan=replan(plan, keys))
+    candidates = [keys for change in remedies(plan) if (keys := fewer_slots(plan, change)) is not None]
+    answers = [Advice(text="fits with", keys=keys, plan=replan(plan, keys)) for keys in candidates]
+    return min(answers, key=_cost) if answers else None
+
+
+def _cost(answer: Advice) -> tuple[float, int]:
+    """Seconds of a step to a hundredth of them, then the number of keys; the keys alone where no rates are known."""
+    time = TimePlan.of(answer.plan)
+    return (float(f"{time.total:.2g}") if time is not None else 0.0, len(answer.keys))
 
 
 def advice(plan: MemoryPlan) -> list[Advice]:

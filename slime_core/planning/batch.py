@@ -12,6 +12,14 @@ if TYPE_CHECKING:
     from slime_core.config.schema import Config
 
 
+@dataclass(slots=True, frozen=True)
+class PackSize:
+    """Tokens of a micro-batch, and those of responses, which predict."""
+
+    tokens: int
+    rows: int
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class BatchPlan:
     """One stage's step.
@@ -56,3 +64,20 @@ class BatchPlan:
             data: data-parallel ranks
         """
         return max(1, math.ceil(self.computed / self.optimizer_steps / data / tokens))
+
+    def pack(self, tokens: int, data: int, lengths: Lengths, prompts: int) -> PackSize:
+        """The largest micro-batch: of responses of one length it is known, of others it may be as full as it may be.
+
+        Args:
+            tokens, data: as :meth:`micro_batches` has them
+            prompts: samples of a prompt
+        """
+        samples = math.ceil(self.samples / self.optimizer_steps / data)
+        size = min(samples, math.ceil(samples / self.micro_batches(tokens, data)))
+        responses, alike = size * lengths.response, lengths.p95 <= lengths.response
+        whole = responses + math.ceil(size / prompts) * lengths.prompt
+        longest = samples * (lengths.longest - lengths.prompt) + math.ceil(samples / prompts) * lengths.prompt
+        most = min(tokens, math.ceil(longest))
+        if alike and whole <= tokens:
+            return PackSize(math.ceil(whole), math.ceil(responses))
+        return PackSize(most, math.ceil(most * lengths.response / max(1.0, lengths.mean)))

@@ -19,7 +19,7 @@ def footprint(subject: Subject, trainer: TrainerFootprint | None) -> EngineFootp
     apart = config.rollout.max_staleness > 0 or config.eval.eval_async
     shared = trainer is not None and not apart
     slots = rollout_slots(config) if gpu.processor else _slots(subject)
-    weights = _own_weights(subject, shared=shared)
+    weights = _own_weights(subject, live=shared and trainer is not None and trainer.live)
     passes = _passes(subject, slots)
     resident = sum(trainer.resident.values()) if trainer is not None and shared else 0
     free = max(0, gpu.room - resident - weights)
@@ -74,17 +74,17 @@ def _slots_of(subject: Subject, slots: int, most: int) -> tuple[int, int, int, i
     return (count + 1) * length * size, sequences, sequences * length, size
 
 
-def _own_weights(subject: Subject, *, shared: bool) -> int:
+def _own_weights(subject: Subject, *, live: bool) -> int:
     """Weights that the engine does not share with the trainer's live storage."""
     sizes, train, gpu = subject.sizes, subject.config.train, subject.gpu
     whole = subject.itemsize * sizes.parameters
-    in_process = shared and subject.ranks == 1
-    if not in_process:
+    if not live:
         return whole
     if gpu.processor:
         return whole if sizes.fused and whole <= FUSE_BYTES else 0
     if (spec := LoraSpec.of(train)) is not None:  # a merged copy of what adapters change, or their base itself
-        changed = sum(weight.count for weight in sizes.adapted(spec))
+        quantised = sum(w.count for w in sizes.weights if w.layer >= 0 and (w.linear or w.kind == "experts"))
+        changed = sum(w.count for w in sizes.adapted(spec)) if train.base_weights == "auto" else quantised
         adapters = sizes.adapter_numbers(spec) * max(1, len(train.lora_adapters))
         return subject.itemsize * (changed if train.lora_sync == "merged" else adapters)
     if subject.half and not train.true_on_policy_mode:

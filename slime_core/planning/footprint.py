@@ -101,6 +101,7 @@ class TrainerFootprint:
     host: Bytes = field(default_factory=dict)  # in main memory, of a GPU's rank
     moved: int = 0  # bytes that go to main memory and back in an optimizer step
     publish: int = 0  # bytes that a weight update has
+    live: bool = False  # an engine in its process reads its storage
     exact: bool = True  # activations were counted, not estimated
     notices: tuple[str, ...] = ()
 

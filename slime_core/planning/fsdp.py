@@ -60,12 +60,19 @@ class _Fsdp:
         self.has_masters = self.alone and subject.half
         self.spec = LoraSpec.of(train)
         self.fused = sizes.fused and self.context * self.tensor == 1 and not train.true_on_policy_mode
-        self.fused = self.fused and self.spec is None
+        plain = self.spec is None or not (self.spec.dropout or self.spec.use_dora)
+        self.fused = self.fused and plain
         memory = 0 if gpu.processor else gpu.memory
         self.memory = memory
         automatic = micro_batch_tokens(sizes, memory, fused=self.fused) if memory else FEW_TOKENS
         most = int(train.max_tokens_per_gpu or automatic)
         self.tokens = max(most, -(-subject.lengths.longest // self.context))
+        data, batch = subject.ranks // (self.context * self.tensor), BatchPlan.of(config, subject.lengths)
+        samples = config.rollout.n_samples_per_prompt
+        whole = batch.pack(self.tokens * self.context, data, subject.lengths, samples)
+        self.pack = -(-whole.tokens // self.context)
+        self.rows = -(-whole.rows // self.context)
+        self.several = batch.micro_batches(self.tokens * self.context, data) > 1
         self.recomputed = min(train.gradient_checkpointing_layers or sizes.layers, sizes.layers)
         self.recomputed = self.recomputed if train.gradient_checkpointing else 0
         self.parameters = -(-sizes.parameters // self.shards)
@@ -81,7 +88,7 @@ class _Fsdp:
         on_host = self.train.fsdp_cpu_offload
         offloaded = int(self._moment_bytes()) + (4 * self.learning if self.has_masters or not self.alone else 0)
         offloaded += 4 * self.learning if not self.alone else 0
-        inputs = self.recomputed * self.tokens * self.sizes.layer.hidden * self.subject.itemsize
+        inputs = self.recomputed * self.pack * self.sizes.layer.hidden * self.subject.itemsize
         host = {"optimizer": offloaded if on_host else 0}
         host["activations"] = inputs if self.train.activation_offload else 0
         return TrainerFootprint(
@@ -95,6 +102,7 @@ class _Fsdp:
             host={name: size for name, size in host.items() if size},
             moved=2 * offloaded if on_host else 0,
             publish=self._published(),
+            live=self.alone,
             exact=self.sizes.exact and self.fused and not self.gpu.processor,
         )
 
@@ -106,7 +114,7 @@ class _Fsdp:
 
     def _base(self) -> int:
         """Bytes of a frozen base: linear layers and experts may be quantised."""
-        stored = STORED.get(getattr(self.train, "base_weights", "auto"))
+        stored = STORED.get(self.train.base_weights)
         if stored is None:
             return self.subject.itemsize * self.parameters
         inside = sum(w.count for w in self.sizes.weights if w.layer >= 0 and (w.linear or w.kind == "experts"))
@@ -128,12 +136,12 @@ class _Fsdp:
         return {name: size for name, size in weights.items() if size}
 
     def _moment_bytes(self) -> float:
-        return MOMENTS[getattr(self.train, "optimizer", "adamw")] * self.learning
+        return MOMENTS[self.train.optimizer] * self.learning
 
     def _optimizer(self) -> dict[str, int]:
         """Moments on the device; the driver moves paged ones away where it is full."""
         learners = 2 if "values" in self.subject.needs else 1
-        away = self.train.fsdp_cpu_offload or str(getattr(self.train, "optimizer", "")).startswith("paged")
+        away = self.train.fsdp_cpu_offload or self.train.optimizer.startswith("paged")
         return {} if away else {"optimizer": int(self._moment_bytes() * learners)}
 
     def _gathered(self) -> int:
@@ -158,9 +166,9 @@ class _Fsdp:
         yield Moment("sync", state)
 
     def _score(self, state: dict[str, int]) -> Moment:
-        costs, rows = self._costs(), self.tokens
-        block, _ = self._head(rows)
-        passing = rows * (costs.forward + 2 * self.sizes.layer.hidden * self.subject.itemsize)
+        costs = self._costs()
+        block, _ = self._head(self.rows)
+        passing = self.pack * (costs.forward + 2 * self.sizes.layer.hidden * self.subject.itemsize)
         copies = {}
         if "reference" in state and not self.has_masters:
             copies = {"reference": state["reference"] + 4 * self.parameters}
@@ -195,16 +203,13 @@ class _Fsdp:
 
         Before the second micro-batch of an optimizer step there are no gradients at the loss.
         """
-        sizes, tokens, size = self.sizes, self.tokens, self.subject.itemsize
-        hidden, costs = sizes.layer.hidden, self._costs()
-        data = self.subject.ranks // (self.context * self.tensor)
-        batch = BatchPlan.of(self.subject.config, self.subject.lengths)
-        several = batch.micro_batches(tokens * self.context, data) > 1
+        sizes, tokens, size = self.sizes, self.pack, self.subject.itemsize
+        hidden, costs, several = sizes.layer.hidden, self._costs(), self.several
         whole = sizes.layers - self.recomputed
         inputs = 0.0 if self.train.activation_offload else costs.input
         saved = whole * costs.saved + self.recomputed * inputs
         last_norm = hidden * (4 + 2 * size)
-        block, matrix = self._head(tokens)
+        block, matrix = self._head(self.rows)
         loss = {"activations": int(tokens * (saved + last_norm)), "logits": block + matrix}
         yield Moment("train", {**self._gradients(None if several else 0), **loss})
         again = costs.saved if self.recomputed else 0.0  # of the first layers, which are recomputed first
@@ -219,10 +224,10 @@ class _Fsdp:
             yield Moment("train", {**self._gradients(done), **passing, "activations": int(tokens * first)})
 
     def _layer_gradients(self) -> int:
-        """Gradients of a layer before they are added up, or sent to other ranks; floats of a quantised matrix."""
+        """Gradients of a layer before they are added up, or sent to other ranks; floats of two quantised matrices."""
         if self.spec is not None:
-            quantised = getattr(self.train, "base_weights", "auto") in STORED
-            return 6 * max(w.count for w in self.sizes.weights if w.layer >= 0) if quantised else 0
+            quantised = self.train.base_weights in STORED
+            return 2 * 6 * max(w.count for w in self.sizes.weights if w.layer >= 0) if quantised else 0
         layer = self.sizes.largest_layer // self.tensor
         if not self.alone:
             return (self.subject.itemsize + 4) * layer

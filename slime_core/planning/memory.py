@@ -24,6 +24,7 @@ from slime_core.planning.footprint import (
     TrainerFootprint,
     peaks,
 )
+from slime_core.planning.gpus import GIB
 from slime_core.planning.sizes import ModelSizes
 from slime_core.plugins.backends import engine_of, trainer_of
 
@@ -116,6 +117,9 @@ def fits(
     """
     stage = stages(config)[-1]
     stage = with_dtype(stage, gpu)
+    limit = float(getattr(stage.cluster, "gpu_memory_limit", 0))
+    if limit and limit * GIB < gpu.memory:
+        gpu = replace(gpu, memory=int(limit * GIB))
     sizes = source if isinstance(source, ModelSizes) else ModelSizes.of(source)
     subject = Subject(
         config=stage,

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from measured import QWEN3_4B, policy_step
 from megatron_ranks import Ranks, answer, mixture, run_ranks
 
 from slime_core.config.load import stages
@@ -47,6 +46,8 @@ def test_ranks_hold_the_predicted_bytes(zygote, tmp_path):
     ],
 )
 def test_a_policy_step_is_predicted_as_it_was_measured(length, sequences, flags, gib, tokens_per_second):
+    from measured import QWEN3_4B, policy_step  # not of the ranks, which run this file
+
     config, lengths = policy_step(length, sequences, "--train-backend", "megatron", *flags)
     plan = fits(config, QWEN3_4B, gpu_of("h200"), lengths=lengths)
     assert plan.devices[0].peak.total / GIB == pytest.approx(gib, rel=0.05)
@@ -54,6 +55,8 @@ def test_a_policy_step_is_predicted_as_it_was_measured(length, sequences, flags,
 
 
 def test_a_layout_that_does_not_divide_is_refused_with_every_reason():
+    from measured import QWEN3_4B, policy_step
+
     flags = ["--train-backend", "megatron", "megatron.tensor_model_parallel_size=3"]
     config, lengths = policy_step(1024, 1, *flags, "megatron.expert_model_parallel_size=2")
     with pytest.raises(ConfigError) as caught:

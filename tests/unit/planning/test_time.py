@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from measured import QWEN3_4B, policy_step
 
 from slime_core.config.load import load_config
-from slime_core.planning.batch import BatchPlan
+from slime_core.planning.batch import BatchPlan, PackSize
 from slime_core.planning.decoding import response_lengths
 from slime_core.planning.footprint import Lengths
 from slime_core.planning.gpus import gpu_of
@@ -89,6 +90,9 @@ def test_batch_arithmetic_by_hand() -> None:
     assert (batch.tokens, batch.computed) == (32 * 150, 32 * 50 + 8 * 100)
     assert batch.off_policy_steps == 3  # the version before, whose two steps were made, and the first of this one
     assert batch.micro_batches(tokens=256, data=2) == 3  # 2,400 tokens by 2 steps and 2 ranks are 600
+    assert batch.pack(256, 2, lengths, 4) == PackSize(256, 86)  # lengths differ: as full as it may be
+    alike = replace(lengths, p95=50, longest=150)
+    assert batch.pack(256, 2, alike, 4) == PackSize(250, 150)  # of 8 samples 3, 3 and 2, which share a prompt
 
 
 def test_lengths_have_the_stated_mean_and_percentile() -> None:

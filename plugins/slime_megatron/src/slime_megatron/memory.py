@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime_convert.bridge import Sizes
+from slime_core.lora.spec import LoraSpec
 from slime_core.planning.activations import TokenCosts, head_bytes, spread_of
-from slime_core.planning.batch import BatchPlan
+from slime_core.planning.batch import BatchPlan, PackSize
 from slime_core.planning.footprint import Moment, Subject, TrainerFootprint
 from slime_core.planning.fsdp import FEW_TOKENS
 from slime_megatron.layout import Layout, check
@@ -105,7 +106,7 @@ class _Stage:
             host={"optimizer": host} if host else {},
             moved=2 * host,
             publish=self.subject.itemsize * self.subject.sizes.parameters,
-            exact=self.subject.sizes.exact and not self.subject.sizes.layer.experts,
+            exact=self.subject.sizes.exact and not self.subject.sizes.layer.experts and self._spec is None,
         )
 
     @property
@@ -114,12 +115,20 @@ class _Stage:
         most = int(self.subject.config.train.max_tokens_per_gpu or FEW_TOKENS)
         return max(most, -(-self.subject.lengths.longest // self.layout.cp))
 
+    @property
+    def _pack(self) -> PackSize:
+        """Of the largest micro-batch, this rank's part."""
+        layout, lengths, rollout = self.layout, self.subject.lengths, self.subject.config.rollout
+        batch = BatchPlan.of(self.subject.config, lengths)
+        whole = batch.pack(self.tokens * layout.cp, layout.dp, lengths, rollout.n_samples_per_prompt)
+        return PackSize(-(-whole.tokens // layout.cp), -(-whole.rows // layout.cp))
+
     def moments(self) -> Iterator[Moment]:
         """Of all phases."""
         state = self._weights() | self._gradients() | self._optimizer()
         yield Moment("rollout", state)
         yield from (Moment(phase, state) for phase in ("update", "sync"))  # type: ignore[arg-type]
-        costs, tokens, sizes = self._costs(), self.tokens, self.subject.sizes
+        costs, tokens, sizes = self._costs(), self._pack.tokens, self.subject.sizes
         block, matrix = self._head()
         copies = {"reference": 2 * state["reference"]} if "reference" in state else {}
         passing = tokens * (costs.forward + 2 * sizes.layer.hidden * self.subject.itemsize)
@@ -155,8 +164,19 @@ class _Stage:
         dense += matrices * self._vocabulary() * sizes.layer.hidden + (sizes.layer.hidden if self._is_last() else 0)
         return int(dense), int(experts)
 
+    @property
+    def _spec(self) -> LoraSpec | None:
+        return LoraSpec.of(self.subject.config.train)
+
+    def _adapters(self) -> int:
+        """Numbers of adapters on this rank at most: a part of each is the same on tensor-parallel ranks."""
+        assert self._spec is not None
+        return self.subject.sizes.adapter_numbers(self._spec) * self._layers() // self.subject.sizes.layers
+
     def _weights(self) -> dict[str, int]:
         count = sum(self._counts())
+        if self._spec is not None:
+            return {"base": self.subject.itemsize * count, "adapters": 4 * self._adapters()}
         weights = {"parameters": self.subject.itemsize * count}
         if "reference" in self.subject.needs:
             weights["reference"] = self.subject.itemsize * count
@@ -166,10 +186,12 @@ class _Stage:
 
     def _gradients(self) -> dict[str, int]:
         """Buffers that are there at all times."""
-        return {"gradients": DENSE * sum(self._counts())}
+        return {"gradients": DENSE * (sum(self._counts()) if self._spec is None else self._adapters())}
 
     def _state(self) -> int:
-        """Masters and moments; in float32 a parameter is its own master."""
+        """Masters and moments; in float32 a parameter is its own master, as adapters are."""
+        if self._spec is not None:
+            return (STATE - 4) * self._adapters() // (self.layout.dp * self.layout.cp)
         (dense, experts), layout = self._counts(), self.layout
         a_parameter = STATE if self.subject.half else STATE - 4
         if not self.table.get("use_distributed_optimizer", True):
@@ -203,7 +225,8 @@ class _Stage:
             return 0, 0
         memory = 0 if self.subject.gpu.processor else self.subject.gpu.memory
         chunk, hidden = self.subject.config.train.logprob_chunk_tokens, self.subject.sizes.layer.hidden
-        return head_bytes(self.tokens, hidden, self._vocabulary(), self.subject.itemsize, memory, chunk)
+        size, frozen = self.subject.itemsize, self._spec is not None
+        return head_bytes(self._pack.rows, hidden, self._vocabulary(), size, memory, chunk, frozen=frozen)
 
     def _recomputed(self) -> int:
         """Layers of the stage whose forward pass is made again."""
