@@ -38,7 +38,7 @@ def members(batch: Batch, names: Sequence[str]) -> Members:
     it has nothing to train.
 
     Raises:
-        EngineError: ENG87 a sample that trains, of another adapter.
+        EngineError: ENG09 a sample that trains, of another adapter.
     """
     models = np.array([model or names[0] for model in batch.models or [""] * len(batch)])
     for place in np.flatnonzero(~np.isin(models, names)).tolist():

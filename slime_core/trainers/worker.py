@@ -204,7 +204,11 @@ class Worker(Publisher):
         rank_batch = work if isinstance(work, RankBatch) else partitioner.partition(work)[self.dp_rank.number]
         self._check(rank_batch, work, roles)
         self.version = rank_batch.batch.version
-        with self._explain_oom(rank_batch, "scoring"), self._profile(rank_batch, "score" if roles else ""):
+        with (
+            self._explain_oom(rank_batch, "scoring"),
+            self._profile(rank_batch, "score" if roles else ""),
+            self.adapter_of(rank_batch.batch),
+        ):
             columns = {role: self._score(rank_batch, role) for role in sorted(roles)}
         columns_of: dict[str, Columns] = {role: one for role, one in columns.items() if one} if self.speaks() else {}
         return columns_of if isinstance(work, RankBatch) else partitioner.gather(work, columns_of)
@@ -233,7 +237,11 @@ class Worker(Publisher):
         rank_batch = work if isinstance(work, RankBatch) else partitioner.partition_step(work)[self.dp_rank.number]
         self._check(rank_batch, work, trains=True)
         self.version, self.base.checked = rank_batch.batch.version, False
-        with self._explain_oom(rank_batch, "training on"), self._profile(rank_batch, "train"):
+        with (
+            self._explain_oom(rank_batch, "training on"),
+            self._profile(rank_batch, "train"),
+            self.adapter_of(rank_batch.batch),
+        ):
             try:
                 return self._step(rank_batch) | self._routing_mismatch()
             finally:
@@ -317,8 +325,12 @@ class Worker(Publisher):
         """The policy's learners: by adapter, or of the whole model by an empty name."""
         return {"": self.actor}
 
+    def adapter_of(self, batch: Batch) -> AbstractContextManager[None]:
+        """Passes and steps inside the block are those of the batch's adapter, of several."""
+        return nullcontext()
+
     def learners(self) -> list[Any]:
-        return [self.actor] if self.critic is None else [self.actor, self.critic.learner]
+        return [*self.actors.values(), *([] if self.critic is None else [self.critic.learner])]
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -403,7 +415,7 @@ class Worker(Publisher):
         rank_batch = partitioner.partition(batch)[self.dp_rank.number]
         self._check(rank_batch, batch)
         self.settle()
-        with self._own_routing():
+        with self._own_routing(), self.adapter_of(rank_batch.batch):
             return compared(batch, self.packs(rank_batch), partial(self.gradients, rank_batch), self.slow_way())
 
     @contextmanager

@@ -133,13 +133,13 @@ class FsdpPolicy(nn.Module):
 
         layer.forward = forward  # type: ignore[method-assign]
 
-    def learning(self) -> Tensors:
-        """Parameters by name: of the adapter in use, or all, tied ones once and frozen ones too.
+    def learning(self, adapter: str = "") -> Tensors:
+        """Parameters by name: of an adapter, of all adapters, or all there are, tied ones once and frozen ones too.
 
         They are float32 masters where there are some, or shards.
         """
         if self.adapters is not None:
-            return dict[str, torch.Tensor](self.adapters.parameters(self.adapters.active or self.adapters.names[0]))
+            return dict[str, torch.Tensor](self.adapters.parameters(adapter or None))
         return self.base()
 
     def base(self) -> Tensors:
@@ -396,6 +396,7 @@ class FsdpLearner:
     optimizer: AdamW = field(default_factory=lambda: AdamW(0.9, 0.98, 1e-8, 0.0))
     schedule: Schedule = field(default_factory=lambda: Schedule(peak=0.0))
     clip_grad: float = 0.0
+    adapter: str = ""  # that learns; empty where the whole model does
     _grads: Tensors = field(default_factory=dict)  # of this rank's shards, from `norm` to `zero_grad`
 
     def begin(self, train: Any, schedule: Schedule) -> None:
@@ -405,7 +406,7 @@ class FsdpLearner:
 
     def parameters(self) -> Tensors:
         """Parameters by their names in a model folder, tied ones once; DTensors on several ranks."""
-        return self.module.learning()
+        return self.module.learning(self.adapter)
 
     def biases(self) -> Tensors:
         """Router biases by their names in a model folder, which every rank has whole."""

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from slime_core.lora.folder import Factors
     from slime_core.protocols import Role
     from slime_core.trainers.optimizer_step import Schedule
-    from slime_core.types import Columns, MicroBatch
+    from slime_core.types import Batch, Columns, MicroBatch
     from slime_core.weights.transports.buckets import TensorPart, TensorSource
 
 MOST_TOKENS = 32768  # of a micro-batch: more do not make a GPU faster
@@ -86,7 +86,9 @@ class FsdpWorker(Worker):
         self.expert_load = self.policy.expert_load = watch(self.policy.hf)
         self.place = HostPlace(self.device) if self.train.fsdp_cpu_offload else DevicePlace()
         shard(self.policy, self.ranks, self.dtype, place=self.place)
-        self.actor: FsdpLearner = FsdpLearner(self.policy, self.rank, self.world)
+        names = adapters.names if adapters is not None else ("",)
+        self._actors = {name: FsdpLearner(self.policy, self.rank, self.world, adapter=name) for name in names}
+        self.actor: FsdpLearner = self._actors[names[0]]
         self.frozen: FsdpFrozen = FsdpFrozen(self.folder, self.ranks, self.dtype, self.device)
         self.dp_rank = DataParallelRank(
             number=self.ranks.data,
@@ -144,7 +146,8 @@ class FsdpWorker(Worker):
         )
 
     def begin_models(self, schedule: Schedule, steps: int, needs: frozenset[Role]) -> None:
-        self.actor.begin(self.train, schedule)
+        for actor in self.actors.values():
+            actor.begin(self.train, schedule)
         if self.critic is not None:
             self.critic.begin(self.train, steps)
         self.frozen.begin(needs, self.train, self.actor)
@@ -249,7 +252,7 @@ class FsdpWorker(Worker):
                 bias.copy_(self.actor.biases()[name])
         if self.policy.adapters is not None:
             values = {name: full(p.detach()) for name, p in self.actor.parameters().items()}
-            put_on(model, self.policy.adapters, self.policy.adapters.names[0], values)
+            put_on(model, self.policy.adapters, self.actor.adapter, values)
             return model
         for name in self.policy.frozen():
             model.get_parameter(name).requires_grad_(False)
@@ -317,8 +320,21 @@ class FsdpWorker(Worker):
 
     @property
     def actors(self) -> dict[str, FsdpLearner]:
-        """The policy's learners: by adapter, or one of the whole model."""
-        return {"" if self.policy.adapters is None else self.policy.adapters.names[0]: self.actor}
+        return self._actors
+
+    @contextmanager
+    def adapter_of(self, batch: Batch) -> Iterator[None]:
+        adapters, actor = self.policy.adapters, self.actor
+        if adapters is None or len(adapters.names) == 1:
+            yield
+            return
+        name = (batch.models or [""])[0] or adapters.names[0]
+        self.actor = self.actors[name]
+        try:
+            with adapters.using(name):
+                yield
+        finally:
+            self.actor = actor
 
     def save(self, path: Path) -> None:
         self.base.check(f"checkpoint after step {self.version + 1}")
@@ -342,7 +358,9 @@ class FsdpWorker(Worker):
         checkpoint.restore(self, path)
 
     def checksum(self) -> str:
-        tensors, copies = self.actor.parameters() | self.actor.biases(), self.policy.copies()
+        tensors, copies = self.actor.biases(), self.policy.copies()
+        for actor in self.actors.values():
+            tensors |= actor.parameters()
         if self.critic is not None:
             values = self.critic.learner
             tensors |= {f"critic.{name}": tensor for name, tensor in (values.parameters() | values.biases()).items()}

@@ -15,6 +15,8 @@ from slime_core.algorithms.shared.terms import role_columns
 from slime_core.plugins import load_plugins
 from slime_core.testing import tiny_model
 from slime_core.threads import TorchThread
+from slime_core.trainers.adapters import members
+from slime_core.trainers.data_parallel import take
 from slime_core.trainers.fsdp import FsdpTrainer, worker as fsdp_worker
 from slime_core.trainers.fsdp.shards import like, local
 from slime_core.trainers.fsdp.slices import saved_tensors
@@ -22,8 +24,8 @@ from slime_core.weights.folder import ModelFolder
 
 pytestmark = pytest.mark.integration
 
-CASES = ("plain", "alone", "critic", "skipping", "broken", "divergent")
-"""alone: fewer samples than ranks; skipping and broken: a loss that is not finite on one rank, tolerated or not;
+CASES = ("plain", "alone", "critic", "adapters", "skipping", "broken", "divergent")
+"""alone: fewer samples than ranks; adapters: two, by turns; skipping and broken: a loss that is not finite on one rank, tolerated or not;
 divergent: the last rank has another batch."""
 
 
@@ -36,6 +38,8 @@ def train_rank(case: str, folder: Path, out: Path, thread: TorchThread, rank: in
     if case == "critic":
         settings |= {"advantage_estimator": "ppo", "critic_lr": 1e-3}
         roles |= {"values"}
+    if case == "adapters":
+        settings |= {"lora_rank": 4, "lora_adapters": ["solver", "critic"], "lora_sync": "adapter"}
     if case == "skipping":
         settings["max_nonfinite_steps"] = 4
     config = made.config_of(folder, **settings)
@@ -53,8 +57,13 @@ def train_rank(case: str, folder: Path, out: Path, thread: TorchThread, rank: in
         rows = worker.critic.learner.locals()["score.weight"]
         rows.copy_(head[: len(rows)])
         batch.columns["returns"] = batch.columns["rollout_log_probs"].copy()
-    scored = thread.call(worker.score, batch, frozenset(roles))
-    batch.columns |= role_columns(scored)
+    parts = [batch]
+    if case == "adapters":
+        batch.models = ["solver", "critic"] * (len(batch) // 2) + ["solver"] * (len(batch) % 2)
+        parts = [take(batch, places) for _, places in members(batch, ("solver", "critic"))]
+    for part in parts:
+        scored = thread.call(worker.score, part, frozenset(roles))
+        part.columns |= role_columns(scored)
     if case == "divergent" and rank == world - 1 > 0:
         batch.tokens[1] += 1
     if case in ("broken", "skipping"):
@@ -62,7 +71,7 @@ def train_rank(case: str, folder: Path, out: Path, thread: TorchThread, rank: in
     metrics = []
     found = {"most tokens": torch.tensor(worker.dp_rank.tokens)}
     try:
-        metrics = [thread.call(worker.step, batch) for _ in range(2)]
+        metrics = [thread.call(worker.step, part) for _ in range(2) for part in parts]
     except RuntimeError as error:
         (out / f"{case}-error-{rank}").write_text(str(error))
     thread.call(worker.save, out / f"{case}-saved")
@@ -130,7 +139,7 @@ def saved(folder, kind):
     return {name: one.read((0,) * len(one.shape), one.shape) for name, one in saved_tensors(files).items()}
 
 
-@pytest.mark.parametrize("case", ["plain", "alone", "critic", "skipping"])
+@pytest.mark.parametrize("case", ["plain", "alone", "critic", "adapters", "skipping"])
 def test_several_ranks_score_and_train_as_one(alone, together, case):
     one, many = (load_file(str(out / f"{case}.safetensors")) for out in (alone, together))
     assert one.keys() == many.keys()
@@ -146,6 +155,8 @@ def test_several_ranks_score_and_train_as_one(alone, together, case):
         "plain-final/model",
         "critic-saved/critic",
         "critic-saved/critic_moments",
+        "adapters-saved/adapters",
+        "adapters-saved/moments",
     ],
 )
 def test_several_ranks_write_the_tensors_of_one(alone, together, file):
