@@ -89,7 +89,7 @@ class Context:
         """What computes the requests of a sample of ``model``; empty in a run whose adapters have no names.
 
         Raises:
-            EngineError: ENG87 the run has no such adapter; ``where`` names what asks for it.
+            EngineError: ENG09 the run has no such adapter; ``where`` names what asks for it.
         """
         names = self.config.train.lora_adapters
         if not names or any(self.engine is frozen for frozen in self.engines.values()):
@@ -146,10 +146,10 @@ class Context:
 
 
 def unknown_adapter(name: str, names: Sequence[str], where: str) -> EngineError:
-    """ENG87: an adapter that is not among the ``names`` of the run's."""
+    """ENG09: an adapter that is not among the ``names`` of the run's."""
     return EngineError(
         f"the run has no adapter '{name}'",
-        code="ENG87",
+        code="ENG09",
         where=where,
         why=f"train.lora_adapters names {', '.join(names)}",
         fix=nearest(name, set(names)) or f"set Sample.model to one of them, or add '{name}' to train.lora_adapters",

@@ -239,7 +239,7 @@ def check_group(
 
     Raises:
         DataError: DAT24 media that are none, DAT38 placeholders that ``media`` finds without theirs.
-        EngineError: ENG79 lengths, TOK44 ids, ENG80 log-probs, ENG82 a rollout table that does not fit, ENG87 an
+        EngineError: ENG79 lengths, TOK44 ids, ENG80 log-probs, ENG82 a rollout table that does not fit, ENG09 an
             adapter that the run does not have.
     """
     members = sorted(i for indices in group.rollouts.values() for i in indices)

@@ -58,7 +58,7 @@ def test_a_rollout_function_generates_with_the_adapter_that_it_names():
 
     error = asyncio.run(play())
     assert [request.adapter for request in engine.requests] == ["solver", "critic"]
-    assert (error.code, error.where) == ("ENG87", "sample main/0-1")
+    assert (error.code, error.where) == ("ENG09", "sample main/0-1")
     assert ("solver, critic" in error.why, error.fix) == (True, "did you mean 'critic'?")
 
 

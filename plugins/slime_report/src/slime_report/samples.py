@@ -46,7 +46,7 @@ SELECT s.id, s.attempt, s.state, coalesce(r.name, ''), s.rollout, s.version, s.s
        s.response_length, s.segment, s.offset, s.length, s.crc32
 FROM samples s LEFT JOIN reasons r ON r.id = s.reason ORDER BY s.serial
 """
-NAMED = ("fate", "status", "task", "role")
+NAMED = ("fate", "status", "task", "role", "model")
 """Columns of the table that hold places in a list of names."""
 FIELDS = (
     *("prompt", "response", "response_length", "label", "metadata", "status", "task", "role", "model", "session_id"),
@@ -131,7 +131,7 @@ class SampleBook:
             columns[name] = [getattr(row, name) for row in self.rows]
         columns["length"] = [row.response_length for row in self.rows]
         columns["reward"] = [figure(row.reward) for row in self.rows]
-        columns["log_prob"] = [head[3] for head in heads]
+        columns["log_prob"] = [head[-1] for head in heads]
         return {"columns": columns, "names": names, "groups": self.groups}
 
     def page(self, groups: Iterable[int]) -> bytes:
@@ -225,7 +225,7 @@ class SampleBook:
         )
 
     def _head(self, row: BookRow) -> tuple[Any, ...]:
-        """Status, task, role and mean log-prob; kept, since a payload never changes."""
+        """Status, task, role, model and mean log-prob; kept, since a payload never changes."""
         if row.place is None:
             return NO_HEAD
         if row.place not in self._heads:
@@ -283,9 +283,9 @@ class SampleBook:
         return self._vocabulary.texts(ids)
 
 
-DEFAULTS = (("status", "pending"), ("task", "default"), ("role", "policy"))
+DEFAULTS = (("status", "pending"), ("task", "default"), ("role", "policy"), ("model", ""))
 """Of `Sample`, whose stored form leaves them out."""
-NO_HEAD = ("", "", "", None)
+NO_HEAD = (*("" for _ in DEFAULTS), None)
 
 
 def finite(value: Any) -> Any:

@@ -2,7 +2,7 @@
 slime.samples = (() => {
   const { h, number } = slime;
   const ROW = 34, NUMBERS = ["reward", "step", "length", "tokens", "staleness", "version", "attempt", "logprob"];
-  const NAMES = ["fate", "status", "task", "role"];
+  const NAMES = ["fate", "status", "task", "role", "model"];
   const tables = new Map();
   let state = null; // what the open tab shows
 
