@@ -93,6 +93,10 @@ class Adapters:
             if key.startswith("lora_") and adapter in (None, key.rpartition(".")[2])
         }
 
+    def idle(self) -> set[nn.Parameter]:
+        """Parameters of the adapters that are not in use."""
+        return {*self.parameters().values()} - {*self.parameters(self.active).values()}
+
     def weights(self) -> dict[str, tuple[LoraLinear | LoraExperts, str]]:
         """Base weights that have adapters, by full name: the module, and the weight's name there."""
         return {f"{name}.{key}": (module, key) for name, module in self.modules.items() for key in module.adapted}

@@ -230,13 +230,14 @@ class FsdpPolicy(nn.Module):
             return False
         results, compute = [], trial.layer if trial.tokens.is_cuda else trial.packed
         modules = [layers(self.hf)[0]] if trial.tokens.is_cuda else [text_of(self.hf), self.hf.get_output_embeddings()]
-        parameters = list(dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad))
+        idle = self.adapters.idle() if self.adapters is not None else ()
+        parameters = {p: None for module in modules for p in module.parameters() if p.requires_grad and p not in idle}
         tolerance = TOLERANCE if next(self.hf.parameters()).dtype == torch.float32 else HALF_TOLERANCE
         try:
             for self.fused in (False, True):
                 with trial_values(self.adapters), torch.enable_grad():
                     out = compute()
-                    grads = torch.autograd.grad(out.square().mean(), parameters)
+                    grads = torch.autograd.grad(out.square().mean(), list(parameters))
                 results.append((out.detach(), *grads))
         except Exception as error:  # of a compiler, say
             if not trial.tokens.is_cuda:
