@@ -49,7 +49,8 @@ def command(
     markdown: bool,
     verbose: bool,
 ) -> None:
-    """Evaluate. MODEL is a model folder, or a run directory, whose config then is the default CONFIG.
+    """Evaluate. MODEL is a model folder, an adapter folder, or a run directory, whose config then is the default
+    CONFIG.
 
     Figures stand with their 95 % intervals. Every question's scores and answers lie in evaluations/ of the run
     directory, for `slime compare`. A set of which nothing could be judged is an error.
@@ -103,12 +104,13 @@ def evaluate(
     from slime_core.report import RunDir
 
     quiet_libraries()
-    folder, own_config = find_model(model)
+    folder, adapters, own_config = find_model(model)
     arguments = split([*words, "--hf-checkpoint", folder, "--init-weights", "load"])
     if arguments.recipe is None and own_config is not None:
         arguments.recipe = str(own_config)
     loaded = load_words(arguments, session, data_keys=OWN_SETS)
     config = resolve_machine(stages(loaded.config)[-1])
+    config = config.model_copy(update={"train": config.train.model_copy(update={"lora_load": adapters})})
     if not (config.eval.eval_prompt_data or config.eval.eval_tasks or config.eval.eval_function_path):
         raise ConfigError(
             "there is nothing to evaluate",
@@ -163,13 +165,16 @@ async def alone(config: Config, plugins: Plugins, report: Report) -> dict[str, d
             return await evaluator.run(0)
 
 
-def find_model(text: str) -> tuple[str, Path | None]:
-    """The model folder (or hub name), and the config of the run where ``text`` is a run directory.
+def find_model(text: str) -> tuple[str, str, Path | None]:
+    """The model folder (or hub name), the folder of adapters beside it, and the config of a run directory.
 
     Raises:
         ConfigError: CFG05 the run has no final model; CFG01 a flag in the model's place.
+        DataError: TOK00, TOK46 an adapter folder that cannot be read.
     """
     from slime_core.errors import ConfigError
+    from slime_core.lora.folder import CONFIG
+    from slime_core.lora.served import base_of
 
     if text.startswith("-"):
         raise ConfigError(
@@ -180,8 +185,10 @@ def find_model(text: str) -> tuple[str, Path | None]:
         )
     path = Path(text).expanduser()
     config = path / "config.toml"
+    if (path / CONFIG).is_file():
+        return base_of(path), str(path), None
     if not config.is_file():
-        return text, None
+        return text, "", None
     final = path / "final"
     if not final.is_dir():
         raise ConfigError(
@@ -191,4 +198,6 @@ def find_model(text: str) -> tuple[str, Path | None]:
             why="it has not ended, or report.export_final was off",
             fix=f"slime show {text}",
         )
-    return str(final), config
+    if not (final / "config.json").is_file() and (final / "adapter").is_dir():
+        return base_of(final / "adapter"), str(final / "adapter"), config
+    return str(final), "", config

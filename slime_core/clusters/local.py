@@ -31,6 +31,7 @@ from slime_core.clusters.ranks import RankTrainer
 from slime_core.config.load import stages
 from slime_core.errors import ConfigError
 from slime_core.ledger.ledger import SqliteLedger
+from slime_core.lora.served import served_adapters
 from slime_core.notices import notice
 from slime_core.plugins.backends import cluster_of, engine_of, trainer_of
 from slime_core.protocols import RunComponents, Serving
@@ -242,10 +243,16 @@ def local_cluster(config: Config, plugins: Plugins, report: Report) -> AbstractA
 
 @asynccontextmanager
 async def local_serving(config: Config) -> AsyncIterator[Serving]:
-    """An engine alone, with the folder's weights."""
-    folder = open_folder(config)
+    """An engine alone, with the folder's weights, and the adapters of ``train.lora_load`` beside them.
+
+    Raises:
+        ConfigError: CFG04 adapters for an engine in processes of its own.
+    """
+    folder, adapters = open_folder(config), config.train.lora_load
     async with AsyncExitStack() as stack:
         if (start := engine_of(config).start) is not None:
+            if adapters:
+                raise _not_beside(config, adapters)
             run_dir = Path(stack.enter_context(TemporaryDirectory(prefix="slime-eval-")))
             served = await stack.enter_async_context(start(serving_start(config, folder, run_dir)))
             if folder.init_weights == "random":
@@ -262,8 +269,21 @@ async def local_serving(config: Config) -> AsyncIterator[Serving]:
         stack.callback(thread.close)
         engine = await stack.enter_async_context(embedded_engine(config, folder, thread))
         model = await thread.run(folder.build_model, dtype="float32", seed=config.seed)
-        await engine.load(WeightUpdate(version=0, epoch=0, transport="tensors", tensors=dict(model.state_dict())))
+        update = WeightUpdate(version=0, epoch=0, transport="tensors", tensors=dict(model.state_dict()))
+        if adapters:
+            update.adapters = served_adapters(Path(adapters), config.train.lora_adapters)
+        await engine.load(update)
         yield Serving(engines=engine, tokenizer=folder.tokenizer(), vocab_size=folder.vocab_size)
+
+
+def _not_beside(config: Config, adapters: str) -> ConfigError:
+    return ConfigError(
+        f"an adapter is evaluated by the embedded engine, not by rollout_engine = {config.rollout.rollout_engine}",
+        code="CFG04",
+        where=adapters,
+        why="servers are started here with the weights of a model folder",
+        fix=f"slime convert adapter-to-hf {adapters} MODEL, then slime eval MODEL; or --rollout-engine local",
+    )
 
 
 def serving_start(config: Config, folder: ModelFolder, run_dir: Path) -> EngineStart:

@@ -5,6 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from slime_core.lora.folder import factors_of, write_adapter
+from slime_core.lora.layers import attach
+from slime_core.lora.spec import LoraSpec
 
 pytestmark = pytest.mark.integration
 
@@ -84,6 +90,30 @@ def test_sets_have_their_own_sampling_and_an_evaluation_twice_is_identical(cli, 
     assert [(s["name"], s["p"], s["difference"]) for s in json.loads(same.out)["sets"]] == [
         (name, 1.0, 0.0) for name in ("greedy", "kinds", "plain")
     ]
+
+
+def test_an_adapter_folder_is_evaluated_beside_its_base(cli, sets):
+    """Greedy answers score as those of the merged model, and not as the base's."""
+    model = AutoModelForCausalLM.from_pretrained(sets / "model", dtype=torch.float32)
+    adapters = attach(model, LoraSpec(rank=4, alpha=64), seed=0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in adapters.parameters().items():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    write_adapter(sets / "adapter", adapters.spec.to_peft(str(sets / "model")), factors_of(adapters, "default"))
+    merged = {name: module.merged(key, "default") for name, (module, key) in adapters.weights().items()}
+    plain = AutoModelForCausalLM.from_pretrained(sets / "model", dtype=torch.float32)
+    plain.load_state_dict(merged, strict=False)
+    plain.save_pretrained(sets / "merged")
+    AutoTokenizer.from_pretrained(sets / "model").save_pretrained(sets / "merged")
+    answers = {}
+    for name in ("model", "adapter", "merged"):
+        done = cli("eval", sets / name, sets / "sets.toml", "--run-dir", f"eval-{name}")
+        assert done.code == 0, done.err
+        questions = json.loads(records(f"eval-{name}")["greedy-000000.json"])["questions"]
+        answers[name] = [question["scores"] for question in questions]
+    assert answers["adapter"] == answers["merged"] != answers["model"]
 
 
 def test_two_models_are_compared_by_question(cli, sets):
