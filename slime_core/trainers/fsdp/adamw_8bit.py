@@ -41,6 +41,8 @@ class AdamW8bit(AdamW):
             for name, tensor in zip(part, tensors[0]):
                 if copies is not None and name in copies:
                     copies[name].copy_(tensor)
+        if isinstance(self.place, PagedPlace) and torch.cuda.is_available():
+            torch.cuda.synchronize()  # the host may read pages that kernels have not written yet
         # AdamW.step: a class with slots is another one than its own zero-argument super() knows
         AdamW.step(self, {name: p for name, p in params.items() if name not in self.scale1}, grads, lr, scale, copies)
 
