@@ -54,10 +54,11 @@ def merged(
     Args:
         magnitude: [out], of DoRA
     """
-    total = delta(a, b, scaling).add_(weight)
+    total = delta(a, b, scaling)
     if magnitude is not None:
-        total.mul_((magnitude / total.norm(dim=-1)).unsqueeze(-1))
-    return total.to(dtype or weight.dtype)
+        total.add_(weight)
+        return total.mul_((magnitude / total.norm(dim=-1)).unsqueeze(-1)).to(dtype or weight.dtype)
+    return torch.add(total, weight, out=total.new_empty(total.shape, dtype=dtype or weight.dtype))  # in one pass
 
 
 class Adapters:

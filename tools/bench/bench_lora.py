@@ -2,6 +2,7 @@
 
     python tools/bench/bench_lora.py --model /tmp/smollm2/model --length 512 --sequences 4      # on a CPU
     python tools/bench/bench_lora.py --device cuda --preset qwen3-4b --length 8192 --sequences 4
+    python tools/bench/bench_lora.py --device cuda --layers 18 --length 1024 --sequences 8 --tokens 8192   # 80 GB
     python tools/bench/bench_lora.py --device cuda --rank 8 32 128 --set train.lora_target_modules=q_proj,v_proj
 
 Each way has a process of its own, one after the other. On a CPU seconds are those of the process on its one thread,
@@ -81,6 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", type=Path, help="a model folder; else one of the preset's shape is drawn")
     parser.add_argument("--preset", default="qwen3-4b")
+    parser.add_argument("--layers", type=int, default=0, help="so many of the preset's alone, where all have no room")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rank", type=int, nargs="+", default=[32])
     parser.add_argument("--length", type=int, default=512)
@@ -93,8 +95,8 @@ def main() -> None:
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.model is None:
-        args.model = Path(scratch(20 << 30) or tempfile.gettempdir()) / f"bench-lora-{args.preset}"
-        make_folder(args.model, args.preset)
+        args.model = Path(scratch(20 << 30) or tempfile.gettempdir()) / f"bench-lora-{args.preset}-{args.layers}"
+        make_folder(args.model, args.preset, args.layers)
     if args.worker is not None:
         return measure(args)
     rows: dict[int, Any] = {}

@@ -2,16 +2,18 @@
 
 import copy
 
+import numpy as np
 import peft
 import pytest
 import torch
 from torch import nn
 
 from slime_core.errors import ConfigError
-from slime_core.lora.dropout import row_keys
+from slime_core.lora.dropout import micro_keys
 from slime_core.lora.layers import LoraExperts, LoraLinear, attach
 from slime_core.lora.spec import LoraSpec
 from slime_core.testing.families import family_model
+from slime_core.types import MicroBatch
 from slime_core.weights.folder import ModelFolder
 
 pytestmark = pytest.mark.unit
@@ -152,7 +154,7 @@ def test_a_mask_is_of_the_token_not_of_its_place(model):
     adapters = attach(Model(layer), LoraSpec(rank=2, dropout=0.25), seed=0)
     dropout, x = adapters.dropout, torch.ones(5, 512)
     assert torch.equal(dropout(x, 1), x)  # not training
-    keys = torch.from_numpy(row_keys(TOKENS[0, :5].numpy()))
+    keys = torch.from_numpy(micro_keys(pack_of([5], [-1])))
     dropout.rows = keys
     whole = dropout(x, 1)
     assert set(whole.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
@@ -162,6 +164,27 @@ def test_a_mask_is_of_the_token_not_of_its_place(model):
     assert not torch.equal(dropout(x[2:4], 2), whole[2:4])
     dropout.seed = 1
     assert not torch.equal(dropout(x[2:4], 1), whole[2:4])
+
+
+def pack_of(lengths, prefix):
+    """A pack of segments over the first tokens, each of the prompt 0 to 2 or a sequence of its own."""
+    starts = np.cumsum([0, *lengths])
+    tokens = np.concatenate([TOKENS[0, : starts[1]].numpy(), TOKENS[1, : starts[-1] - starts[1]].numpy()])
+    none = np.zeros(0, dtype=np.int64)
+    return MicroBatch(
+        samples=np.arange(len(lengths)), tokens=tokens, position_ids=none, cu_seqlens=starts.astype(np.int32),
+        prefix=np.array(prefix, dtype=np.int32), predict=none, target=none, response=none, weight=none,
+    )  # fmt: skip
+
+
+def test_rows_have_the_same_keys_whether_they_share_a_prompt_or_not():
+    shared = micro_keys(pack_of([3, 2, 2], [-1, 0, 0]))
+    prompt, one, other = TOKENS[0, :3].numpy(), TOKENS[1, :2].numpy(), TOKENS[1, 2:4].numpy()
+    alone = pack_of([5, 5], [-1, -1])
+    alone.tokens = np.concatenate([prompt, one, prompt, other])
+    keys = micro_keys(alone)
+    assert np.array_equal(keys, [*shared[:3], *shared[3:5], *shared[:3], *shared[5:]])
+    assert len({*shared.tolist()}) == 7
 
 
 class Model(nn.Module):
