@@ -18,7 +18,7 @@ pytestmark = pytest.mark.integration
 LORA = {"lora_rank": 4, "lora_alpha": 8.0, "lr": 1e-2}
 EP = {"expert_model_parallel_size": 2}
 SPLIT = {"tp": ("dense", TENSOR), "ep": ("moe", TENSOR | EP | {"expert_tensor_parallel_size": 1})}
-KINDS = {"dropout": {"lora_dropout": 0.3}, "dora": {"lora_use_dora": True}}
+KINDS = {"dropout": {"lora_dropout": 0.3, "lora_sync": "adapter"}, "dora": {"lora_use_dora": True}}
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +87,15 @@ def test_engines_and_the_export_get_the_base_with_the_adapter_in_it(pair, name):
     assert found["plain"]
 
 
+def test_an_engine_that_has_the_base_gets_the_adapter_alone(pair):
+    found = pair[0]["published"]
+    assert found["base"]
+    assert found["alone"] == [0, ["default"], True]
+    assert found["factors"]
+    assert found["names"] == [f"model.layers.0.self_attn.q_proj.lora_{letter}.weight" for letter in "AB"]
+    assert found["rank"] == LORA["lora_rank"]
+
+
 def of_fsdp(folder, kind):
     """The other backend's checksum at the start, and losses and norms of two steps."""
     from slime_core.plugins import load_plugins
@@ -133,8 +142,11 @@ def two_ranks(rank, root):
         one["loaded"] = Ranks(root, model, flags, rank, 2, **loads).worker.fingerprint()
         one["refused"] = refusal(worker, root / "changed")
     for kind, train in KINDS.items():
-        losses, norms = stepped(Ranks(root, "dense", TENSOR, rank, 2, **LORA | train).worker)
+        worker = Ranks(root, "dense", TENSOR, rank, 2, **LORA | train).worker
+        losses, norms = stepped(worker)
         found[kind] = {"losses": losses, "norms": norms}
+        if kind == "dropout":
+            found |= published(worker, root / "dense")
     return found
 
 
@@ -193,6 +205,26 @@ def gathered(worker, folder, final, name):
             "adapted": len(deltas),
             "exported": all(torch.equal(whole[key], one) for key, one in exported.items()),
             "plain": all(torch.equal(one, before[key]) for key, one in plain.items()),
+        }
+    }
+
+
+def published(worker, folder):
+    """What an engine gets that computes with the adapter beside the base: both, and later the adapter alone."""
+    from slime_core.types import WeightRoute
+
+    both = worker.publish(1)
+    alone = worker.publish(2, WeightRoute(transport="tensors", dtype="float32", base=False))
+    if worker.rank:
+        return {}
+    before, tensors = ModelFolder.open(folder).tensors(), both.adapters["default"].tensors
+    return {
+        "published": {
+            "base": all(torch.equal(one, before[key]) for key, one in both.tensors.items()) and len(both.tensors) > 20,
+            "alone": [len(alone.tensors), [*alone.adapters], sorted(alone.fingerprints) == sorted(both.fingerprints)],
+            "factors": all(torch.equal(one, alone.adapters["default"].tensors[key]) for key, one in tensors.items()),
+            "names": [key for key in tensors if "layers.0.self_attn.q_proj" in key],
+            "rank": both.adapters["default"].config["r"],
         }
     }
 
