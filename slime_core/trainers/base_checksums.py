@@ -35,6 +35,7 @@ def sums_of(runs: Mapping[str, tuple[torch.Tensor, int]], world: int) -> Sums:
     waiting: list[tuple[int, torch.Tensor, int]] = []  # the tensor, some of its rows, their first element
     for number, name in enumerate(names):
         rows, start = runs[name]
+        rows = rows if rows.ndim else rows.reshape(1)
         width = rows.shape[1:].numel()
         step = max(1, CHUNK // max(1, width))
         for first in range(0, len(rows), step):

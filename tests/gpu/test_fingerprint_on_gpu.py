@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from slime_core.trainers.base_checksums import sums_of
 from slime_core.trainers.fingerprint import all_sums
 from slime_core.trainers.fsdp.model import fingerprint
 
@@ -20,3 +21,14 @@ def test_a_fingerprint_is_the_processors():
 def test_a_shard_sums_as_on_the_processor(start):
     run = torch.randn(300_001, generator=torch.Generator("cpu").manual_seed(1))
     assert torch.equal(all_sums([(run.cuda(), start)]).cpu(), all_sums([(run, start)]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_an_adapters_base_are_those_of_the_host(dtype):
+    torch.manual_seed(0)
+    shapes = {"embedding": (5000, 512), "stack": (8, 300, 128), "norm": (512,), "odd": (77, 33), "one": ()}
+    weights = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+    on_host, on_gpu = (
+        sums_of({name: (tensor.to(device), 0) for name, tensor in weights.items()}, 1) for device in ("cpu", "cuda")
+    )
+    assert on_gpu == on_host

@@ -368,7 +368,9 @@ class FsdpWorker(Worker):
         return fingerprint(tensors, self.world, copies)
 
     def write_folder(self, path: Path) -> None:
-        whole = self.whole()
+        adapters = self.policy.adapters
+        with adapters.using(adapters.names[0]) if adapters is not None else nullcontext():
+            whole = self.whole()
         if self.rank == 0:
             checkpoint.write_folder(path, self.policy.hf, whole, self.folder.tokenizer())
 
