@@ -59,8 +59,10 @@ def command(
         return
     config, needs = _config(words, session, gpus)
     gpu = _gpu(gpu_name, config)
+    config, choice = _chosen(config, gpu)
     plan = planned(config, gpu, needs, response_tokens=response_tokens, prompt_tokens=prompt_tokens)
     answer = facts(plan, gpus or 0)
+    answer["notices"] += [choice] if choice else []
     if as_json:
         click.echo(json.dumps(answer, indent=1))
     else:
@@ -96,12 +98,20 @@ def _ranks(gpus: int | None) -> list[str]:
 def _gpu(name: str | None, config: Config) -> Gpu:
     """The GPU that was named, or this machine's; its processors where there is none."""
     from slime_core.memory import available_memory
+    from slime_core.planning.automatic import gpu_named
     from slime_core.planning.gpus import gpu_of, of_machine, processor
 
     if name is not None:
         return gpu_of(name)
-    gpu = None if config.cluster.device == "cpu" else of_machine()
-    return gpu or processor(available_memory())
+    facts = None if config.cluster.device == "cpu" else of_machine()
+    return gpu_named(*facts) if facts is not None else processor(available_memory())
+
+
+def _chosen(config: Config, gpu: Gpu) -> tuple[Config, str]:
+    """The config with what is ``auto`` as a run on this GPU would choose it, and a line about that."""
+    from slime_core.planning.automatic import with_plan, without_plan
+
+    return (without_plan(config), "") if gpu.processor else with_plan(config, gpu)
 
 
 def planned(

@@ -106,27 +106,14 @@ def gpu_of(text: str) -> Gpu:
     return replace(base, name=label, memory=int(memory * GIB))
 
 
-def of_machine() -> Gpu | None:
-    """The first GPU of this machine, as its driver says; None where there is none, or it is of no known kind."""
+def of_machine() -> tuple[str, int] | None:
+    """Name and bytes of this machine's first GPU, as its driver says; None where there is none."""
     if shutil.which("nvidia-smi") is None:
         return None
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     answer = subprocess.run(query, capture_output=True, text=True, check=False, timeout=10).stdout
     name, _, mib = answer.partition("\n")[0].rpartition(",")
-    return named(name, int(mib) << 20) if mib.strip().isdigit() else None
-
-
-def named(marketed: str, memory: int = 0) -> Gpu | None:
-    """The GPU whose name is in the driver's, such as ``NVIDIA H100 80GB HBM3``; None where none is.
-
-    Args:
-        memory: bytes that the driver states, where those of the kind are not meant
-    """
-    words = re.split(r"[^a-z0-9]+", marketed.lower())
-    gpu = next((gpu for name, gpu in GPUS.items() if name in words), None)
-    if gpu is None or not memory:
-        return gpu
-    return replace(gpu, memory=min(memory, gpu.memory) if memory > 0.9 * gpu.memory else memory)
+    return (name, int(mib) << 20) if mib.strip().isdigit() else None
 
 
 def processor(memory: int) -> Gpu:
