@@ -35,12 +35,22 @@ def test_a_plan_that_does_not_fit_ends_with_1_and_says_what_would(cli, large):
     done = cli("plan", *large, "--gpu", "4090", "--json")
     answer = json.loads(done.out)
     assert done.code == 1
-    assert answer["short"] > 30 << 30
-    done = cli("plan", *large, "--gpu", "4090", "--lora-rank", "16", "--json")
+    assert answer["short"] > 8 << 30
+    words = ["plan", *large, "--gpu", "4090", "--lora-rank", "16", "--json"]
+    switches = ["--no-gradient-checkpointing", "--no-fsdp-cpu-offload"]
+    done = cli(*words, *switches, "--max-tokens-per-gpu", "16384")
     answer = json.loads(done.out)
     assert (done.code, answer["fits"]) == (1, False)
     (advice,) = answer["advice"]
-    assert cli("plan", *large, "--gpu", "4090", "--lora-rank", "16", *advice["flags"].split()).code == 0
+    done = cli(*words, *advice["flags"].split())
+    assert (done.code, json.loads(done.out)["fits"]) == (0, True)
+
+
+def test_what_is_auto_is_chosen_as_a_run_would_choose_it(cli, large):
+    done = cli("plan", *large, "--gpu", "4090", "--lora-rank", "16", "--rollout-slots", "32")
+    assert done.code == 0
+    assert "auto: micro-batches of" in done.out
+    assert "gradient_checkpointing = true" in done.out
 
 
 @pytest.mark.parametrize(
