@@ -39,6 +39,9 @@ def verify_rank(folder, out, rank, world):
         assert worker.policy.fused == (case != "lora_dropout"), case
         assert max(found["gradient_error"], found["loss_error"]) < 1e-5, (case, found)
         totals, grads = thread.call(splits.step_of, worker, batch)
+        if worker.policy.adapters is not None:
+            tensors = thread.call(worker.publish, 1).tensors
+            grads |= {f"served.{name}": tensor.double().clone() for name, tensor in tensors.items()}
         if rank == 0:
             rows = grads | {f"total.{name}": torch.tensor(value).double() for name, value in totals.items()}
             save_file({name: row.contiguous() for name, row in rows.items()}, str(Path(out) / f"{case}.safetensors"))
