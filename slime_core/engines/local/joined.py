@@ -25,6 +25,7 @@ from slime_core.kernels.cache import norm_rotate_store
 from slime_core.kernels.gated import gated
 from slime_core.kernels.linear import invariant_linear, joined
 from slime_core.kernels.norm import add_rms_norm, rms_norm
+from slime_core.kernels.quantised import QuantisedWeight
 from slime_core.kernels.rotary import tables
 from slime_core.weights.build import attention_window
 
@@ -32,19 +33,25 @@ Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tenso
 
 
 class JoinedLinear:
-    """Linear layers over the same input, whose weights lie one behind another, as one: [N, in] -> [N, sum of out]."""
+    """Linear layers over the same input, whose weights lie one behind another, as one: [N, in] -> [N, sum of out].
+
+    Weights in 4 or 8 bits are floats for the time of a product.
+    """
 
     def __init__(self, *layers: Any, adapters: ServedAdapters | None = None) -> None:
         self._layers = layers
         self._low = LowRank(adapters, layers) if adapters is not None else None
         self.weight = torch.empty(0)  # sum of out, in
+        self._quantised: list[torch.Tensor] = []
         self.bias: torch.Tensor | None = None
 
     def refresh(self) -> None:
         """Follow the parameters."""
         if self._low:
             self._low.refresh()
-        self.weight = joined([layer.weight.detach() for layer in self._layers])
+        weights = [layer.weight.detach() for layer in self._layers]
+        self._quantised = weights if any(isinstance(one, QuantisedWeight) for one in weights) else []
+        self.weight = joined(weights) if not self._quantised else torch.empty(0)
         biases = [layer.bias.detach() for layer in self._layers if layer.bias is not None]
         if biases and len(biases) < len(self._layers):
             raise Unfit("some of the joined layers have a bias")
@@ -54,11 +61,11 @@ class JoinedLinear:
         """Let go of the parameters' memory."""
         if self._low:
             self._low.release()
-        self.weight, self.bias = self.weight.new_empty(0), None
+        self.weight, self._quantised, self.bias = self.weight.new_empty(0), [], None
 
     def product(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """By ``linear``, and what the rows' adapters add."""
-        y = linear(x, self.weight, self.bias)
+        y = linear(x, joined(self._quantised) if self._quantised else self.weight, self.bias)
         return self._low.add_to(y, x, self.bias) if self._low else y
 
 

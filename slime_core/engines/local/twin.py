@@ -18,6 +18,7 @@ import torch
 
 from slime_core.errors import EngineError
 from slime_core.kernels.linear import adjacent
+from slime_core.kernels.quantised import QuantisedWeight
 from slime_core.weights.folder_layout import FolderLayout
 from slime_core.weights.hashing import text_name
 from slime_core.weights.prediction_layers import prefixes
@@ -83,7 +84,7 @@ class Twin:
         shared = update.transport == "shared"
         aliases = {name for name, tensor in tensors.items() if shared and self._same(name, tensor)}
         for group in self._groups:
-            if not (aliases.issuperset(group) and adjacent([tensors[name] for name in group])):
+            if not (aliases.issuperset(group) and _are_served([tensors[name] for name in group])):
                 aliases -= set(group)
                 if not self._writable.issuperset(group):
                     self._join(group)
@@ -92,7 +93,7 @@ class Twin:
         for name, tensor in tensors.items():
             if name in aliases:
                 self._writable.discard(name)
-                if tensor.data_ptr() != self._tensor(name).data_ptr():
+                if isinstance(tensor, QuantisedWeight) or tensor.data_ptr() != self._tensor(name).data_ptr():
                     self._place(name, tensor.detach())
                 continue
             if name not in self._writable:
@@ -169,6 +170,11 @@ class Twin:
     def fingerprints(self) -> dict[str, str]:
         """crc32 of every served tensor's bytes, by state-dict name."""
         return {name: fingerprint(tensor) for name, tensor in self.model.state_dict().items()}
+
+
+def _are_served(group: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors that are multiplied as one can be served themselves."""
+    return all(isinstance(tensor, QuantisedWeight) for tensor in group) or adjacent(group)
 
 
 def fingerprint(tensor: torch.Tensor) -> str:

@@ -9,6 +9,8 @@ import torch
 import trainer_bench as made
 from safetensors.torch import load_file, save_file
 
+from slime_core.engines.local.joined import JoinedLinear
+from slime_core.engines.local.twin import Twin
 from slime_core.errors import ConfigError
 from slime_core.kernels.quantised import QuantisedWeight, dense
 from slime_core.lora.layers import merged
@@ -69,6 +71,26 @@ def test_weights_without_adapters_reach_engines_as_floats_and_state_is_offloaded
     assert all(torch.equal(tensors[name], weight.dense()) for name, weight in base.items())
     parts = {part.data_ptr() for part in one.worker._state("parameters")}
     assert all({weight.numbers.data_ptr(), weight.scales.data_ptr()} <= parts for weight in base.values())
+    one.thread.close()
+
+
+def test_an_engine_serves_the_numbers_and_keeps_no_floats_of_them(folder):
+    one = made.Bench(folder, **LORA, base_weights="nf4", lora_sync="adapter")
+    base, update = quantised(one.worker), one.call("publish", 0)
+    twin = Twin(one.folder.config, torch.float32, "cpu", False, joined=True)
+    for _ in range(2):
+        twin.load(update)
+        served = dict(twin.model.named_parameters())
+        assert all(served[name].numbers.data_ptr() == weight.numbers.data_ptr() for name, weight in base.items())
+        twin.release()
+    twin.load(update)
+    layers = twin.model.model.layers[0].self_attn
+    both = JoinedLinear(layers.q_proj, layers.k_proj)
+    both.refresh()
+    x = torch.randn(3, 128)
+    expected = torch.cat([dense(layer.weight) for layer in (layers.q_proj, layers.k_proj)])
+    assert torch.equal(both.product(torch.nn.functional.linear, x), torch.nn.functional.linear(x, expected))
+    assert not both.weight.numel()
     one.thread.close()
 
 
