@@ -67,7 +67,7 @@ def test_an_error_ends_with_its_anchor_and_the_command_that_explains_it(cli):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("slime pl", {"plugins"}),
+        ("slime pl", {"plan", "plugins"}),
         ("slime kern", {"kernelbench"}),
         ("slime run --eps-clip-", {"--eps-clip-high", "--eps-clip-c"}),
         ("slime run --plugin rm_", {"rm_math"}),
