@@ -130,10 +130,16 @@ def test_each_version_of_an_adapter_is_pefts_and_nothing_of_an_older_one_is_used
     adapting.loop.run(work(), 120)
 
 
-@pytest.mark.parametrize("sync", ["merged", "adapter"])
+TENANTS = "".join(
+    f'[[data.tasks]]\nname = "of {name}"\nprompt_data = "rows.jsonl"\nadapter = "{name}"\n' for name in NAMES
+)
+
+
+@pytest.mark.parametrize("sync", ["merged", "adapter", "adapters"])
 def test_a_run_with_adapters_samples_what_it_trains(
     sync: str, sglang_python: str, served_model: Path, tmp_path: Path
 ) -> None:
+    several = sync == "adapters"
     text = "0123456789 +-= abcdef " * 4
     rows = [json.dumps({"input": text[n:] + text[:n], "label": ""}) for n in range(8)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
@@ -152,7 +158,8 @@ def test_a_run_with_adapters_samples_what_it_trains(
         *("--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--entropy-coef", "0.05"),
         *("--rollout-max-response-len", "16", "--sglang-mem-fraction-static", "0.2", "--sglang-max-total-tokens"),
         *("8000", "sglang.env.OMP_NUM_THREADS=1", "--run-dir", "run"),
-        *("--lr", "1e-2", "--lora-rank", "4", "--lora-sync", sync),
+        *("--lr", "1e-2", "--lora-rank", "4", "--lora-sync", sync.removesuffix("s")),
+        *(("--lora-adapters", *NAMES) if several else ()),
     )
     command = [sys.executable, "-m", "slime_cli.main", *map(str, words)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=START_TIMEOUT + 300)
@@ -163,6 +170,6 @@ def test_a_run_with_adapters_samples_what_it_trains(
     for metrics in steps:
         assert metrics["canary/logprob_diff_mean"] < 2e-5
         assert metrics["train_rollout_logprob_abs_diff"] < 2e-5
-        assert metrics["grad_norm"] > 0
+        assert all(metrics[f"{name}/grad_norm"] > 0 for name in NAMES) if several else metrics["grad_norm"] > 0
     tensors = [metrics.get("canary/tensors", 0) for metrics in steps]
     assert all(tensors) if sync == "merged" else not any(tensors), "the base crossed before the first step alone"
