@@ -174,7 +174,7 @@ class Twin:
 
 def _are_served(group: Sequence[torch.Tensor]) -> bool:
     """Whether tensors that are multiplied as one can be served themselves."""
-    return all(isinstance(tensor, QuantisedWeight) for tensor in group) or adjacent(group)
+    return any(isinstance(tensor, QuantisedWeight) for tensor in group) or adjacent(group)
 
 
 def fingerprint(tensor: torch.Tensor) -> str:

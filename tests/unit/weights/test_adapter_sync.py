@@ -12,7 +12,9 @@ import torch
 from slime_core.clusters.embedded import embedded_engine
 from slime_core.clusters.engine_process import EngineProcess
 from slime_core.config.load import load_config
+from slime_core.engines.local import LocalEngine
 from slime_core.errors import EngineError
+from slime_core.kernels.quantised import QuantisedWeight
 from slime_core.plugins import load_plugins
 from slime_core.testing import tiny_model
 from slime_core.testing.contracts import sample_group
@@ -72,8 +74,8 @@ class Sync:
         return apart
 
 
-async def syncing(go, tmp_path, *, apart=False, dtype="float32", keys=()):
-    path = tiny_model(tmp_path / "model")
+async def syncing(go, tmp_path, *, apart=False, dtype="float32", keys=(), pages=False, **shape):
+    path = tiny_model(tmp_path / "model", **shape)
     flags = ["--hf-checkpoint", str(path), "--cpu-threads", "1", "--dtype", dtype, "--rollout-max-response-len", "32"]
     config = load_config(None, [*flags, "--device", "cpu", *(f"train.{key}" for key in (*KEYS, *keys))])
     thread, folder = TorchThread(1), ModelFolder.open(path)
@@ -85,6 +87,9 @@ async def syncing(go, tmp_path, *, apart=False, dtype="float32", keys=()):
             engine = EngineProcess(config, run_dir=tmp_path, epoch=1, thread=thread)
             (tmp_path / "log").mkdir()
             await stack.enter_async_context(engine)
+        elif pages:
+            engine = LocalEngine(folder, slots=2, context_len=64, dtype=dtype, device="cpu", thread=thread, paged=True)
+            stack.push_async_callback(engine.close)
         else:
             engine = await stack.enter_async_context(embedded_engine(config, folder, thread))
         return await go(Sync(config, trainer, engine))
@@ -115,6 +120,30 @@ def test_the_base_crosses_once_and_the_engine_computes_what_is_trained(tmp_path,
     assert all(tuple(update.adapters) == NAMES for update in updates)
     limit = 2e-5 if dtype == "float32" else 0.1
     assert max(max(apart.values()) for apart in seen) < limit, seen
+
+
+@pytest.mark.parametrize("pages", [False, True], ids=["slots", "pages"])
+def test_a_base_in_4_bits_is_the_trainers_own_storage(tmp_path, pages):
+    async def go(sync):
+        sync.move(0)
+        await sync_weights(sync.trainer, sync.engine, 0)
+        seen = [await sync.differences()]
+        sync.move(1)
+        await sync_weights(sync.trainer, sync.engine, 1)
+        seen.append(await sync.differences())
+        served = sync.engine._scheduler.served
+        shared = [
+            name
+            for name, one in served._twin.model.named_parameters()
+            if isinstance(one, QuantisedWeight)
+            and one.numbers.data_ptr() == sync.trainer._worker.policy.hf.get_parameter(name).numbers.data_ptr()
+        ]
+        return served.plan.name, shared, seen
+
+    plan, shared, seen = asyncio.run(syncing(go, tmp_path, keys=["base_weights=nf4"], pages=pages, hidden=64))
+    assert plan == "lean"
+    assert len(shared) >= 7, "a layer has seven linear layers"
+    assert max(max(apart.values()) for apart in seen) < 2e-5
 
 
 def test_a_base_that_is_moved_is_not_sent_as_merged_weights(tmp_path):
