@@ -56,7 +56,7 @@ def test_gradients_and_engines_are_of_the_base_as_it_computes(folder, form, tmp_
     exported = load_file(tmp_path / "final" / "model.safetensors")
     for name, weight in base.items():
         module, _ = adapters.weights()[name]
-        factors = module.lora_A["default"], module.lora_B["default"]
+        factors = module.lora_A["default"].detach(), module.lora_B["default"].detach()
         expected = merged(weight.dense(), *factors, adapters.spec.scaling)
         assert torch.equal(served[name], expected)
         assert torch.equal(exported[name], expected)
