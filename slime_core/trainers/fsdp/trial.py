@@ -78,10 +78,10 @@ class PolicyTrial:
         if odd := types - {"full_attention", "sliding_attention"}:
             return f"layers of type {', '.join(sorted(odd))} cannot be packed"
         register()
-        before = self.hf.config.get_text_config()._attn_implementation
+        before, alone = self.hf.config.get_text_config()._attn_implementation, self.logits
         try:
             self._attend_by(NAME)
-            if close(self.packed(), self.logits):
+            if close(self.packed(), alone):
                 return ""
             reason = "packed sequences see each other"
         except Exception as error:  # whatever a strange model or a kernel raises; single sequences run it as it is
