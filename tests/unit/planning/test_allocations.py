@@ -12,8 +12,7 @@ from slime_core.engines.local import LocalEngine
 from slime_core.planning.gpus import GIB, processor
 from slime_core.planning.memory import MemoryPlan, fits
 from slime_core.testing import tiny_model
-from slime_core.testing.families import family_config
-from slime_core.testing.models import char_tokenizer
+from slime_core.testing.families import family_config, family_model
 from slime_core.threads import TorchThread
 from slime_core.types import GenerateRequest, SamplingParams, WeightUpdate
 from slime_core.weights.folder import ModelFolder
@@ -95,9 +94,7 @@ def test_a_trainer_holds_the_predicted_bytes(tmp_path: Path, family: str, tied: 
 @pytest.mark.nightly
 @pytest.mark.parametrize("train", [{"dtype": "bfloat16"}, {"dtype": "bfloat16"} | LORA], ids=["full", "lora"])
 def test_a_trainer_of_smollm2s_shape_holds_the_predicted_bytes(tmp_path: Path, train: dict) -> None:
-    char_tokenizer().save_pretrained(str(tmp_path))
-    family_config("llama", **SMOLLM2).save_pretrained(str(tmp_path))
-    check_trainer(tmp_path, rollout={"init_weights": "random"}, **train)
+    check_trainer(family_model(tmp_path / "model", "llama", **SMOLLM2), **train)
 
 
 @pytest.mark.parametrize(("paged", "dtype"), [(True, "bfloat16"), (False, "float32")], ids=["pages", "slots"])
