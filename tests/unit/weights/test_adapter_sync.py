@@ -27,7 +27,13 @@ from slime_core.weights.update import sync_weights
 
 pytestmark = pytest.mark.unit
 
-KEYS = ("lora_rank=4", "lora_alpha=16.0", "lora_sync=adapter", "lora_target_modules=['q_proj','v_proj','down_proj']")
+KEYS = (
+    "kl_loss_coef=0.01",
+    "lora_rank=4",
+    "lora_alpha=16.0",
+    "lora_sync=adapter",
+    "lora_target_modules=['q_proj','v_proj','down_proj']",
+)
 NAMES = ("solver", "critic")
 
 
@@ -35,6 +41,7 @@ def step_batch():
     batch = make_batch(0, "main", [sample_group(0), sample_group(1, fan_out=True)])
     batch = dataclasses.replace(batch, routed_experts=None)
     batch.columns["advantages"] = np.linspace(-1, 1, len(batch.loss_mask)).astype(np.float32)
+    batch.columns["reference"] = np.full_like(batch.loss_mask, -2.0)
     return batch
 
 
@@ -62,15 +69,16 @@ class Sync:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
 
     async def differences(self):
-        """Of log-probs of a text on both sides, by adapter; "base" is the trainer's without adapters."""
+        """Of log-probs of a text on both sides, by adapter; "base" is the trainer's reference."""
         batch, apart = step_batch(), {}
         for name in (*self.adapters.names, "base"):
-            with self.adapters.using(None if name == "base" else name):
-                columns = await self.trainer.score(batch, frozenset({"policy"}))
+            role = "reference" if name == "base" else "policy"
+            models = [self.adapters.names[0] if name == "base" else name] * len(batch)
+            columns = await self.trainer.score(dataclasses.replace(batch, models=models), frozenset({role}))
             start, end = batch.response_offsets[:2]
             tokens = batch.tokens[batch.offsets[0] : batch.offsets[1]].tolist()
             served = await self.engine.score(tokens, len(tokens) - int(end - start), adapter=name)
-            apart[name] = float(np.abs(columns["policy"]["log_probs"][start:end] - served).max())
+            apart[name] = float(np.abs(columns[role]["log_probs"][start:end] - served).max())
         return apart
 
 
