@@ -98,6 +98,7 @@ def _without_reader(config: Config) -> Iterator[str]:
     serving = f"rollout_engine = {engine.name}; servers read them"
     readers = {
         "servers": (served, serving),
+        "servers or adapters": (served or config.train.lora_sync == "adapter", serving),
         "placed engines": (served or remote, serving),
         "separate engines": (served or remote or apart, serving),
         "other machines": (remote, f"cluster_backend = {cluster.name}"),

@@ -44,7 +44,9 @@ AutoBool = Annotated[
 ]
 """True, false, or ``auto``, which is None until the memory of a run is planned."""
 
-Reader = Literal["servers", "placed engines", "separate engines", "other machines", "megatron hooks"]
+Reader = Literal[
+    "servers", "servers or adapters", "placed engines", "separate engines", "other machines", "megatron hooks"
+]
 """Only readers of a key. Placed engines are servers, or on other machines; separate ones also run beside training."""
 
 

@@ -125,8 +125,11 @@ class RolloutSection(Section):
     rollout_deterministic: bool = served(
         False, "SGLang's deterministic mode, a seed a request: runs repeat bit for bit, and slower.", SAMPLES
     )
-    check_weights: Literal["rolling", "all", "off"] = served(
-        "rolling", "Tensors of servers compared with the trainer's after each step: some in turn, or all.", LIMIT
+    check_weights: Literal["rolling", "all", "off"] = key(
+        "rolling",
+        "Tensors of servers compared with the trainer's after each step: some in turn, or all.",
+        LIMIT,
+        reader="servers or adapters",
     )
     canary_band: float = served(
         0.0, "Largest mean difference of trainer and engine log-probs; 0: from rounding.", LIMIT, ge=0
