@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -153,7 +153,10 @@ class LogprobCheck:
         """
         assert self.trainer_log_probs is not None, "ask the trainer first"
         models = self.batch.models or [""] * len(self.batch)
-        scores = [engine.score(self._tokens(n), 1, adapter=name) for n, name in enumerate(models)]
+        options: list[dict[str, Any]] = [
+            {"adapter": name} if name else {} for name in models
+        ]  # not every engine has it
+        scores = [engine.score(self._tokens(n), 1, **option) for n, option in enumerate(options)]
         served = [np.asarray(part, dtype=np.float32) for part in await asyncio.gather(*scores)]
         served_log_probs = np.concatenate(served)
         owners = np.repeat(models, [len(part) for part in served])
