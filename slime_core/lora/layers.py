@@ -285,10 +285,25 @@ def attach(
                 adapters.modules[name].add(adapter, spec, seed, name)
     if not adapters.modules:
         raise _no_target(model, spec)
+    adapters.spec = spec.resolved(*_adapted(adapters), others)
+    return adapters
+
+
+def check_targets(model: Any, adapters: Adapters, spec: LoraSpec) -> None:
+    """Refuse a target of ``spec`` by a name that nothing with adapters has, after :func:`attach`.
+
+    Raises:
+        ConfigError: CFG04 with all such names.
+    """
+    if missing := spec.unmatched(*_adapted(adapters)):
+        raise _no_such_target(model, missing)
+
+
+def _adapted(adapters: Adapters) -> tuple[list[str], list[str]]:
+    """Full names of linear layers with adapters, and of experts' weights with some."""
     linear = [name for name, module in adapters.modules.items() if isinstance(module, LoraLinear)]
     stacks = [name for name, (module, _) in adapters.weights().items() if isinstance(module, LoraExperts)]
-    adapters.spec = spec.resolved(linear, stacks, others)
-    return adapters
+    return linear, stacks
 
 
 def _adapt(layer: nn.Module, adapted: tuple[str, ...], adapters: Adapters, number: int) -> LoraLinear | LoraExperts:
@@ -319,15 +334,33 @@ def _not_linear(name: str, module: nn.Module) -> ConfigError:
     )
 
 
+def _no_such_target(model: Any, missing: Sequence[str]) -> ConfigError:
+    stacks = any(are_experts(module) for module in model.modules())
+    return ConfigError(
+        f"targets of adapters that no layer of {type(model).__name__} is: {', '.join(missing)}",
+        code="CFG04",
+        where="train.lora_target_modules, train.lora_target_parameters",
+        why=f"its linear layers are {_linear_layers(model)}; the output head has no adapters",
+        fix="leave them out" + stacks * ", or name stacked experts: --lora-target-parameters experts.down_proj",
+    )
+
+
 def _no_target(model: Any, spec: LoraSpec) -> ConfigError:
-    names = sorted({name.rpartition(".")[2] for name, m in model.named_modules() if type(m) is nn.Linear})
+    layers = _linear_layers(model)
     return ConfigError(
         f"no layer of {type(model).__name__} is a target of adapters",
         code="CFG04",
         where="train.lora_target_modules",
-        why=f"its linear layers are {', '.join(names) or 'none'}, the targets {', '.join(spec.target_modules)}",
-        fix=f"set lora_target_modules to some of them, or to {['all-linear']}",
+        why=f"its linear layers are {layers or 'none'}, the targets {', '.join(spec.target_modules)}",
+        fix=f"set lora_target_modules to some of them, or to {['all-linear']}" if layers else "--lora-rank 0",
     )
+
+
+def _linear_layers(model: Any) -> str:
+    """Names of linear layers but the output head."""
+    head = model.get_output_embeddings()
+    named = ((name, module) for name, module in model.named_modules() if module is not head)
+    return ", ".join(sorted({name.rpartition(".")[2] for name, one in named if isinstance(one, nn.Linear)}))
 
 
 def _plain_experts(spec: LoraSpec) -> ConfigError:

@@ -85,6 +85,13 @@ class LoraSpec:
             return False
         return (self.all_linear and is_expert) or _ends(self.target_parameters, name)
 
+    def unmatched(self, modules: Iterable[str], parameters: Iterable[str]) -> list[str]:
+        """Named targets that are none of these modules and parameters, which have adapters, by full names."""
+        patterns = self.target_modules
+        named = () if self.all_linear or (len(patterns) == 1 and not PLAIN.fullmatch(patterns[0])) else patterns
+        kinds = ((named, list(modules)), (self.target_parameters, list(parameters)))
+        return [one for targets, names in kinds for one in targets if not any(_ends((one,), name) for name in names)]
+
     def resolved(self, modules: Iterable[str], parameters: Iterable[str], others: Iterable[str]) -> LoraSpec:
         """The same with what it means for a model: last parts of names, or full names where those meet more.
 

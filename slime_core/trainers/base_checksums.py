@@ -18,6 +18,7 @@ from slime_core.errors import StorageError, TrainerError
 from slime_core.trainers.fingerprint import all_sums
 
 FILE = "base.json"
+SAME_FOLDER = "resume from the last checkpoint, with the model folder that the run started from"
 CHUNK = 1 << 24  # elements that are float32 at once
 SHOWN = 3
 Sums = dict[str, list[int]]
@@ -63,13 +64,13 @@ class BaseChecksums:
     def __init__(self, measure: Callable[[], Sums]) -> None:
         self._measure = measure
         self._is_begun = False
-        self.checked = False  # since the last step
+        self.checked = False  # since the last step, or the start
         self.sums: Sums = {}
 
     def begin(self) -> None:
         """Take the sums, the first time; a collective."""
         if not self._is_begun:
-            self.sums, self._is_begun = self._measure(), True
+            self.sums, self._is_begun, self.checked = self._measure(), True, True
 
     def check(self, where: str) -> None:
         """Refuse a base that changed; a collective.
@@ -82,7 +83,7 @@ class BaseChecksums:
             self.checked = True
 
 
-def compare(was: Sums, now: Sums, where: str) -> None:
+def compare(was: Sums, now: Sums, where: str, fix: str = SAME_FOLDER) -> None:
     """Refuse a base that is not what it was.
 
     Raises:
@@ -95,7 +96,7 @@ def compare(was: Sums, now: Sums, where: str) -> None:
             code="TRN116",
             where=where,
             why=f"{', '.join(names[:SHOWN])}: adapters are of the base that they were trained on, which never changes",
-            fix="resume from the last checkpoint, with the model folder that the run started from",
+            fix=fix,
         )
 
 

@@ -103,7 +103,7 @@ class Worker(Publisher):
         self.expert_load = ExpertLoad()  # of a dense model
         self.stage: Config | None = None
         self.steps = 0  # calls of step in this stage
-        self.base = BaseChecksums(self.base_sums)
+        self.base = BaseChecksums(self._sums_of_base)
         self.segments = (errors or Path()).parent / "segments"
         self.media = BatchMedia.of(folder.config, self.segments)  # of a model that sees pictures
         self.routing: RoutingReplay | None = None  # of a stage that replays experts
@@ -431,6 +431,10 @@ class Worker(Publisher):
         """transformers' model with the weights that the ranks hold now; a collective."""
         stage, media = self.begun_stage(), self.media
         return Slow(self.slow_model(), stage, self.loss, self.dtype, self.rank, self.world, media=media)
+
+    def _sums_of_base(self) -> Sums:
+        with self.offload.loaded({"parameters"}):
+            return self.base_sums()
 
     def restore(self, path: Path) -> None:
         self.begun_stage()

@@ -84,6 +84,13 @@ def lora_conflicts(train: Any) -> Iterator[Problem]:
             why="adapters are on the text model, and the tower is of the base, which does not change",
             fix="leave freeze_vision_tower out, or set lora_rank = 0",
         )
+    if train.base_weights != "auto" and train.ref_load:
+        yield conflict(
+            f"base_weights = {train.base_weights} with ref_load",
+            ["train.base_weights", "train.ref_load"],
+            why="the reference takes the base's place for its passes, and its weights are not those numbers",
+            fix="leave ref_load out: the reference is the base without adapters   or --base-weights auto",
+        )
     if train.base_weights != "auto" and train.compile == "on":
         yield conflict(
             f"base_weights = {train.base_weights} with compile = on",

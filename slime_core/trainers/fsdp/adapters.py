@@ -16,7 +16,7 @@ from torch import nn
 from slime_core.kernels.quantised import QuantisedWeight, dense
 from slime_core.lora.dropout import micro_keys
 from slime_core.lora.folder import Factors, factors_of, load_adapters, to_peft
-from slime_core.lora.layers import Adapters, attach
+from slime_core.lora.layers import Adapters, attach, check_targets
 from slime_core.lora.spec import DEFAULT, LoraSpec
 from slime_core.media.features import tower
 from slime_core.media.positions import MediaLayout
@@ -35,7 +35,7 @@ def adapt(hf: Any, train: Any, seed: int) -> Adapters | None:
     """Freeze a model of transformers and give it the adapters of the [train] section; None where it has none.
 
     Raises:
-        ConfigError: CFG04, see `layers.attach`.
+        ConfigError: CFG04, see `layers.attach` and `layers.check_targets`.
         ConfigError, DataError: of ``train.lora_load``, see `lora.folder.load_adapters`.
     """
     spec = LoraSpec.of(train)
@@ -43,6 +43,7 @@ def adapt(hf: Any, train: Any, seed: int) -> Adapters | None:
         return None
     lay_side_by_side(hf.requires_grad_(False))
     adapters = attach(hf, spec, seed=seed, names=train.lora_adapters or (DEFAULT,), outside=outside_of(hf))
+    check_targets(hf, adapters, spec)
     if train.lora_load:
         load_adapters(adapters, Path(train.lora_load))
     return adapters

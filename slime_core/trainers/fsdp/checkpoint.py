@@ -304,7 +304,9 @@ def _check_kind(worker: Worker, state: Mapping[str, Any], path: Path) -> None:
             fix=f"--lora-rank {state['lora']['r'] if saved else 0}, as the run had it",
         )
     if saved:
-        base_checksums.compare(base_checksums.read(path), worker.base.sums, str(worker.folder.path))
+        sums, dtype = base_checksums.read(path), str(worker.dtype).removeprefix("torch.")
+        fix = f"--dtype {state['dtype']}" if state["dtype"] != dtype else base_checksums.SAME_FOLDER
+        base_checksums.compare(sums, worker.base.sums, str(worker.folder.path), fix)
 
 
 def _steps(state: Mapping[str, Any]) -> dict[str, int]:

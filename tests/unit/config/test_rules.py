@@ -42,6 +42,13 @@ pytestmark = pytest.mark.unit
             id="a tower beside adapters",
         ),
         pytest.param(
+            ["--base-weights=nf4", "--ref-load=/", "train.kl_loss_coef=0.1", "train.lora_rank=8"],
+            "CFG04",
+            "base_weights = nf4 with ref_load",
+            "leave ref_load out",
+            id="a reference of other numbers",
+        ),
+        pytest.param(
             ["--lora-rank=8", "--tensor-parallel-size=2", "cluster.actor_num_gpus_per_node=2"],
             "CFG04",
             "tensor_parallel_size = 2 with lora_rank",

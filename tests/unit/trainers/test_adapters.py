@@ -160,6 +160,15 @@ def test_merged_weights_are_summed_in_float32_and_rounded_once():
     assert torch.equal(merged(weight, a, b, 2.0, dtype=torch.float32), 1.0 + 2.0 * b @ a)
 
 
-def test_layers_that_have_no_adapters_end_the_start(bench):
+def test_targets_that_no_layer_is_end_the_start(bench, tmp_path):
     with pytest.raises(ConfigError, match="no layer of Qwen3ForCausalLM"):
         bench(lora_rank=4, lora_target_modules=("c_attn",))
+    for names in (("q_proj", "lm_head"), ("q_proj", "v_porj")):
+        with pytest.raises(ConfigError, match=f"Qwen3ForCausalLM is: {names[1]} ") as raised:
+            bench(lora_rank=4, lora_target_modules=names)
+        assert raised.value.fix == "leave them out"
+    mixture = family_model(tmp_path / "moe", "qwen3-moe")
+    targets = {"lora_target_modules": ("q_proj", "down_proj"), "lora_target_parameters": ("experts.up_proj",)}
+    with pytest.raises(ConfigError, match=r"is: down_proj, experts\.up_proj ") as raised:
+        bench(folder=mixture, lora_rank=4, **targets)
+    assert "--lora-target-parameters" in raised.value.fix

@@ -78,6 +78,28 @@ def test_a_base_that_changes_is_named_at_the_next_checkpoint(bench, tmp_path):
     assert not (tmp_path / "bad").exists()
 
 
+def test_a_save_right_after_the_start_and_one_of_an_offloaded_trainer_have_the_sums(bench, tmp_path, monkeypatch):
+    one = bench(**LORA)
+    with monkeypatch.context() as patch:
+        patch.setattr(one.worker, "base_sums", None)  # taken at the start
+        one.call("save", tmp_path / "start")
+    one.call("step", batch_of(one))
+    for parameter in one.worker.policy.parameters():
+        parameter.data = parameter.data.clone()  # a storage of its own, which can be emptied
+    one.thread.call(one.worker.offload.to_host, {"parameters"})
+    one.call("save", tmp_path / "state")
+    assert one.worker.offload.on_host == {"parameters"}
+    assert (tmp_path / "state" / "base.json").read_bytes() == (tmp_path / "start" / "base.json").read_bytes()
+
+
+def test_a_base_in_another_dtype_says_which_it_was(bench, tmp_path):
+    one = after_a_step(bench, dtype="bfloat16")
+    one.call("save", tmp_path / "state")
+    with pytest.raises(TrainerError, match="tensors of the base model") as raised:
+        bench(**LORA).call("restore", tmp_path / "state")
+    assert raised.value.fix == "--dtype bfloat16"
+
+
 def test_a_resume_with_another_base_is_refused_with_the_tensor_that_differs(bench, tmp_path):
     one = after_a_step(bench)
     one.call("save", tmp_path / "state")

@@ -24,7 +24,7 @@ from slime_convert.bridge import Entry, join, part
 from slime_core.errors import ConfigError
 from slime_core.lora.effective import put_on
 from slime_core.lora.folder import Factors, factors_of, factors_to_load
-from slime_core.lora.layers import attach, initial_factor, merged
+from slime_core.lora.layers import attach, check_targets, initial_factor, merged
 from slime_core.media.features import tower
 from slime_core.seeds import seed_of
 from slime_core.weights.build import skeleton
@@ -92,6 +92,7 @@ class StageAdapter:
         """
         model = skeleton(folder.config, trust_remote_code=folder.trust_remote_code)
         adapter = cls(spec, base, attach(model, spec, seed=seed, names=[name], outside=tower(model)))
+        check_targets(model, adapter.targets, spec)
         stage.requires_grad_(False)
         for chunk in stage.chunks:
             for prefix, module in list(chunk.named_modules()):
