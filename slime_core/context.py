@@ -86,7 +86,7 @@ class Context:
         return done
 
     def adapter(self, model: str, where: str) -> str:
-        """What computes the requests of a sample of ``model``; empty in a run whose adapters have no names.
+        """What computes the requests of a sample of ``model``; empty where adapters have no names, or are merged.
 
         Raises:
             EngineError: ENG09 the run has no such adapter; ``where`` names what asks for it.
@@ -96,7 +96,7 @@ class Context:
             return ""
         if model and model not in names:
             raise unknown_adapter(model, names, where)
-        return model or names[0]
+        return (model or names[0]) if self.config.train.lora_sync == "adapter" else ""
 
     async def prepare_media(self, samples: Iterable[Sample]) -> None:
         """Make the arrays of samples that have references to pictures: one set for all that have the same.
@@ -116,9 +116,9 @@ class Context:
         return None if self.media is None else await self.media.request(sample)
 
     async def score(self, engine: Engine, sample: Sample, start: int) -> NDArray[Any]:
-        """The engine's log-probs of a sample's tokens from ``start`` on.
+        """The engine's log-probs of a sample's tokens from ``start`` on; the run's own under the sample's adapter.
 
-        Engines get an argument for pictures only where there are some: those of plugins may take none.
+        Engines get arguments for pictures and adapters only where there are some: those of plugins may take none.
 
         Raises:
             DataError: as :meth:`prepare_media`.
@@ -126,6 +126,8 @@ class Context:
         """
         media = await self.request_media(sample)
         options: dict[str, Any] = {} if media is None else {"media": media}
+        if engine is self.engine and (adapter := self.adapter(sample.model, f"sample {sample.id}")):
+            options["adapter"] = adapter
         return await engine.score(sample.tokens, start, **options)
 
     async def append_media(self, sample: Sample, words: str | Sequence[Message]) -> None:

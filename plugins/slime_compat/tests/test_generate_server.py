@@ -5,6 +5,7 @@ import json
 import socket
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +18,7 @@ from slime_compat.served.rewards import remote_rm
 from slime_core.compat.sample import Sample
 from slime_core.compat.session import CompatSession
 from slime_core.config.schema import Config
+from slime_core.config.sections.train import TrainSection
 from slime_core.context import Context
 from slime_core.types import Completion
 
@@ -32,7 +34,7 @@ def ask(connect):
         session = CompatSession()
 
         async def run():
-            args = session.args(ctx.config, ctx)
+            args = session.args(ask.ctx.config, ask.ctx)
             url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
             try:
                 return [await method(url + "/generate", payload, max_retries=0) for payload in payloads]
@@ -107,6 +109,21 @@ def test_no_new_tokens_means_the_log_probs_of_the_prompt(ask, tokenizer):
     assert [entry[1] for entry in scored] == ids
     assert scored[0][0] is None
     assert all(entry[0] < 0 for entry in scored[1:])
+
+
+def test_log_probs_of_the_prompt_are_those_of_the_adapter_that_is_named(ask):
+    train = TrainSection(lora_rank=4, lora_sync="adapter", lora_adapters=("solver", "critic"))
+    ask.ctx = replace(ask.ctx, config=Config(train=train))
+    scored = []
+
+    async def score(tokens, start, media=None, adapter=""):
+        scored.append(adapter)
+        return np.zeros(len(tokens) - start)
+
+    ask.ctx.engine.score, ask.ctx.engine.adapters = score, ("solver", "critic")
+    plain = {"text": "1+1=", "sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": 0}
+    ask(plain | {"lora_path": "critic"}, plain)
+    assert scored == ["critic", "solver"]
 
 
 @pytest.mark.parametrize(("start", "count"), [(0, 4), (2, 2), (3, 1), (4, 0), (-1, 0), (None, 0)])

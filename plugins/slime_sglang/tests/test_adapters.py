@@ -60,6 +60,12 @@ def test_the_base_crosses_once_and_each_version_of_an_adapter_has_a_name_of_its_
                 assert fake.version == f"{EPOCH}.2"
             done = [await engine.generate(request(f"a-{n}", adapter=name)) for n, name in enumerate(("", *NAMES))]
             await engine.score([1, 2, 3], 1, adapter="critic")
+            bodies = [len(fake.bodies) for fake in fakes]
+            await engine.generate(request("c-0", adapter="base"))
+            (base,) = [body for fake, count in zip(fakes, bodies, strict=True) for body in fake.bodies[count:]]
+            assert "lora_path" not in base
+            for fake, count in zip(fakes, bodies, strict=True):
+                del fake.bodies[count:]
             paths = [body["lora_path"] for fake in fakes for body in fake.bodies]
             assert sorted(paths) == sorted(f"{name}@{EPOCH}.2" for name in ("solver", "solver", "critic", "critic"))
             assert all(one.versions == [2] * 6 for one in done)

@@ -116,6 +116,9 @@ def _names(train: Any) -> Iterator[Problem]:
         if not NAME.fullmatch(name):
             reason = "a name is 1 to 64 letters, digits, _ and -"
             yield conflict(f"lora_adapters names '{name}'", ["train.lora_adapters"], why=reason, fix="rename it")
+        elif name == "base":
+            reason = "engines compute without any adapter under this name"
+            yield conflict("lora_adapters names 'base'", ["train.lora_adapters"], why=reason, fix="rename it")
         elif name in TAKEN:
             reason = f"its metrics would be named {name}/..., as others of a run are"
             fix = f"rename it, to {name}-1 say"

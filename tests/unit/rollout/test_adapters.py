@@ -18,7 +18,7 @@ from slime_core.types import Prompt, SamplingParams
 pytestmark = pytest.mark.unit
 TASKS = (DataTask(name="sums"), DataTask(name="reviews", adapter="critic"))
 TWO = Config(
-    train=TrainSection(lora_rank=4, lora_adapters=("solver", "critic")), data=DataSection(tasks=TASKS)
+    train=TrainSection(lora_rank=4, lora_sync="adapter", lora_adapters=("solver", "critic")), data=DataSection(tasks=TASKS)
 )  # fmt: skip
 
 
@@ -51,6 +51,14 @@ def test_a_rollout_function_generates_with_the_adapter_that_it_names():
     async def play():
         await ctx.generate(first)
         await ctx.generate(second)
+        scored = []
+
+        async def score(tokens, start, media=None, adapter=""):
+            scored.append(adapter)
+
+        engine.score = score
+        await ctx.score(engine, second, 1)
+        assert scored == ["critic"]
         second.model = "crtic"
         with pytest.raises(EngineError) as failure:
             await ctx.generate(second)
@@ -68,6 +76,14 @@ def test_an_engine_of_another_model_is_asked_for_no_adapter():
     ctx = Context(config=TWO, engine=frozen, engines={"judge": frozen}, sampling=sampling)
     asyncio.run(ctx.generate(issued().samples[0]))
     assert frozen.requests[0].adapter == ""
+
+
+def test_an_engine_with_merged_weights_is_asked_for_no_adapter_by_name():
+    engine = ScriptedEngine(lambda request: ([4], "stop"), vocab_size=16)
+    config = Config(train=TrainSection(lora_rank=4, lora_adapters=("solver",)))
+    ctx = Context(config=config, engine=engine, tokenizer=CharTokenizer(), sampling=SamplingParams(max_new_tokens=2))
+    asyncio.run(ctx.generate(issued(config=config).samples[0]))
+    assert engine.requests[0].adapter == ""
 
 
 def test_tokens_that_train_are_of_an_adapter_of_the_run():
@@ -106,12 +122,13 @@ def test_a_task_names_an_adapter_that_the_run_has(tmp_path):
     [
         (["a", "a"], {}, "two adapters are named 'a'"),
         (["a.b"], {}, "a name is 1 to 64 letters, digits, _ and -"),
+        (["base"], {}, "engines compute without any adapter under this name"),
         (["reward"], {}, "its metrics would be named reward/..., as others of a run are"),
         (["a", "b"], {"lora_sync": "merged"}, "weights with one adapter merged are not those of another"),
         (["a", "b"], {"advantage_estimator": "ppo"}, "one critic would learn from the samples of all"),
         (["a", "b"], {"routing_replay": "policy"}, "recorded experts are those of one adapter's batch at a time"),
     ],
-    ids=["twice", "characters", "taken", "merged", "critic", "routing"],
+    ids=["twice", "characters", "base", "taken", "merged", "critic", "routing"],
 )
 def test_names_of_adapters_and_what_several_cannot_have(names, more, problem):
     section = TrainSection(**{"lora_rank": 4, "lora_sync": "adapter", "lora_adapters": tuple(names), **more})

@@ -356,7 +356,7 @@ def test_weights_that_both_sides_agree_on_and_compute_differently():
     for _ in range(5):
         run.sync()
 
-    async def score(tokens, start, media=None, adapter=""):
+    async def score(tokens, start):  # as of a plugin's engine that knows no adapters
         found = (await honest(tokens, start)).copy()
         if tokens[0] == run.canary._logprob_check.batch.tokens[2 * logprob_check.LENGTH]:
             found[6] -= 8.0
@@ -399,6 +399,7 @@ def test_of_several_adapters_each_has_prompts_and_one_that_is_stale_is_named():
     assert probe([1, 2], 8, names).models == ["solver", "critic", "judge"] * 2 + ["solver", "critic"]
     assert len(probe([1, 2], 8, [str(n) for n in range(20)])) == 20
     stale: set[str] = set()
+    broken: set[str] = set()
     scored = []
 
     class Trainer:
@@ -408,7 +409,7 @@ def test_of_several_adapters_each_has_prompts_and_one_that_is_stale_is_named():
     class Adapters:
         async def score(self, tokens, start, media=None, adapter=""):
             scored.append(adapter)
-            return np.full(len(tokens) - start, -1.0 - 0.01 * (adapter in stale), np.float32)
+            return np.full(len(tokens) - start, np.nan if adapter in broken else -1.0 - 0.01 * (adapter in stale))
 
     check = LogprobCheck(probe([1, 2], 8, names), Band("float32"))
     asyncio.run(check.ask(Trainer()))
@@ -419,6 +420,9 @@ def test_of_several_adapters_each_has_prompts_and_one_that_is_stale_is_named():
     with pytest.raises(EngineError, match=r"differ by 0\.01 on average") as error:
         asyncio.run(check.compare(Adapters(), 2))
     assert error.value.where.startswith("adapter judge, prompt canary/2")
+    broken.add("judge")
+    with pytest.raises(EngineError, match="differ by nan on average"):
+        asyncio.run(check.compare(Adapters(), 3))
 
 
 def test_a_run_is_asked_about_its_own_text():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from slime_compat import sglang
 from slime_compat.handlers import LOOPBACK, Events, HttpError, Request
 from slime_compat.loopback import LoopbackServer, require_token
+from slime_core.engines.admission import score_options
 from slime_core.errors import DataError, SlimeError
 from slime_core.plugins.boundary import hook_loop
 from slime_core.seeds import seed_of
@@ -134,14 +135,15 @@ class GenerateServer:
         call = self._calls.get(sampling_params.get("sampling_seed", -1))
         params = sglang.from_dict(sampling_params)
         try:
-            scored = await self._scored(tokens, media, payload)
+            adapter = self._adapter(payload, call)
+            scored = await self._scored(tokens, media, adapter, payload)
             request = GenerateRequest(
                 id=f"door/{self._number()}",
                 tokens=tokens,
                 params=params,
                 seed=self._seed(tokens, sampling_params, call) if params.max_new_tokens else 0,
                 media=media,
-                adapter=self._adapter(payload, call),
+                adapter=adapter,
             )
             done = await engine.generate(request) if params.max_new_tokens else _nothing(request)
         except SlimeError as error:
@@ -161,7 +163,9 @@ class GenerateServer:
         answer["meta_info"] |= {"input_token_logprobs": scored} if log_probs else {}
         return answer
 
-    async def _scored(self, tokens: Sequence[int], media: Media | None, payload: dict[str, Any]) -> list[list[Any]]:
+    async def _scored(
+        self, tokens: Sequence[int], media: Media | None, adapter: str, payload: dict[str, Any]
+    ) -> list[list[Any]]:
         """The log-probs of the prompt itself from ``logprob_start_len`` on, the first of them None."""
         start = payload.get("logprob_start_len")
         if not payload.get("return_logprob") or start in (None, -1):
@@ -171,8 +175,8 @@ class GenerateServer:
                 400, f"logprob_start_len is {start!r}: send -1, or 0 to {len(tokens)}, the prompt's tokens"
             )
         engine: Any = self._context().engine
-        pictures = [] if media is None else [media]
-        values = await engine.score(tokens, start + 1, *pictures) if start + 1 < len(tokens) else []
+        options = score_options(media, adapter)
+        values = await engine.score(tokens, start + 1, **options) if start + 1 < len(tokens) else []
         return sglang.entries(tokens[start:], [None, *map(float, values)][: len(tokens) - start])
 
     def _adapter(self, payload: dict[str, Any], call: GenerationCall | None) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from slime_core.engines.admission import too_long
+from slime_core.engines.admission import BASE_NAME, too_long
 from slime_core.errors import EngineError
 from slime_core.types import Completion
 from slime_sglang import bodies, stop_strings, wire
@@ -101,8 +101,10 @@ class Client(HttpCalls):
         return f"{self._epoch}.{version}"
 
     def _served_adapter(self, adapter: str, version: int) -> str:
-        """The server's name of an adapter; empty where it has none, and serves whole weights."""
-        return served_name(adapter or self._adapters[0], self.version_text(version)) if self._adapters else ""
+        """The server's name of an adapter; empty for the base, and where it has none and serves whole weights."""
+        if not self._adapters or adapter == BASE_NAME:
+            return ""
+        return served_name(adapter or self._adapters[0], self.version_text(version))
 
     async def generate(
         self, request: GenerateRequest, *, dp_rank: int | None = None, low: int, high: Callable[[], int]
