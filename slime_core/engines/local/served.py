@@ -22,6 +22,7 @@ from slime_core.engines.local.pages import PagedCache
 from slime_core.engines.local.slots import KVCache, position_bytes
 from slime_core.engines.local.twin import Twin
 from slime_core.errors import ConfigError, EngineError
+from slime_core.kernels.quantised import stored_parts
 from slime_core.media.positions import MediaLayout
 from slime_core.weights.routers import Routers
 
@@ -153,7 +154,7 @@ class ServedModel:
 
     def moved(self) -> bool:
         """Whether weights lie elsewhere than at the last call."""
-        addresses = tuple(p.data_ptr() for p in self._twin.model.parameters())
+        addresses = tuple(part.data_ptr() for p in self._twin.model.parameters() for part in stored_parts(p))
         if self.adapters is not None:
             addresses += self.adapters.addresses()
         before, self._addresses = self._addresses, addresses
