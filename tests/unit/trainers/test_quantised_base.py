@@ -10,6 +10,7 @@ import trainer_bench as made
 from safetensors.torch import load_file, save_file
 
 from slime_core.engines.local.joined import JoinedLinear
+from slime_core.engines.local.served import ServedModel
 from slime_core.engines.local.twin import Twin
 from slime_core.errors import ConfigError
 from slime_core.kernels.quantised import QuantisedWeight, dense
@@ -91,6 +92,12 @@ def test_an_engine_serves_the_numbers_and_keeps_no_floats_of_them(folder):
     expected = torch.cat([dense(layer.weight) for layer in (layers.q_proj, layers.k_proj)])
     assert torch.equal(both.product(torch.nn.functional.linear, x), torch.nn.functional.linear(x, expected))
     assert not both.weight.numel()
+    model = ServedModel(one.folder, context_len=16, dtype="float32", device="cpu", share=0.1, paged=True)
+    model.load(update)
+    assert not model.moved()
+    numbers = next(iter(base.values())).numbers
+    numbers.set_(numbers.clone())
+    assert model.moved(), "a captured step would read what is no longer there"
     one.thread.close()
 
 
