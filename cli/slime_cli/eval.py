@@ -110,7 +110,8 @@ def evaluate(
         arguments.recipe = str(own_config)
     loaded = load_words(arguments, session, data_keys=OWN_SETS)
     config = resolve_machine(stages(loaded.config)[-1])
-    config = config.model_copy(update={"train": config.train.model_copy(update={"lora_load": adapters})})
+    served = {"lora_load": adapters, "lora_sync": "adapter" if adapters else "merged"}
+    config = config.model_copy(update={"train": config.train.model_copy(update=served)})
     if not (config.eval.eval_prompt_data or config.eval.eval_tasks or config.eval.eval_function_path):
         raise ConfigError(
             "there is nothing to evaluate",
@@ -198,6 +199,7 @@ def find_model(text: str) -> tuple[str, str, Path | None]:
             why="it has not ended, or report.export_final was off",
             fix=f"slime show {text}",
         )
-    if not (final / "config.json").is_file() and (final / "adapter").is_dir():
+    several = any((final / "adapter").glob(f"*/{CONFIG}"))  # a model folder has one of them
+    if several or (not (final / "config.json").is_file() and (final / "adapter").is_dir()):
         return base_of(final / "adapter"), str(final / "adapter"), config
     return str(final), "", config

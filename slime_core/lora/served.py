@@ -13,13 +13,14 @@ from slime_core.weights.shards import Shards, read_header
 
 
 def served_adapters(path: Path, names: Sequence[str]) -> dict[str, AdapterUpdate]:
-    """The adapter of a folder, or those of ``names``, which have a folder there each.
+    """The adapter of a folder, under the first of ``names``, or those of ``names``, which have a folder there each.
 
     Raises:
         ConfigError: CFG05 no such folder.
         DataError: TOK00, TOK46 a folder that is not one of an adapter, or of a kind that is not computed here.
     """
-    folders = {DEFAULT: path} if (path / CONFIG).is_file() else {name: path / name for name in names}
+    first = next(iter(names), DEFAULT)
+    folders = {first: path} if (path / CONFIG).is_file() else {name: path / name for name in names}
     return {name: _update(folder) for name, folder in folders.items()}
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -107,13 +108,22 @@ def test_an_adapter_folder_is_evaluated_beside_its_base(cli, sets):
     plain.load_state_dict(merged, strict=False)
     plain.save_pretrained(sets / "merged")
     AutoTokenizer.from_pretrained(sets / "model").save_pretrained(sets / "merged")
+    several = {"lora_rank": 4, "lora_sync": "adapter", "lora_adapters": ["solver", "judge"]}
+    keys = "\n".join(f"{key} = {json.dumps(value)}" for key, value in several.items())
+    recipe = (sets / "sets.toml").read_text().replace('dtype = "float32"', f'dtype = "float32"\n{keys}')
+    (sets / "several.toml").write_text(recipe)
+    shutil.copytree(sets / "model", sets / "run" / "final")
+    (sets / "run" / "config.toml").write_text(recipe)
+    for name in several["lora_adapters"]:
+        shutil.copytree(sets / "adapter", sets / "run" / "final" / "adapter" / name)
     answers = {}
-    for name in ("model", "adapter", "merged"):
-        done = cli("eval", sets / name, sets / "sets.toml", "--run-dir", f"eval-{name}")
+    recipes = {"model": "sets", "adapter": "sets", "merged": "several", "run": "several"}
+    for name, recipe in recipes.items():
+        done = cli("eval", sets / name, sets / f"{recipe}.toml", "--run-dir", f"eval-{name}")
         assert done.code == 0, done.err
         questions = json.loads(records(f"eval-{name}")["greedy-000000.json"])["questions"]
         answers[name] = [question["scores"] for question in questions]
-    assert answers["adapter"] == answers["merged"] != answers["model"]
+    assert answers["adapter"] == answers["merged"] == answers["run"] != answers["model"]
 
 
 def test_two_models_are_compared_by_question(cli, sets):
