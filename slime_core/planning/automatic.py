@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from slime_core.config.rules import conflicts
+from slime_core.config.stages import stages
 from slime_core.errors import SlimeError
 from slime_core.memory import GIB
 from slime_core.planning.fsdp import FEW_TOKENS
@@ -58,13 +60,20 @@ def with_plan(config: Config, gpu: Gpu) -> tuple[Config, str]:
         return plain, ""
     if first.trainer is None:
         return plain, ""
-    tried = [(changes, replanned(first, **changes)) for changes in _choices(config.train, first)]
+    switches = [name for name in OPEN if getattr(config.train, name) is None and _allowed(plain, name)]
+    tried = [(changes, replanned(first, **changes)) for changes in _choices(plain.train, first, switches)]
     changes, plan = next(((c, p) for c, p in tried if p.fits), tried[-1])
     chosen = plain.model_copy(update={"train": plain.train.model_copy(update=changes)})
     return chosen, _line(changes, first, plan, gpu)
 
 
-def _choices(train: Any, first: MemoryPlan) -> Iterator[dict[str, Any]]:
+def _allowed(config: Config, name: str) -> bool:
+    """Whether a switch holds together with the rest: Megatron and a paged optimizer have offloading of their own."""
+    changed = config.model_copy(update={"train": config.train.model_copy(update={name: True})})
+    return len(conflicts(stages(changed)[-1])) <= len(conflicts(stages(config)[-1]))
+
+
+def _choices(train: Any, first: MemoryPlan, names: list[str]) -> Iterator[dict[str, Any]]:
     """Settings from the fastest to the smallest: micro-batches shrink before layers recompute, state offloads last."""
     assert first.trainer is not None
     sizes = [int(train.max_tokens_per_gpu)]
@@ -73,9 +82,8 @@ def _choices(train: Any, first: MemoryPlan) -> Iterator[dict[str, Any]]:
         sizes += [first.trainer.tokens >> count for count in range(1, halvings + 1)]
     yield {}
     switches: list[dict[str, Any]] = [{}]
-    for name in OPEN:
-        if getattr(train, name) is None:
-            switches.append(switches[-1] | {name: True})
+    for name in names:
+        switches.append(switches[-1] | {name: True})
     for switch in switches:
         for tokens in sizes:
             if switch or tokens != sizes[0]:

@@ -61,6 +61,7 @@ def lora_conflicts(train: Any) -> Iterator[Problem]:
             )
         return
     yield from _names(train)
+    yield from _targets(train)
     if train.lora_target_parameters and (train.lora_use_dora or train.lora_dropout):
         name = "lora_use_dora" if train.lora_use_dora else "lora_dropout"
         yield conflict(
@@ -107,6 +108,32 @@ def lora_conflicts(train: Any) -> Iterator[Problem]:
         )
 
 
+def _targets(train: Any) -> Iterator[Problem]:
+    """Targets that are none, a regex that is none, and names that are one string."""
+    if not train.lora_target_modules and not train.lora_target_parameters:
+        yield conflict(
+            "lora_target_modules is empty",
+            ["train.lora_target_modules", "train.lora_rank"],
+            why="no layer would have an adapter",
+            fix="leave it out: all-linear",
+        )
+    for name in ("lora_target_modules", "lora_exclude_modules"):
+        patterns = getattr(train, name)
+        if len(patterns) != 1:
+            continue
+        problem, reason = f"{name} = {show(patterns)}", ""
+        try:
+            re.compile(patterns[0])
+        except re.error as error:
+            reason = f"one string with other characters than a name has is a regex, and this is none: {error}"
+        if re.fullmatch(r"[\w.-]+(, *[\w.-]+)+", patterns[0]):
+            reason = "one string is one name, or a regex over full names"
+        if reason:
+            names = re.findall(r"[\w.-]+", patterns[0])
+            fix = f"names are values of their own: --{name.replace('_', '-')} {' '.join(names)}"
+            yield conflict(problem, [f"train.{name}"], why=reason, fix=fix)
+
+
 def _names(train: Any) -> Iterator[Problem]:
     """What is wrong with the names of adapters, or with several of them."""
     names = train.lora_adapters
@@ -115,7 +142,8 @@ def _names(train: Any) -> Iterator[Problem]:
     for name in names:
         if not NAME.fullmatch(name):
             reason = "a name is 1 to 64 letters, digits, _ and -"
-            yield conflict(f"lora_adapters names '{name}'", ["train.lora_adapters"], why=reason, fix="rename it")
+            fix = f"--lora-adapters {name.replace(',', ' ')}" if "," in name else "rename it"
+            yield conflict(f"lora_adapters names '{name}'", ["train.lora_adapters"], why=reason, fix=fix)
         elif name == "base":
             reason = "engines compute without any adapter under this name"
             yield conflict("lora_adapters names 'base'", ["train.lora_adapters"], why=reason, fix="rename it")

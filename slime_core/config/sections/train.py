@@ -253,6 +253,7 @@ class TrainSection(LoraKeys):
         """
         yield from self._batches(data, rollout)
         yield from self._schedule()
+        yield from self._optimizer()
         yield from lora_conflicts(self)
         if self.true_on_policy_mode:
             yield from self._true_on_policy(rollout)

@@ -8,6 +8,7 @@ import pytest
 from measured import policy_step
 
 from slime_core.config.dump import to_toml
+from slime_core.config.rules import conflicts
 from slime_core.config.schema import Config
 from slime_core.planning import automatic
 from slime_core.planning.gpus import GIB, gpu_of
@@ -67,6 +68,14 @@ def test_what_a_config_says_stays_and_a_plan_that_does_not_fit_says_so(folder: P
     assert "GiB are missing all the same" in line
     nowhere, line = automatic.with_plan(config_of(folder / "absent"), gpu_of("4090"))
     assert (nowhere.train.gradient_checkpointing, line) == (False, "")
+
+
+@pytest.mark.parametrize("train", [{"train_backend": "megatron"}, {"optimizer": "paged_adamw_8bit"}])
+def test_a_switch_that_the_rest_of_the_config_refuses_is_not_chosen(folder: Path, train: dict[str, object]) -> None:
+    chosen, line = automatic.with_plan(config_of(folder, **train), gpu_of("l4=6"))
+    assert (chosen.train.gradient_checkpointing, chosen.train.fsdp_cpu_offload) == (True, False)
+    assert "GiB are missing all the same" in line
+    assert not conflicts(chosen)
 
 
 def test_auto_is_written_and_read() -> None:
