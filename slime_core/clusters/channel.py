@@ -112,6 +112,8 @@ def _pack(value: Any, blobs: list[bytes]) -> Any:
     if is_dataclass(value) and type(value).__name__ in KINDS:
         parts = {item.name: _pack(getattr(value, item.name), blobs) for item in fields(value)}
         return {"!kind": type(value).__name__, "fields": parts}
+    if (floats := getattr(value, "dense", None)) is not None:
+        value = floats()  # of a weight in fewer bits, which an engine elsewhere computes with
     if type(value).__module__.startswith("torch"):
         import torch
 

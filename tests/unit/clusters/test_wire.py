@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from slime_core.clusters.channel import decode, encode
+from slime_core.kernels.quantised import QuantisedWeight
 from slime_core.config.schema import Config
 from slime_core.durable import FileMark
 from slime_core.types import ArrayRef, Completion, GenerateRequest, Media, SamplingParams, WeightUpdate
@@ -45,6 +46,13 @@ def test_tensors_keep_dtype_shape_and_bits(dtype):
     assert back.version == 3
     assert back.tensors["w"].dtype == dtype
     assert torch.equal(back.tensors["w"], tensor.T)
+
+
+def test_a_weight_in_few_bits_crosses_as_the_floats_it_stands_for():
+    weight = QuantisedWeight.of(torch.arange(256.0).view(2, 128), "nf4", torch.bfloat16)
+    back = _round_trip({"w": weight, "parameter": torch.nn.Parameter(weight, requires_grad=False)})
+    assert {type(one) for one in back.values()} == {torch.Tensor}
+    assert all(torch.equal(one, weight.dense()) for one in back.values())
 
 
 def test_empty_and_scalar_arrays_cross():
