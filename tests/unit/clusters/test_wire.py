@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, strategies as st
 
 from slime_core.clusters.channel import decode, encode
-from slime_core.kernels.quantised import QuantisedWeight
 from slime_core.config.schema import Config
 from slime_core.durable import FileMark
+from slime_core.kernels.quantised import QuantisedWeight
 from slime_core.types import ArrayRef, Completion, GenerateRequest, Media, SamplingParams, WeightUpdate
 
 pytestmark = pytest.mark.unit
