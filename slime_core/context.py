@@ -86,7 +86,7 @@ class Context:
         return done
 
     def adapter(self, model: str, where: str) -> str:
-        """What computes the requests of a sample of ``model``; empty where adapters have no names, or are merged.
+        """What computes the requests of a sample of ``model``; empty where adapters have no names, or engines none.
 
         Raises:
             EngineError: ENG09 the run has no such adapter; ``where`` names what asks for it.
@@ -96,7 +96,8 @@ class Context:
             return ""
         if model and model not in names:
             raise unknown_adapter(model, names, where)
-        return (model or names[0]) if self.config.train.lora_sync == "adapter" else ""
+        beside = self.config.train.lora_sync == "adapter" and not self.config.rollout.debug_rollout_only
+        return (model or names[0]) if beside else ""
 
     async def prepare_media(self, samples: Iterable[Sample]) -> None:
         """Make the arrays of samples that have references to pictures: one set for all that have the same.

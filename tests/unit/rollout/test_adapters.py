@@ -8,6 +8,7 @@ from slime_core.config.load import load_config
 from slime_core.config.schema import Config
 from slime_core.config.sections.data import DataSection, DataTask
 from slime_core.config.sections.lora import lora_conflicts
+from slime_core.config.sections.rollout import RolloutSection
 from slime_core.config.sections.train import TrainSection
 from slime_core.context import Context
 from slime_core.errors import ConfigError, EngineError
@@ -78,9 +79,11 @@ def test_an_engine_of_another_model_is_asked_for_no_adapter():
     assert frozen.requests[0].adapter == ""
 
 
-def test_an_engine_with_merged_weights_is_asked_for_no_adapter_by_name():
+@pytest.mark.parametrize(("sync", "debug"), [("merged", False), ("adapter", True)])
+def test_an_engine_that_gets_no_adapters_is_asked_for_none(sync, debug):
     engine = ScriptedEngine(lambda request: ([4], "stop"), vocab_size=16)
-    config = Config(train=TrainSection(lora_rank=4, lora_adapters=("solver",)))
+    train = TrainSection(lora_rank=4, lora_sync=sync, lora_adapters=("solver",))
+    config = Config(train=train, rollout=RolloutSection(debug_rollout_only=debug))
     ctx = Context(config=config, engine=engine, tokenizer=CharTokenizer(), sampling=SamplingParams(max_new_tokens=2))
     asyncio.run(ctx.generate(issued(config=config).samples[0]))
     assert engine.requests[0].adapter == ""
