@@ -6,7 +6,7 @@ from slime_core.config.schema import Config
 from slime_core.config.sections.train import TrainSection
 
 pytestmark = pytest.mark.unit
-TWO = Config(train=TrainSection(lora_rank=4, lora_adapters=("solver", "critic")))
+TWO = Config(train=TrainSection(lora_rank=4, lora_sync="adapter", lora_adapters=("solver", "critic")))
 HI = {"role": "user", "content": "hi"}
 
 
