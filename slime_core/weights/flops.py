@@ -12,11 +12,12 @@ length^2 pairs, where PaLM's 12 * layers * heads * width * length counts all of 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
-Number = TypeVar("Number", float, NDArray[Any])
+Number = TypeVar("Number", float, "NDArray[Any]")
 
 
 @dataclass(slots=True, frozen=True)

@@ -136,7 +136,7 @@ def test_no_name_stands_in_two_tables():
 
 
 def test_a_name_that_the_core_has_is_not_megatrons_too():
-    shared = {"train_backend", "context_parallel_size"}  # one value for both
+    shared = {"train_backend", "context_parallel_size", "optimizer"}  # one value for both
     assert set(flags()) & set(core_keys()) == shared
 
 

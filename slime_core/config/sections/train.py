@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import BeforeValidator, model_validator
 
 from slime_core.algorithms import OFFLINE, Algorithm, algorithms
 from slime_core.config.presets import settle
@@ -32,6 +32,11 @@ UNIVERSAL = ("disable_grpo_std_normalization",)
 
 FEW_TOKENS = 4096
 """Of a micro-batch, which every machine holds."""
+
+
+def _adamw(name: Any) -> Any:
+    """Take Megatron's ``adam``, whose weight decay is decoupled, for what it is."""
+    return "adamw" if name == "adam" else name
 
 
 class TrainSection(LoraKeys):
@@ -129,7 +134,7 @@ class TrainSection(LoraKeys):
         0, "Optimizer steps in a row with a loss or gradient that is not finite, skipped before an error.", LIMIT, ge=0
     )
     ref_load: str = key("", "Reference model folder; empty is the starting weights.", MODEL, path="model")
-    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = key(
+    optimizer: Annotated[Literal["adamw", "adamw_8bit", "paged_adamw_8bit"], BeforeValidator(_adamw)] = key(
         "adamw",
         "AdamW's moments: float32, 8 bits (bitsandbytes), or 8 bits that leave a full GPU for its host; FSDP.",
         KIND,

@@ -10,6 +10,7 @@ from slime_core.config.schema import Config
 from slime_core.errors import EngineError, TrainerError
 from slime_core.testing.families import family_model
 from slime_core.testing.models import fp8_model
+from slime_core.trainers.fsdp.adapters import MergedWeights
 from slime_core.trainers.fsdp.publishing import rounded, sources_of
 from slime_core.types import Piece, RankTensor, WeightRoute
 from slime_core.weights.canary import compare
@@ -32,6 +33,7 @@ QKV = RankTensor(
     pieces=tuple(Piece(name=f"{LAYER}.self_attn.{which}_proj.weight") for which in "qkv"),
 )
 NORM = RankTensor(name="model.norm.weight", pieces=(Piece(name="model.norm.weight"),))
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +52,7 @@ def hf(model):
 def update(model, hf, tmp_path):
     """One by disk, with checksums of two rows."""
     senders = Senders(torch.device("cpu"), model.path, Config(), FORMAT)
-    sources = sources_of(dict(hf.named_parameters()), lambda tensor: tensor, FolderLayout(hf).parts)
+    sources = sources_of(MergedWeights(None, dict(hf.named_parameters())), CPU, FolderLayout(hf).parts)
     route = WeightRoute(transport="disk", dtype="bfloat16", folder=str(tmp_path / "w"), checks=(QKV, NORM))
     return senders.publish(sources, 3, route)
 
@@ -96,7 +98,7 @@ def test_of_a_folder_in_fp8_those_weights_are_quantised_that_it_has_so(model, hf
     del tensors[f"{name}_scale_inv"]
     save_file(tensors | {name: tensors[name].float()}, path / "model.safetensors")
     form = rollout_form("fp8", ModelFolder.open(path).stored_in)
-    sources = sources_of(dict(hf.named_parameters()), torch.clone, FolderLayout(hf).parts)
+    sources = sources_of(MergedWeights(None, dict(hf.named_parameters())), CPU, FolderLayout(hf).parts)
     parts = [part for one in in_fp8(sources, form) for part in one.parts]
     sent = {part.name for part in parts if part.dtype is torch.float8_e4m3fn}
     assert sent == {one.removesuffix("_scale_inv") for one in tensors if one.endswith("_scale_inv")}
@@ -140,7 +142,7 @@ def test_a_staging_begins_every_tensor_at_a_multiple_of_its_size(most):
 def test_a_model_without_known_linear_layers_is_refused():
     tensors = {"transformer.h.0.mlp.c_fc.weight": torch.ones(4, 4)}
     with pytest.raises(TrainerError, match="no linear layers") as caught:
-        in_fp8(sources_of(tensors, torch.clone, one_part), FORMAT)
+        in_fp8(sources_of(MergedWeights(None, tensors), CPU, one_part), FORMAT)
     assert caught.value.fix == "--rollout-quantization none"
     with pytest.raises(TrainerError, match="no linear layers"):
         rounded(tensors, FORMAT, one_part)
