@@ -18,9 +18,16 @@ pytestmark = pytest.mark.integration
 
 
 def weights(path, **tensors):
-    path.mkdir()
+    path.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(path / "model.safetensors"))
     return path
+
+
+def test_adapters_within_are_compared_too(tmp_path):
+    for run, value in (("one", 1.0), ("other", 3.0)):
+        weights(tmp_path / run, a=torch.zeros(2))
+        weights(tmp_path / run / "adapter" / "solver", a=torch.full((2,), value))
+    assert compare_folders(tmp_path / "one", tmp_path / "other").differ == {"adapter/solver/a": 2.0}
 
 
 def test_tensors_are_compared_bit_for_bit(tmp_path):

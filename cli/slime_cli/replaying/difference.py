@@ -1,4 +1,4 @@
-"""Compare two folders of safetensors bit for bit, one tensor of each at a time."""
+"""Compare two folders of safetensors bit for bit; adapters within too, one tensor of each at a time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def compare_folders(one: Path, other: Path) -> TensorDifferences:
         only=(sorted(files[0].keys() - files[1].keys()), sorted(files[1].keys() - files[0].keys()))
     )
     for name in sorted(files[0].keys() & files[1].keys()):
-        a, b = (_tensor(side[name], name) for side in files)
+        a, b = (_tensor(*side[name]) for side in files)
         differences.tensors += 1
         if a.dtype != b.dtype or a.shape != b.shape:
             differences.shapes[name] = _form(a), _form(b)
@@ -47,13 +47,15 @@ def compare_folders(one: Path, other: Path) -> TensorDifferences:
     return differences
 
 
-def _files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> its file."""
-    files: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+def _files(folder: Path) -> dict[str, tuple[Path, str]]:
+    """Tensor name, of an adapter behind its folder's -> its file, and its name there."""
+    files: dict[str, tuple[Path, str]] = {}
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("adapter/**/*.safetensors")]):
+        inside = "" if path.parent == folder else f"{path.parent.relative_to(folder).as_posix()}/"
         try:
             with safe_open(str(path), framework="pt") as file:
-                files |= dict.fromkeys(file.keys(), path)
+                names = list(file.keys())
+            files |= {inside + name: (path, name) for name in names}
         except (OSError, SafetensorError) as error:
             raise StorageError(
                 f"{path.name} cannot be read", code="STO112", where=str(path), why=str(error)
