@@ -91,7 +91,7 @@ def _config(words: tuple[str, ...], session: CliSession, gpus: int | None) -> tu
 def _ranks(gpus: int | None) -> list[str]:
     if gpus is None:
         return []
-    nodes = -(-gpus // 8)
+    nodes = next(count for count in range(-(-gpus // 8), gpus + 1) if gpus % count == 0)
     return ["--actor-num-nodes", str(nodes), "--actor-num-gpus-per-node", str(gpus // nodes)]
 
 

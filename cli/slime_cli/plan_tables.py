@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from slime_cli.tables import heading, print_pairs, print_table
-from slime_core.planning.advice import advice, splits
+from slime_core.planning.advice import advice, allowed, splits
 from slime_core.planning.batch import BatchPlan
 from slime_core.planning.footprint import PHASES
 from slime_core.planning.gpus import CONTEXT, GIB
@@ -14,6 +14,7 @@ from slime_core.planning.memory import MemoryPlan, swapped
 from slime_core.planning.time import TimePlan
 
 if TYPE_CHECKING:
+    from slime_core.config.schema import Config
     from slime_core.planning.memory import DeviceMemory
 
 MARKS = {"rollout": "generating", "score": "scoring", "train": "training", "update": "optimizer", "sync": "weights"}
@@ -64,8 +65,20 @@ def facts(plan: MemoryPlan, gpus: int = 0) -> dict[str, Any]:
             {"trainer": one.trainer, "engine": one.engine, "seconds": one.seconds, "waits": one.waits}
             for one in splits(plan, count)[:SHOWN_SPLITS]
         ],
+        "last_resort": _last_resort(subject.config),
         "notices": list(plan.notices),
     }
+
+
+def _last_resort(config: Config) -> str:
+    """What is left where no setting of one GPU makes a run fit."""
+    smaller = "LoRA (--lora-rank)"
+    if config.train.lora_rank:
+        values = {"base_weights": "nf4", "lora_sync": "adapter"}
+        names = [name for name, value in values.items() if getattr(config.train, name) != value]
+        names = [name for name in names if allowed(config, {f"train.{name}": values[name]})]
+        smaller = " ".join(f"--{name.replace('_', '-')} {values[name]}" for name in names)
+    return ", ".join(part for part in ("more GPUs", smaller, "or a smaller model") if part)
 
 
 def _batch(plan: MemoryPlan, batch: BatchPlan) -> dict[str, Any]:
@@ -184,7 +197,7 @@ def _verdict(plan: Mapping[str, Any]) -> dict[str, str]:
     for number, one in enumerate(plan["advice"], 1):
         rows[f"advice {number}"] = f"{one['text']}: {one['flags']}"
     if not plan["fits"] and not plan["advice"]:
-        rows["advice"] = "no setting of one GPU makes it fit: more GPUs, LoRA (--lora-rank), or a smaller model"
+        rows["advice"] = f"no setting of one GPU makes it fit: {plan['last_resort']}"
     for number, text in enumerate(plan["notices"], 1):
         rows[f"notice {number}"] = text
     return rows

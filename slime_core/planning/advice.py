@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from slime_core.config.stages import LEAST_SLOTS, MOST_SLOTS
+from slime_core.config.rules import conflicts
+from slime_core.config.stages import LEAST_SLOTS, MOST_SLOTS, stages
 from slime_core.planning.memory import MemoryPlan, memory_plan
 from slime_core.planning.time import TimePlan
 from slime_core.plugins.backends import engine_of
@@ -64,6 +65,11 @@ def with_keys(config: Config, keys: Keys) -> Config:
     return config
 
 
+def allowed(config: Config, keys: Keys) -> bool:
+    """Whether other values hold together with the rest: Megatron and paged moments have offloading of their own."""
+    return len(conflicts(stages(with_keys(config, keys))[-1])) <= len(conflicts(stages(config)[-1]))
+
+
 def replan(plan: MemoryPlan, keys: Keys) -> MemoryPlan:
     """The plan with other values of core keys."""
     return memory_plan(replace(plan.subject, config=with_keys(plan.subject.config, keys)))
@@ -101,11 +107,12 @@ def _samples(plan: MemoryPlan) -> int:
 
 def remedies(plan: MemoryPlan) -> Iterator[Keys]:
     """Changes that need less memory, by parts of them: recomputed layers and offloads, micro-batches, sequences."""
-    train, longest = plan.subject.config.train, plan.subject.lengths.longest
+    config, longest = plan.subject.config, plan.subject.lengths.longest
     switches: list[dict[str, Any]] = [{}]
     for key in ("gradient_checkpointing", "activation_offload", "fsdp_cpu_offload"):
-        if plan.trainer is not None and not getattr(train, key):
-            switches.append(switches[-1] | {f"train.{key}": True})
+        changed = switches[-1] | {f"train.{key}": True}
+        if plan.trainer is not None and not getattr(config.train, key) and allowed(config, changed):
+            switches.append(changed)
     tokens = plan.trainer.tokens if plan.trainer is not None else 0
     sizes = [tokens, *(size for size in TOKENS if longest <= size < tokens)]
     for switch in switches:

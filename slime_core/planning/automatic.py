@@ -15,10 +15,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from slime_core.config.rules import conflicts
-from slime_core.config.stages import stages
 from slime_core.errors import SlimeError
 from slime_core.memory import GIB
+from slime_core.planning.advice import allowed
 from slime_core.planning.fsdp import FEW_TOKENS
 from slime_core.planning.gpus import GPUS, Gpu, gpu_of
 from slime_core.planning.memory import MemoryPlan, fits, replanned
@@ -60,17 +59,13 @@ def with_plan(config: Config, gpu: Gpu) -> tuple[Config, str]:
         return plain, ""
     if first.trainer is None:
         return plain, ""
-    switches = [name for name in OPEN if getattr(config.train, name) is None and _allowed(plain, name)]
+    switches = [
+        name for name in OPEN if getattr(config.train, name) is None and allowed(plain, {f"train.{name}": True})
+    ]
     tried = [(changes, replanned(first, **changes)) for changes in _choices(plain.train, first, switches)]
     changes, plan = next(((c, p) for c, p in tried if p.fits), tried[-1])
     chosen = plain.model_copy(update={"train": plain.train.model_copy(update=changes)})
     return chosen, _line(changes, first, plan, gpu)
-
-
-def _allowed(config: Config, name: str) -> bool:
-    """Whether a switch holds together with the rest: Megatron and a paged optimizer have offloading of their own."""
-    changed = config.model_copy(update={"train": config.train.model_copy(update={name: True})})
-    return len(conflicts(stages(changed)[-1])) <= len(conflicts(stages(config)[-1]))
 
 
 def _choices(train: Any, first: MemoryPlan, names: list[str]) -> Iterator[dict[str, Any]]:

@@ -16,6 +16,7 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 from slime_core.planning.footprint import DecodeCosts
+from slime_core.planning.fsdp import STORED, quantised_numbers
 
 if TYPE_CHECKING:
     from slime_core.planning.footprint import EngineFootprint, Lengths, Subject
@@ -55,7 +56,7 @@ class Decoding:
         sizes, gpus = subject.sizes, engine.gpus
         return cls(
             costs=engine.costs or EMBEDDED,
-            bytes=subject.itemsize * sizes.parameters // gpus,
+            bytes=subject.itemsize * sizes.parameters // gpus + _dequantised(subject, engine),
             active=sizes.active / gpus,
             position=engine.position_bytes / gpus,
             layers=sizes.layers,
@@ -111,6 +112,14 @@ class Decoding:
             while waiting and len(running) < most:
                 running.append((waiting.pop(0), 0))
         return seconds
+
+
+def _dequantised(subject: Subject, engine: EngineFootprint) -> int:
+    """Bytes more of a step whose weights are in few bits: reading those, and writing the floats that products read."""
+    train = subject.config.train
+    stored = STORED.get(train.base_weights, 0.0)
+    own = train.lora_sync == "adapter" and engine.costs is None and engine.shared and subject.ranks == 1
+    return int((stored + subject.itemsize) * quantised_numbers(subject.sizes)) if stored and own else 0
 
 
 def _dealt(responses: list[int]) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from slime_core.config.stages import rollout_slots, stages
 from slime_core.lora.spec import LoraSpec
 from slime_core.planning.footprint import EngineFootprint, Phase, Subject, TrainerFootprint
+from slime_core.planning.fsdp import quantised_numbers
 
 PAGE, WIDTH, PASS_ROWS = 16, 16, 8192  # see `engines.local.pages`, `engines.local.paged`
 SHARE, SHARE_ALONE = 0.5, 0.85  # of the free memory, at most, for the cache: see `engines.local.slots`
@@ -83,8 +84,8 @@ def _own_weights(subject: Subject, *, live: bool) -> int:
     if gpu.processor:
         return whole if sizes.fused and whole <= FUSE_BYTES else 0
     if (spec := LoraSpec.of(train)) is not None:  # a merged copy of what adapters change, or their base itself
-        quantised = sum(w.count for w in sizes.weights if w.layer >= 0 and (w.linear or w.kind == "experts"))
-        changed = sum(w.count for w in sizes.adapted(spec)) if train.base_weights == "auto" else quantised
+        auto = train.base_weights == "auto"
+        changed = sum(w.count for w in sizes.adapted(spec)) if auto else quantised_numbers(sizes)
         adapters = sizes.adapter_numbers(spec) * max(1, len(train.lora_adapters))
         return subject.itemsize * (changed if train.lora_sync == "merged" else adapters)
     if subject.half and not train.true_on_policy_mode:

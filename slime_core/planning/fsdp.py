@@ -42,6 +42,11 @@ def copies_bytes(sizes: ModelSizes) -> int:
     return sum(2 * -(-weight.count // ALIGNED) * ALIGNED for weight in sizes.weights)
 
 
+def quantised_numbers(sizes: ModelSizes) -> int:
+    """Numbers of a base that may have few bits: linear layers and experts."""
+    return sum(w.count for w in sizes.weights if w.layer >= 0 and (w.linear or w.kind == "experts"))
+
+
 def footprint(subject: Subject) -> TrainerFootprint:
     """See `TrainerFootprint`."""
     return _Fsdp(subject).footprint()
@@ -117,7 +122,7 @@ class _Fsdp:
         stored = STORED.get(self.train.base_weights)
         if stored is None:
             return self.subject.itemsize * self.parameters
-        inside = sum(w.count for w in self.sizes.weights if w.layer >= 0 and (w.linear or w.kind == "experts"))
+        inside = quantised_numbers(self.sizes)
         return int((stored * inside + self.subject.itemsize * (self.sizes.parameters - inside)) / self.shards)
 
     def _weights(self) -> dict[str, int]:

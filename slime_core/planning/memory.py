@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from slime_core.config.stages import stages
+from slime_core.errors import ConfigError
+from slime_core.lora.spec import LoraSpec
 from slime_core.planning.footprint import (
     PHASES,
     Bytes,
@@ -113,7 +115,8 @@ def fits(
         needs: roles that loss and estimator read; None looks at the core's own.
 
     Raises:
-        ConfigError: as the backends' layouts say; OSError, ValueError of a config.json that cannot be read.
+        ConfigError: as the backends' layouts say, CFG04 no layer has adapters.
+        OSError, ValueError: a config.json that cannot be read.
     """
     stage = stages(config)[-1]
     stage = with_dtype(stage, gpu)
@@ -128,6 +131,15 @@ def fits(
         lengths=lengths or assumed_lengths(stage, sizes),
         needs=roles_of(stage.train) if needs is None else needs,
     )
+    spec = LoraSpec.of(stage.train)
+    if spec is not None and not sizes.adapted(spec):
+        raise ConfigError(
+            f"no layer of {sizes.config.model_type} is a target of adapters",
+            code="CFG04",
+            where="train.lora_target_modules",
+            why=f"targets are {', '.join((*spec.target_modules, *spec.target_parameters))}",
+            fix="leave lora_target_modules out: all-linear",
+        )
     return memory_plan(subject)
 
 

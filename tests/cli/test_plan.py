@@ -53,14 +53,23 @@ def test_what_is_auto_is_chosen_as_a_run_would_choose_it(cli, large):
     assert "gradient_checkpointing = true" in done.out
 
 
+def test_all_gpus_are_planned_and_the_last_resort_is_one_that_is_left(cli, large):
+    answer = json.loads(cli("plan", *large, "--gpu", "h100", "--gpus", "9", "--json").out)
+    assert sum(device["count"] for device in answer["devices"]) == 9
+    small = cli("plan", *large, "--gpu", "gpu=4", "--lora-rank", "16", "--base-weights", "nf4")
+    assert small.code == 1
+    assert "more GPUs, --lora-sync adapter, or a smaller model" in small.out
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
         (("--gpu", "h400"), "--gpu h400 is not known"),
         (("--gpu", "h100", "--response-tokens", "9,3"), "--response-tokens 9,3 is not a length"),
         (("--gpu", "h100", "--lr", "-1", "--kl-coef", "-2"), "2 problems in the configuration"),
+        (("--gpu", "h100", "--lora-rank", "8", "--lora-target-modules", "qq_proj"), "no layer of qwen3 is a target"),
     ],
-    ids=["a gpu", "lengths", "two keys"],
+    ids=["a gpu", "lengths", "two keys", "no target of adapters"],
 )
 def test_what_cannot_be_planned_is_refused(cli, large, words, text):
     done = cli("plan", *large, *words)

@@ -15,9 +15,12 @@ from slime_core.planning.advice import (
     replan,
     splits,
 )
+from slime_core.planning.decoding import Decoding
 from slime_core.planning.footprint import Lengths
+from slime_core.planning.fsdp import quantised_numbers
 from slime_core.planning.gpus import gpu_of
 from slime_core.planning.memory import MemoryPlan, fits
+from slime_core.planning.sizes import ModelSizes
 from slime_core.planning.time import TimePlan
 
 pytestmark = pytest.mark.unit
@@ -54,6 +57,23 @@ def test_what_does_not_fit_is_made_to_by_the_keys_of_the_fastest_step() -> None:
         time = TimePlan.of(replan(plan, keys)) if keys is not None else best
         assert time is not None
         assert time.total > 0.95 * best.total
+
+
+def test_advice_names_no_keys_that_the_config_refuses() -> None:
+    plan = planned("gpu=24", "--lora-rank", "8", "--optimizer", "paged_adamw_8bit")
+    tried = list(remedies(plan))
+    assert any("train.activation_offload" in keys for keys in tried)
+    assert all("train.fsdp_cpu_offload" not in keys for keys in tried)
+
+
+def test_floats_of_a_base_in_few_bits_are_written_and_read_at_each_decode_step() -> None:
+    speeds = {}
+    for sync in ("merged", "adapter"):
+        plan = planned("h200", "--lora-rank", "8", "--base-weights", "nf4", "--lora-sync", sync)
+        assert plan.engine is not None
+        speeds[sync] = Decoding.of(plan.subject, plan.engine)
+    inside = quantised_numbers(ModelSizes.of(QWEN3_4B))
+    assert speeds["adapter"].bytes - speeds["merged"].bytes == int(inside * (0.5625 + 2))
 
 
 def test_a_model_that_no_setting_fits_gets_no_advice() -> None:
