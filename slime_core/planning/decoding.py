@@ -118,8 +118,8 @@ def _dequantised(subject: Subject, engine: EngineFootprint) -> int:
     """Bytes more of a step whose weights are in few bits: reading those, and writing the floats that products read."""
     train = subject.config.train
     stored = STORED.get(train.base_weights, 0.0)
-    own = train.lora_sync == "adapter" and engine.costs is None and engine.shared and subject.ranks == 1
-    return int((stored + subject.itemsize) * quantised_numbers(subject.sizes)) if stored and own else 0
+    direct = train.lora_sync == "adapter" and engine.costs is None and engine.shared and subject.ranks == 1
+    return int((stored + subject.itemsize) * quantised_numbers(subject.sizes)) if stored and direct else 0
 
 
 def _dealt(responses: list[int]) -> list[int]:
