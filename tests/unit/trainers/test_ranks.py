@@ -155,8 +155,8 @@ def test_several_ranks_score_and_train_as_one(alone, together, case):
         "plain-final/model",
         "critic-saved/critic",
         "critic-saved/critic_moments",
-        "adapters-saved/adapter.default",
-        "adapters-saved/adapter.default.moments",
+        "adapters-saved/adapter.solver",
+        "adapters-saved/adapter.critic.moments",
     ],
 )
 def test_several_ranks_write_the_tensors_of_one(alone, together, file):
