@@ -146,7 +146,8 @@ def _values(kind: Any, rest: list[str]) -> tuple[str, ...]:
     """
     end = 0
     if unwrap(kind) is bool:
-        end = int(rest[:1] != [] and rest[0].lower() in ("true", "false"))
+        words = ("true", "false") if kind is bool else ("true", "false", "auto")
+        end = int(rest[:1] != [] and rest[0].lower() in words)
     elif kind in (OPTION, list) or is_sequence(kind):
         while end < len(rest) and not _is_key(rest[end]) and (kind is not OPTION or end == 0 or "/" not in rest[end]):
             end += 1

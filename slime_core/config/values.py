@@ -142,6 +142,8 @@ NAMES: Mapping[Any, str] = {
 def describe(annotation: Any) -> str:
     """A type in words."""
     kind = unwrap(annotation)
+    if kind is bool and annotation is not bool:
+        return "true, false or auto"
     if kind in NAMES:
         return NAMES[kind]
     origin = typing.get_origin(kind)

@@ -84,7 +84,7 @@ def test_auto_is_written_and_read() -> None:
     text = to_toml(config)
     assert 'gradient_checkpointing = "auto"' in text
     assert Config.model_validate(automatic.without_plan(config).model_dump()).train.gradient_checkpointing is False
-    written, _ = policy_step(64, 1, "train.gradient_checkpointing=auto", "--fsdp-cpu-offload")
+    written, _ = policy_step(64, 1, "--gradient-checkpointing", "auto", "--fsdp-cpu-offload")
     assert (written.train.gradient_checkpointing, written.train.fsdp_cpu_offload) == (None, True)
 
 

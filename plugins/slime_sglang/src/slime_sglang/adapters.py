@@ -133,12 +133,16 @@ def check_model(config: Config, model: Any) -> None:
         ConfigError: CFG04, the layers by name.
     """
     from slime_core.lora.layers import attach
+    from slime_core.media.features import tower
+    from slime_core.media.positions import MediaLayout
     from slime_core.weights.build import skeleton
 
     spec = LoraSpec.of(config.train)
     if spec is None or not adapter_names(config):
         return
-    weights = attach(skeleton(model), spec, seed=0).weights()
+    policy = skeleton(model)
+    outside = tower(policy) if MediaLayout.of(model) is not None else ()
+    weights = attach(policy, spec, seed=0, outside=outside).weights()
     if reason := unservable_weights(weights):
         raise ConfigError(
             "adapters that SGLang cannot serve",
