@@ -32,8 +32,7 @@ ModelsOf = Callable[[Sequence[str]], Mapping[str, "type[BaseModel] | None"]]
 """Options models of plugins by name; None where a plugin has no options."""
 
 ABSENT = {
-    "lora": "LoRA and other adapters are not supported: all weights are trained",
-    "peft": "LoRA and other adapters are not supported: all weights are trained",
+    "peft": "adapters are trained where train.lora_rank is above 0",
     "vllm": "vLLM is not supported: rollout.rollout_engine is local or sglang",
     "deepspeed": "DeepSpeed is not supported: train.train_backend is fsdp or megatron",
     **dict.fromkeys(

@@ -142,12 +142,12 @@ def test_a_wrong_path_gets_the_nearest_name_beside_it(cli, tmp_path):
 
 @pytest.mark.parametrize(
     "words",
-    [("config", "keys", "lora"), ("config", "check", "--lora-rank", "8"), ("config", "check", "recipe.toml")],
+    [("config", "keys", "vllm"), ("config", "check", "--vllm-port", "8"), ("config", "check", "recipe.toml")],
     ids=["keys", "flag", "recipe"],
 )
 def test_what_slime_does_not_have_is_said_and_no_other_key_is_named(cli, tmp_path, words):
-    (tmp_path / "recipe.toml").write_text("[train]\nlora = true\n")
+    (tmp_path / "recipe.toml").write_text("[train]\nvllm = true\n")
     done = cli(*words)
     assert done.code == 2
-    assert "LoRA and other adapters are not supported" in done.err
+    assert "vLLM is not supported" in done.err
     assert "did you mean" not in done.err
