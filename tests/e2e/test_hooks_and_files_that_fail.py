@@ -121,6 +121,7 @@ def states(cwd):
         return dict(db.execute("SELECT state, count(*) FROM samples GROUP BY state"))
 
 
+@pytest.mark.nightly
 def test_a_reward_that_cannot_be_ended_ends_the_run_with_its_stack_and_the_process_exits(train):
     """Whatever the policy, in a real process."""
     cwd, done = train(HANGS, "--reward-timeout", "1", "--on-plugin-error", "drop", slime=alone)

@@ -207,6 +207,7 @@ def storm(service, groups, kills, seed=0):
     return made
 
 
+@pytest.mark.nightly
 def test_a_service_killed_in_a_storm_loses_and_doubles_nothing(service):
     """SIGKILL in the middle of asks, claims, writes and acknowledgements; the clients go on."""
     made = storm(service, groups=16, kills=3)

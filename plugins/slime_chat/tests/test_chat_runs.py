@@ -112,6 +112,7 @@ def test_an_agents_branches_train_on_the_log_probs_that_the_trainer_has_too_and_
     ]
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_killed_within_an_agents_dialogue_ends_in_the_same_weights(train, forked_slime, tmp_path):
     ahead = ("--max-staleness", "1", "--no-colocate")  # in lockstep
     whole = train("whole", *ahead)

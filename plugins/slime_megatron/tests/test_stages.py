@@ -10,7 +10,7 @@ from megatron_ranks import PIPELINE, Ranks, answer, run_ranks
 from slime_core.testing import tiny_model
 
 pytest.importorskip("megatron.core", reason="an optional extra: pip install slime-rl[megatron]")
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.nightly]
 
 SPLITS = {
     "data": {},

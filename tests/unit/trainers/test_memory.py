@@ -74,6 +74,7 @@ one.thread.close()
 """
 
 
+@pytest.mark.nightly
 def test_memory_that_runs_out_names_the_batch_the_largest_pass_and_the_keys_and_changes_nothing(tmp_path):
     """In training and in scoring; the same step is made in smaller passes within the same memory."""
     found = in_process(TRAIN, tiny_model(tmp_path / "model"))
