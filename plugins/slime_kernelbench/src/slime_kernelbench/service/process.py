@@ -74,6 +74,9 @@ class JudgeWorker:
         except ConnectionError as error:
             await worker.kill()
             raise Lost(f"a worker ended at its start: {error}") from error
+        except asyncio.CancelledError:  # the pool closes
+            await worker.kill()
+            raise
         worker._hearing = asyncio.create_task(worker._hear())
         return worker
 
