@@ -54,6 +54,7 @@ from slime_core.plugins import load_plugins
 from slime_core.protocols import Trainer
 from slime_core.threads import TorchThread
 from slime_core.trainers.fsdp import FsdpTrainer
+from slime_core.trainers.fsdp.adapters import MergedWeights
 from slime_core.trainers.fsdp.publishing import sources_of
 from slime_core.types import GenerateRequest, SamplingParams, WeightCheck, WeightRoute
 from slime_core.weights.canary import Choice
@@ -341,7 +342,8 @@ def engine_names(config: Any) -> list[str]:
 def sums(shape: str, device: str, ranks: int, rounds: int) -> None:
     """Checksums of a shape's tensors as ``ranks`` of a server must hold them."""
     model = skeleton(shape)
-    sources = sources_of(dict(model.named_parameters()), lambda x: x, FolderLayout(model).parts)
+    weights = MergedWeights(None, dict(model.named_parameters()))
+    sources = sources_of(weights, next(model.parameters()).device, FolderLayout(model).parts)
     parts = [part for source in sources for part in source.parts]
     laid_out = buckets.lay_out(parts, "bfloat16", WeightRoute(transport="tensor", dtype="bfloat16").buffer_bytes)
     staging = buckets.Staging(laid_out, lambda size: torch.empty(size, dtype=torch.uint8, device=device).random_(256))

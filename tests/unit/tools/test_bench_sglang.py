@@ -58,7 +58,9 @@ def test_a_ratio_is_of_two_rounds_beside_each_other(tool, capsys):
 
 def test_a_row_of_an_update_tells_its_median_and_its_parts(tool, capsys):
     bench = tool("bench_weight_sync")
-    found = bench.Rounds("tensor", total=[0.08, 0.07, 0.09], publish=[0.02] * 3, load=[0.02] * 3, canary=[0.1] * 3)
+    found = bench.Rounds(
+        "tensor", target="0.05 s", total=[0.08, 0.07, 0.09], publish=[0.02] * 3, load=[0.02] * 3, canary=[0.1] * 3
+    )
     found.later, found.stages, found.bound, found.what = [0.03] * 3, {"first token": [0.04] * 3}, 0.004, "one copy"
     bench.show(found, 8 * 10**9)
     *_, stages, row = capsys.readouterr().out.splitlines()
