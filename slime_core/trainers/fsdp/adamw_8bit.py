@@ -14,7 +14,7 @@ import torch
 
 from slime_core.errors import ConfigError, install_line
 from slime_core.trainers.fsdp.adamw import AdamW
-from slime_core.trainers.fsdp.places import DevicePlace, Named, Tensors
+from slime_core.trainers.fsdp.places import DevicePlace, Named, OtherPlace, Tensors
 
 BLOCK = 256  # numbers that share a scale
 SMALL = 4096  # numbers of a tensor whose moments stay float32
@@ -80,17 +80,8 @@ class AdamW8bit(AdamW):
         return (-(-shard.numel() // BLOCK),) if shard.numel() >= SMALL else ()
 
 
-class PagedPlace(DevicePlace):
+class PagedPlace(OtherPlace):
     """State lies in memory that a GPU's driver moves to the host and back."""
-
-    def zeros_like(self, tensors: Named) -> Tensors:
-        return {name: paged.zero_() for name, paged in self._empty_like(tensors).items()}
-
-    def keep(self, tensors: Tensors) -> Tensors:
-        copies = self._empty_like(tensors)
-        for name, copy in copies.items():
-            copy.copy_(tensors[name])
-        return copies
 
     def _empty_like(self, tensors: Named) -> Tensors:
         functional = library().functional

@@ -44,13 +44,8 @@ class DevicePlace:
             yield list(names), [[tensors[name] for name in names] for tensors in (*changed, *read)]
 
 
-class HostPlace(DevicePlace):
-    """State lies in host memory, page-locked where the device is a GPU; gradients lie where they were added up."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._cuda = device.type == "cuda"
-        self._back = torch.cuda.Stream(device) if self._cuda else None
+class OtherPlace(DevicePlace):
+    """State lies in memory that :meth:`_empty_like` takes."""
 
     def zeros_like(self, tensors: Named) -> Tensors:
         return {name: tensor.zero_() for name, tensor in self._empty_like(tensors).items()}
@@ -60,6 +55,18 @@ class HostPlace(DevicePlace):
         for name, copy in copies.items():
             copy.copy_(tensors[name])
         return copies
+
+    def _empty_like(self, tensors: Named) -> Tensors:
+        raise NotImplementedError
+
+
+class HostPlace(OtherPlace):
+    """State lies in host memory, page-locked where the device is a GPU; gradients lie where they were added up."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._cuda = device.type == "cuda"
+        self._back = torch.cuda.Stream(device) if self._cuda else None
 
     def _empty_like(self, tensors: Named) -> Tensors:
         """First fit into blocks: torch rounds each request for page-locked memory up to a power of two."""
