@@ -100,7 +100,7 @@ def worker_step(args: argparse.Namespace) -> Any:
     given += ["--save-interval", "0"]  # a run that saves locks as much host memory as its state has
     if args.recompute is not None:
         given += ["--gradient-checkpointing", "--gradient-checkpointing-layers", str(args.recompute)]
-    given += [f"megatron.{one}" for one in args.set] if args.worker == "megatron" else []
+    given += [one if one.startswith("train.") else f"megatron.{one}" for one in args.set]
     given += [OFFLOADS[one] for one in args.offload] if args.worker == "fsdp" else []
     config = resolve_machine(load_config(None, given))
     folder, plugins = ModelFolder.open(args.folder), load_plugins(config)
@@ -226,7 +226,7 @@ def parse() -> argparse.Namespace:
         "--recompute", type=int, nargs="?", const=0, metavar="N", help="of N layers keep the input only"
     )
     parser.add_argument("--offload", nargs="+", choices=list(OFFLOADS), default=[], help="of fsdp, to the host")
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="of [megatron]")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="of [megatron], or train.NAME=...")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--peak", type=float, default=989e12)
