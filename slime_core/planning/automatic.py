@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from slime_core.config.sections.train import FEW_TOKENS
 from slime_core.errors import SlimeError
 from slime_core.memory import GIB
 from slime_core.planning.advice import allowed
-from slime_core.planning.fsdp import FEW_TOKENS
 from slime_core.planning.gpus import GPUS, Gpu, gpu_of
 from slime_core.planning.memory import MemoryPlan, fits, replanned
 from slime_core.weights.folder import resolve

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from slime_core.config.sections.train import FEW_TOKENS
 from slime_core.lora.spec import LoraSpec
 from slime_core.planning.activations import Form, TokenCosts, head_bytes, spread_of
 from slime_core.planning.batch import BatchPlan
@@ -18,8 +19,7 @@ from slime_core.planning.footprint import Moment, Subject, TrainerFootprint
 if TYPE_CHECKING:
     from slime_core.planning.sizes import ModelSizes
 
-FEW_TOKENS, MOST_TOKENS = 4096, 32768
-"""Of a micro-batch: what every machine holds, and from where on more do not make a GPU faster."""
+MOST_TOKENS = 32768  # of a micro-batch: more do not make a GPU faster
 ALIGNED = 64  # numbers, see `fsdp.masters`
 WINDOW, WINDOWS = 256 << 20, 3  # see `fsdp.places`: one at work, two on their way back
 MOMENTS = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "paged_adamw_8bit": 2 + 8 / 256}
@@ -31,6 +31,10 @@ def micro_batch_tokens(sizes: ModelSizes, memory: int, *, fused: bool) -> int:
     """Tokens whose activations take about a sixth of ``memory`` bytes, in half precision, from 4,096 to 32,768.
 
     A layer keeps some four rows of its width and three of its MLP's a token; one that is not ``fused`` twice that.
+
+    Args:
+        sizes: of the model; its weights are not looked at
+        memory: of the GPU; 0 is a processor
     """
     layer = sizes.layer
     a_token = 2 * sizes.layers * (4 * layer.hidden + 3 * layer.inner) * (1 if fused else 2)
@@ -69,8 +73,7 @@ class _Fsdp:
         self.fused = self.fused and plain
         memory = 0 if gpu.processor else gpu.memory
         self.memory = memory
-        automatic = micro_batch_tokens(sizes, memory, fused=self.fused) if memory else FEW_TOKENS
-        most = int(train.max_tokens_per_gpu or automatic)
+        most = int(train.max_tokens_per_gpu or micro_batch_tokens(sizes, memory, fused=self.fused))
         self.tokens = max(most, -(-subject.lengths.longest // self.context))
         data, batch = subject.ranks // (self.context * self.tensor), BatchPlan.of(config, subject.lengths)
         samples = config.rollout.n_samples_per_prompt

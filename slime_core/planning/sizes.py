@@ -134,7 +134,7 @@ class ModelSizes:
     @cached_property
     def layers(self) -> int:
         """Decoder layers."""
-        return int(self.text.num_hidden_layers or self.text.n_layer or 1)
+        return int(self.text.num_hidden_layers or self.text.n_layer or self.text.n_layers or 1)
 
     @cached_property
     def vocab(self) -> int:
@@ -212,7 +212,7 @@ class ModelSizes:
 
 
 def _layer_sizes(text: ModelConfig) -> LayerSizes:
-    hidden = int(text.hidden_size or text.n_embd or 1)
+    hidden = int(text.hidden_size or text.n_embd or text.d_model or 1)
     heads = int(text.num_attention_heads or text.n_head or 1)
     head = int(text.head_dim or hidden // heads)
     if text.kv_lora_rank:

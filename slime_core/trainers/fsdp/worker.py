@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from slime_core.config.sections.train import FEW_TOKENS
 from slime_core.kernels.quantised import stored_parts
 from slime_core.lora.base_weights import quantise
 from slime_core.lora.effective import put_on
 from slime_core.memory import gpu_memory
+from slime_core.planning.fsdp import micro_batch_tokens
+from slime_core.planning.sizes import ModelConfig, ModelSizes
 from slime_core.trainers.base_checksums import Sums, sums_of
 from slime_core.trainers.data_parallel import DataParallelRank, RankBatch
 from slime_core.trainers.fsdp import checkpoint, publishing
@@ -59,8 +60,6 @@ if TYPE_CHECKING:
     from slime_core.trainers.optimizer_step import Schedule
     from slime_core.types import Batch, Columns, MicroBatch
     from slime_core.weights.transports.buckets import TensorPart, TensorSource
-
-MOST_TOKENS = 32768  # of a micro-batch: more do not make a GPU faster
 
 
 class FsdpWorker(Worker):
@@ -121,10 +120,9 @@ class FsdpWorker(Worker):
 
     def _tokens(self) -> int:
         """Tokens of a micro-batch, by the memory of a device of this kind and not by what is free: a resume's too."""
-        if self.device.type != "cuda":
-            return FEW_TOKENS
-        memory = gpu_memory(self.device)
-        return micro_batch_tokens(self.folder.config, memory, fused=self.policy.fused and self.policy.exact is None)
+        memory = gpu_memory(self.device) if self.device.type == "cuda" else 0
+        sizes = ModelSizes(ModelConfig.of(self.folder.config), ())
+        return micro_batch_tokens(sizes, memory, fused=self.policy.fused and self.policy.exact is None)
 
     def prepare_stage(self) -> None:
         self.policy.chunk = self.train.logprob_chunk_tokens
@@ -387,20 +385,3 @@ class FsdpWorker(Worker):
             base = [part for p in frozen for part in stored_parts(local(p.detach()))]
             return [*shards, *copies, *base, *self.served.tensors(), *self.frozen.tensors()]
         return [tensor for learner in self.learners() for tensor in learner.states()] if what == "optimizer" else []
-
-
-def micro_batch_tokens(config: Any, memory: int, *, fused: bool) -> int:
-    """Tokens whose activations take about a sixth of ``memory`` bytes, in half precision, from 4,096 to 32,768.
-
-    A layer keeps some four rows of its width and three of its MLP's a token; one that is not ``fused`` twice that.
-
-    Args:
-        config: of the model, in transformers' form
-    """
-    text = config.get_text_config()
-    hidden, count = (int(getattr(text, name, 0) or 0) for name in ("hidden_size", "num_hidden_layers"))
-    inner = int(getattr(text, "intermediate_size", 0) or 4 * hidden)
-    if experts := getattr(text, "num_experts_per_tok", 0):
-        inner = int(getattr(text, "moe_intermediate_size", 0) or inner) * int(experts)
-    a_token = 2 * count * (4 * hidden + 3 * inner) * (1 if fused else 2)
-    return max(FEW_TOKENS, min(MOST_TOKENS, memory // 6 // a_token // 1024 * 1024)) if a_token else FEW_TOKENS

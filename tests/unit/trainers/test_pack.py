@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, strategies as st
 from transformers import LlamaConfig
 
+from slime_core.planning.fsdp import micro_batch_tokens
+from slime_core.planning.sizes import ModelConfig, ModelSizes
 from slime_core.trainers import data_parallel
 from slime_core.trainers.data_parallel import BatchSplit, DataParallelRank, rows_of
-from slime_core.trainers.fsdp.worker import micro_batch_tokens
 from slime_core.trainers.packing import split_rollouts
 from slime_core.types import Batch
 from slime_core.weights.flops import Flops
@@ -208,7 +209,7 @@ def check(micro, batch, max_tokens):
 def test_a_gpus_micro_batches_are_as_large_as_a_sixth_of_its_memory(shape, memory, fused, wanted):
     hidden, inner, layers = shape
     config = LlamaConfig(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers)
-    tokens = micro_batch_tokens(config, memory << 30, fused=fused)
+    tokens = micro_batch_tokens(ModelSizes(ModelConfig.of(config), ()), memory << 30, fused=fused)
     assert tokens == wanted
     dp_rank = DataParallelRank(number=0, size=1, flops=Flops(1, 1), tokens=tokens, context_parallel=2)
     assert dp_rank.most_tokens(SimpleNamespace(max_tokens_per_gpu=0)) == 2 * tokens

@@ -12,12 +12,13 @@ import trainer_bench as made
 from safetensors.torch import load_file, save_file
 
 from slime_core.algorithms.shared.terms import role_columns
+from slime_core.planning import fsdp as planned
 from slime_core.plugins import load_plugins
 from slime_core.testing import tiny_model
 from slime_core.threads import TorchThread
 from slime_core.trainers.adapters import members
 from slime_core.trainers.data_parallel import take
-from slime_core.trainers.fsdp import FsdpTrainer, worker as fsdp_worker
+from slime_core.trainers.fsdp import FsdpTrainer
 from slime_core.trainers.fsdp.shards import like, local
 from slime_core.trainers.fsdp.slices import saved_tensors
 from slime_core.weights.folder import ModelFolder
@@ -43,7 +44,7 @@ def train_rank(case: str, folder: Path, out: Path, thread: TorchThread, rank: in
     if case == "skipping":
         settings["max_nonfinite_steps"] = 4
     config = made.config_of(folder, **settings)
-    fsdp_worker.FEW_TOKENS *= world - rank  # as if the devices were unlike: the last has room for least
+    planned.FEW_TOKENS *= world - rank  # as if the devices were unlike: the last has room for least
     trainer = FsdpTrainer(
         config, load_plugins(config), ModelFolder.open(folder), thread=thread, rank=rank, world=world,
         rendezvous=out / "meet" if world > 1 else None, errors=out / f"{case}-errors",

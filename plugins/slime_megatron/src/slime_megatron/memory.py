@@ -11,16 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime_convert.bridge import Sizes
+from slime_core.config.sections.train import FEW_TOKENS
 from slime_core.lora.spec import LoraSpec
 from slime_core.planning.activations import TokenCosts, head_bytes, spread_of
 from slime_core.planning.batch import BatchPlan, PackSize
 from slime_core.planning.footprint import Moment, Subject, TrainerFootprint
-from slime_core.planning.fsdp import FEW_TOKENS
 from slime_megatron.layout import Layout, check
 from slime_megatron.settings import VOCABULARY_MULTIPLE
-
-if TYPE_CHECKING:
-    from slime_core.planning.sizes import ModelSizes
 
 if TYPE_CHECKING:
     from slime_core.planning.sizes import ModelSizes
