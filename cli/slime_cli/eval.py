@@ -110,6 +110,8 @@ def evaluate(
         arguments.recipe = str(own_config)
     loaded = load_words(arguments, session, data_keys=OWN_SETS)
     config = resolve_machine(stages(loaded.config)[-1])
+    if adapters:
+        _check_named(Path(adapters), config.train.lora_adapters)
     served = {"lora_load": adapters, "lora_sync": "adapter" if adapters else "merged"}
     config = config.model_copy(update={"train": config.train.model_copy(update=served)})
     if not (config.eval.eval_prompt_data or config.eval.eval_tasks or config.eval.eval_function_path):
@@ -132,6 +134,36 @@ def evaluate(
     finally:
         settings.plugins.close()
     return results, str(run_dir.path)
+
+
+def _check_named(folder: Path, names: tuple[str, ...]) -> None:
+    """Refuse several adapters of which the config does not say which one a set is evaluated with.
+
+    Raises:
+        ConfigError: CFG05.
+    """
+    if names_in(folder) and not names:
+        raise _several(folder, "the config has no lora_adapters")
+
+
+def names_in(folder: Path) -> list[str]:
+    """Names of the adapters that have a folder each in this one."""
+    from slime_core.lora.folder import CONFIG
+
+    return sorted(file.parent.name for file in folder.glob(f"*/{CONFIG}"))
+
+
+def _several(folder: Path, reason: str) -> Exception:
+    from slime_core.errors import ConfigError
+
+    names = names_in(folder)
+    return ConfigError(
+        f"{folder} has {len(names)} adapters: {', '.join(names)}",
+        code="CFG05",
+        where="command line: MODEL",
+        why=reason,
+        fix=f"name one: slime eval {folder / names[0]} CONFIG; or the run that trained them",
+    )
 
 
 async def alone(config: Config, plugins: Plugins, report: Report) -> dict[str, dict[str, float]]:
@@ -170,7 +202,8 @@ def find_model(text: str) -> tuple[str, str, Path | None]:
     """The model folder (or hub name), the folder of adapters beside it, and the config of a run directory.
 
     Raises:
-        ConfigError: CFG05 the run has no final model; CFG01 a flag in the model's place.
+        ConfigError: CFG05 the run has no final model, or a folder has several adapters; CFG01 a flag in the model's
+            place.
         DataError: TOK00, TOK46 an adapter folder that cannot be read.
     """
     from slime_core.errors import ConfigError
@@ -189,6 +222,9 @@ def find_model(text: str) -> tuple[str, str, Path | None]:
     if (path / CONFIG).is_file():
         return base_of(path), str(path), None
     if not config.is_file():
+        for folder in (path, path / "adapter"):
+            if names_in(folder) and not (path / "config.json").is_file():
+                raise _several(folder, "its base and one of them are a model")
         return text, "", None
     final = path / "final"
     if not final.is_dir():
@@ -199,7 +235,6 @@ def find_model(text: str) -> tuple[str, str, Path | None]:
             why="it has not ended, or report.export_final was off",
             fix=f"slime show {text}",
         )
-    several = any((final / "adapter").glob(f"*/{CONFIG}"))  # a model folder has one of them
-    if several or (not (final / "config.json").is_file() and (final / "adapter").is_dir()):
+    if names_in(final / "adapter") or (not (final / "config.json").is_file() and (final / "adapter").is_dir()):
         return base_of(final / "adapter"), str(final / "adapter"), config
     return str(final), "", config

@@ -62,16 +62,19 @@ def check_inputs(settings: Settings, config: Config) -> None:
     """Refuse data, rewards and models that are not there, before a run directory is made or a model is loaded.
 
     Raises:
-        ConfigError: CFG04 no data or no reward, CFG05 a file, set or model that cannot be had.
-        DataError: rows or a model folder that cannot be used.
+        ConfigError: CFG04 no data or no reward, or adapters of another kind to start from; CFG05 a file, set, model or
+            adapter that cannot be had.
+        DataError: rows, a model folder or an adapter folder that cannot be used.
     """
     from slime_cli.first_rows import first_rows
     from slime_core.builtin import no_reward
+    from slime_core.lora.folder import check_start
     from slime_core.plugins.boundary import CORE
     from slime_core.weights.folder import read_config, resolve
 
     rollout = config.rollout
     read_config(resolve(rollout.hf_checkpoint), trust_remote_code=rollout.trust_remote_code)
+    check_start(config.train)
     routing = settings.plugins.routing()
     answered = {(row["hook"], row["task"]) for row in routing if row["provider"] != CORE}
     provided = frozenset(task for hook, task in answered if hook == "slime_prompts")

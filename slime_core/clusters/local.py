@@ -282,7 +282,8 @@ def _not_beside(config: Config, adapters: str) -> ConfigError:
         code="CFG04",
         where=adapters,
         why="servers are started here with the weights of a model folder",
-        fix=f"slime convert adapter-to-hf {adapters} MODEL, then slime eval MODEL; or --rollout-engine local",
+        fix=f"slime convert adapter-to-hf {adapters}{'/NAME' * (len(config.train.lora_adapters) > 1)} MODEL, "
+        "then slime eval MODEL; or --rollout-engine local",
     )
 
 

@@ -24,8 +24,8 @@ from slime_core import durable
 from slime_core.durable import storage_error
 from slime_core.errors import ConfigError, DataError
 from slime_core.lora.layers import Adapters, LoraExperts, LoraLinear
-from slime_core.lora.spec import LoraSpec
-from slime_core.weights.shards import Shards, header, read_header
+from slime_core.lora.spec import DEFAULT, LoraSpec
+from slime_core.weights.shards import Shards, TensorInfo, header, read_header
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
@@ -162,11 +162,15 @@ def read_factors(path: Path, expected: Mapping[str, Factors], fix: str = OTHER_B
     Raises:
         DataError: TOK46 no tensors, or such that do not fit the model; TOK47, TOK48 damaged ones.
     """
-    file = path / WEIGHTS
-    if not file.is_file():
+    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in Shards(_header(path)).items()}
+    return from_peft(tensors, expected, path / WEIGHTS, fix)
+
+
+def _header(path: Path) -> dict[str, TensorInfo]:
+    """The tensors of an adapter folder; TOK46 none, TOK47, TOK48 damaged ones."""
+    if not (path / WEIGHTS).is_file():
         raise _no_weights(path)
-    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in Shards(read_header(file)).items()}
-    return from_peft(tensors, expected, file, fix)
+    return read_header(path / WEIGHTS)
 
 
 def read_spec(path: Path, key: str = "train.lora_load") -> LoraSpec:
@@ -184,6 +188,8 @@ def read_spec(path: Path, key: str = "train.lora_load") -> LoraSpec:
             fix=f"name a folder with {CONFIG}; one of the hub: hf download OWNER/NAME --local-dir FOLDER",
         )
     file = path / CONFIG
+    if not file.is_file():
+        raise _no_adapter(path, key)
     try:
         config = json.loads(file.read_bytes())
         return LoraSpec.from_peft(config, str(file))
@@ -199,6 +205,19 @@ def read_spec(path: Path, key: str = "train.lora_load") -> LoraSpec:
         ) from error
 
 
+def _no_adapter(path: Path, key: str) -> DataError:
+    """TOK00, with the adapter folders that are near."""
+    places = (path, path / "adapter", path / "final" / "adapter")
+    named = [file.parent for place in places for form in (CONFIG, f"*/{CONFIG}") for file in sorted(place.glob(form))]
+    fix = "name a folder that peft's save_pretrained wrote, or a run's final/adapter"
+    return DataError(
+        f"{path.name} is not an adapter folder: it has no {CONFIG}",
+        code="TOK00",
+        where=f"{key} = {path.absolute()}",
+        fix=f"name {'   or   '.join(map(str, named[:SHOWN]))}" if named else fix,
+    )
+
+
 def _no_weights(path: Path) -> DataError:
     pickle = (path / PICKLE).is_file()
     return DataError(
@@ -212,6 +231,26 @@ def _no_weights(path: Path) -> DataError:
     )
 
 
+def check_start(train: Any) -> None:
+    """Refuse a ``lora_load`` of the [train] section that its adapters cannot start from, before a model is loaded.
+
+    Raises:
+        ConfigError, DataError: as :func:`factors_to_load`, but for shapes of tensors.
+    """
+    spec = LoraSpec.of(train)
+    if spec is None or not train.lora_load:
+        return
+    for name in train.lora_adapters or (DEFAULT,):
+        folder = _folder_of(Path(train.lora_load), name)
+        _check_spec(read_spec(folder), spec, folder)
+        _header(folder)
+
+
+def _folder_of(path: Path, name: str) -> Path:
+    """Where the adapter of a name starts from: the folder itself, or one in it by the name."""
+    return path if (path / CONFIG).is_file() or not (path / name).is_dir() else path / name
+
+
 def factors_to_load(adapters: Adapters, name: str, path: Path) -> dict[str, Factors]:
     """The factors that an adapter starts from: of the folder of one, or of one with a folder for each by its name.
 
@@ -222,7 +261,7 @@ def factors_to_load(adapters: Adapters, name: str, path: Path) -> dict[str, Fact
         ConfigError: CFG04 adapters of another rank, scaling or kind; CFG05 no such folder.
         DataError: as :func:`read_spec` and :func:`read_factors`.
     """
-    folder = path if (path / CONFIG).is_file() or not (path / name).is_dir() else path / name
+    folder = _folder_of(path, name)
     spec = read_spec(folder)
     _check_spec(spec, adapters.spec, folder)
     targets = ", ".join(f'"{target}"' for target in (*spec.target_modules, *spec.target_parameters))

@@ -290,13 +290,16 @@ def attach(
 
 
 def check_targets(model: Any, adapters: Adapters, spec: LoraSpec) -> None:
-    """Refuse a target of ``spec`` by a name that nothing with adapters has, after :func:`attach`.
+    """Refuse a target or an exclusion of ``spec`` that no layer of the model is, after :func:`attach`.
 
     Raises:
         ConfigError: CFG04 with all such names.
     """
     if missing := spec.unmatched(*_adapted(adapters)):
         raise _no_such_target(model, missing)
+    layers = [name for name, one in model.named_modules() if isinstance(one, nn.Linear) or are_experts(one)]
+    if unused := spec.unused_exclusions(layers):
+        raise _no_such_exclusion(model, unused)
 
 
 def _adapted(adapters: Adapters) -> tuple[list[str], list[str]]:
@@ -342,6 +345,18 @@ def _no_such_target(model: Any, missing: Sequence[str]) -> ConfigError:
         where="train.lora_target_modules, train.lora_target_parameters",
         why=f"its linear layers are {_linear_layers(model)}; the output head has no adapters",
         fix="leave them out" + stacks * ", or name stacked experts: --lora-target-parameters experts.down_proj",
+    )
+
+
+def _no_such_exclusion(model: Any, unused: Sequence[str]) -> ConfigError:
+    stacks = ", and experts" * any(are_experts(module) for module in model.modules())
+    return ConfigError(
+        f"modules without adapters that no layer of {type(model).__name__} is: {', '.join(unused)}",
+        code="CFG04",
+        where="train.lora_exclude_modules",
+        why=f"its linear layers are {_linear_layers(model)}{stacks}; one string with other characters than a name "
+        "has is a regex over full names",
+        fix="leave them out, or name layers by ends of their names, such as o_proj or layers.0.mlp.up_proj",
     )
 
 

@@ -92,6 +92,12 @@ class LoraSpec:
         kinds = ((named, list(modules)), (self.target_parameters, list(parameters)))
         return [one for targets, names in kinds for one in targets if not any(_ends((one,), name) for name in names)]
 
+    def unused_exclusions(self, layers: Iterable[str]) -> list[str]:
+        """Exclusions that are none of a model's linear layers and experts, by full names."""
+        names, patterns = list(layers), self.exclude_modules
+        matches = _matches if len(patterns) == 1 else _ends  # one string may be a regex
+        return [pattern for pattern in patterns if not any(matches((pattern,), name) for name in names)]
+
     def resolved(self, modules: Iterable[str], parameters: Iterable[str], others: Iterable[str]) -> LoraSpec:
         """The same with what it means for a model: last parts of names, or full names where those meet more.
 

@@ -1,6 +1,6 @@
 """What a trainer writes when a run has ended: a model folder, and of a LoRA run its adapters.
 
-final/   the model; with adapters the base and the first of them merged, as an engine got it
+final/   the model; with one adapter the base and it merged, as an engine got it
 final/adapter   or adapter/NAME of several, in peft's format
 """
 
@@ -27,19 +27,20 @@ def export(worker: Any, path: Path) -> None:
     Raises:
         ConfigError: CFG04 the backend writes no adapter folders. StorageError: it cannot be written.
     """
-    spec, contents = LoraSpec.of(worker.train), worker.train.lora_export
+    spec, contents, several = LoraSpec.of(worker.train), worker.train.lora_export, len(worker.train.lora_adapters) > 1
+    merges = spec is None or contents == "merged" or (contents == "auto" and not several)
     with worker.offload.loaded({"parameters"}):
-        if spec is None or contents != "adapter":
+        if merges:
             worker.write_folder(path)
         adapters = worker.whole_adapters() if spec is not None and contents != "merged" else {}
     if worker.rank > 0:
         return
-    if spec is None or contents != "adapter":
+    if merges:
         carry_processor(worker.folder.path, path)
         if worker.folder.init_weights == "load":
             carry(worker.folder.path, path, worker.folder.config)
     for name, (config, factors) in adapters.items():
-        write_adapter(path / ADAPTER / name if len(adapters) > 1 else path / ADAPTER, config, factors)
+        write_adapter(path / ADAPTER / name if several else path / ADAPTER, config, factors)
 
 
 def no_adapter_folders(backend: str) -> ConfigError:

@@ -1,5 +1,6 @@
 """What a run refuses before it makes a run directory or loads a model."""
 
+import json
 import os
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from slime_cli.preflight import check_cores
 from slime_core.config.load import load_config
+from slime_core.lora.spec import LoraSpec
 
 pytestmark = pytest.mark.integration
 
@@ -23,8 +25,13 @@ TRL = "def reward(prompts, completions, **kwargs):\n    return [0.0 for _ in com
         (("--label-key", "label"), "DAT18", "label_key"),
         (("--custom-rm-path", "trl.py:reward"), "PLG53", "'completions' is TRL's signature"),
         (("--eval-prompt-data", "held", "empty.jsonl"), "DAT17", "empty.jsonl has no rows"),
+        (("--lora-rank", "4", "--lora-load", "run"), "TOK00", "/run/final/adapter\n"),
+        (("--lora-rank", "4", "--lora-load", "run/final/adapter"), "CFG04", "fix: --lora-rank 2"),
     ],
-    ids=["no reward", "no rows", "no such set", "no such model", "no such column", "a reward of TRL", "an empty set"],
+    ids=[
+        *("no reward", "no rows", "no such set", "no such model", "no such column", "a reward of TRL", "an empty set"),
+        *("no adapter", "another rank"),
+    ],
 )
 def test_missing_rewards_data_and_models_are_reported_before_a_run_directory_is_made(
     cli, own, monkeypatch, flags, code, text
@@ -33,6 +40,8 @@ def test_missing_rewards_data_and_models_are_reported_before_a_run_directory_is_
         monkeypatch.setattr(name, True)
     Path("empty.jsonl").touch()
     Path("trl.py").write_text(TRL)
+    Path("run/final/adapter").mkdir(parents=True)
+    Path("run/final/adapter/adapter_config.json").write_text(json.dumps(LoraSpec(rank=2).to_peft("model")))
     done = cli("run", *own.flags, *flags)
     assert code in done.err
     assert text in done.err

@@ -124,6 +124,14 @@ def test_an_adapter_folder_is_evaluated_beside_its_base(cli, sets):
         questions = json.loads(records(f"eval-{name}")["greedy-000000.json"])["questions"]
         answers[name] = [question["scores"] for question in questions]
     assert answers["adapter"] == answers["merged"] == answers["run"] != answers["model"]
+    shutil.rmtree(sets / "run" / "final")
+    for name in several["lora_adapters"]:
+        shutil.copytree(sets / "adapter", sets / "run" / "final" / "adapter" / name)
+    for words in (("run", sets / "sets.toml"), ("run/final",), ("run/final/adapter",)):
+        done = cli("eval", sets / words[0], *words[1:])
+        assert (done.code, "CFG05" in done.err) == (2, True), done.err
+        assert "has 2 adapters: judge, solver" in done.err
+        assert f"slime eval {sets / 'run' / 'final' / 'adapter' / 'judge'} CONFIG" in done.err
 
 
 def test_two_models_are_compared_by_question(cli, sets):

@@ -78,10 +78,11 @@ def test_a_conversion_refuses_to_replace_its_own_source(cli, hf, tmp_path):
     ids=["no-checkpoint", "nowhere", "dtype"],
 )
 def test_each_refusal_says_what_to_do(cli, hf, words, code, said):
-    done = cli("convert", "fsdp-to-hf", *(hf if word == "HF" else word for word in words))
-    assert done.code == code, done.err
-    for text in said:
-        assert text in done.err, done.err
+    for command in ("fsdp-to-hf", "fsdp-to-adapter"):
+        done = cli("convert", command, *(hf if word == "HF" else word for word in words))
+        assert done.code == code, done.err
+        for text in said:
+            assert text in done.err, done.err
 
 
 def test_trainers_of_installed_plugins_bring_words(cli, install_plugin):

@@ -13,6 +13,7 @@ from slime_core.config.values import show
 
 of_lora = partial(key, once=True)
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+OF_RANKS = re.compile(r".*-[0-9]+-of-[0-9]+")
 TAKEN = (
     *("advantages", "async", "canary", "data", "dropped", "eval", "extra", "ledger", "moe", "prompt_len"),
     *("raw_reward", "response_len", "reward", "role", "rollout", "skipped_steps", "staleness", "stale", "swap"),
@@ -43,8 +44,8 @@ class LoraKeys(Section):
     lora_sync: Literal["merged", "adapter"] = of_lora(
         "merged", "What engines get: whole weights with adapters merged, or adapters alone.", MACHINE
     )
-    lora_export: Literal["both", "merged", "adapter"] = of_lora(
-        "both", "What final/ has: a model folder with the first adapter merged, adapter folders, or both.", FIGURES
+    lora_export: Literal["auto", "merged", "adapter"] = of_lora(
+        "auto", "What final/ has: a model with the adapter merged, adapter folders, or, of one adapter, both.", FIGURES
     )
     lora_adapters: tuple[str, ...] = of_lora((), "Names of several adapters in one run; empty: one, default.", KIND)
 
@@ -151,6 +152,10 @@ def _names(train: Any) -> Iterator[Problem]:
             reason = f"its metrics would be named {name}/..., as others of a run are"
             fix = f"rename it, to {name}-1 say"
             yield conflict(f"lora_adapters names '{name}'", ["train.lora_adapters"], why=reason, fix=fix)
+    for name in names:
+        if OF_RANKS.fullmatch(name):
+            reason = "files of checkpoints have such an end where several ranks wrote them"
+            yield conflict(f"lora_adapters names '{name}'", ["train.lora_adapters"], why=reason, fix="rename it")
     if len(names) < 2:
         return
     several = f"{len(names)} adapters in lora_adapters"
@@ -160,6 +165,13 @@ def _names(train: Any) -> Iterator[Problem]:
             ["train.lora_sync", "train.lora_adapters"],
             why="weights with one adapter merged are not those of another",
             fix="--lora-sync adapter",
+        )
+    if train.lora_export == "merged":
+        yield conflict(
+            f"lora_export = merged with {several}",
+            ["train.lora_export", "train.lora_adapters"],
+            why="a model has one adapter merged, and none of them is the run's own",
+            fix="leave lora_export out, and merge one later: slime convert adapter-to-hf RUN/final/adapter/NAME DST",
         )
     if train.algorithm and "values" in train.algorithm.needs:
         yield conflict(

@@ -125,13 +125,15 @@ def test_a_task_names_an_adapter_that_the_run_has(tmp_path):
     [
         (["a", "a"], {}, "two adapters are named 'a'"),
         (["a.b"], {}, "a name is 1 to 64 letters, digits, _ and -"),
+        (["a-1-of-2"], {}, "files of checkpoints have such an end where several ranks wrote them"),
+        (["a", "b"], {"lora_export": "merged"}, "a model has one adapter merged, and none of them is the run's own"),
         (["base"], {}, "engines compute without any adapter under this name"),
         (["reward"], {}, "its metrics would be named reward/..., as others of a run are"),
         (["a", "b"], {"lora_sync": "merged"}, "weights with one adapter merged are not those of another"),
         (["a", "b"], {"advantage_estimator": "ppo"}, "one critic would learn from the samples of all"),
         (["a", "b"], {"routing_replay": "policy"}, "recorded experts are those of one adapter's batch at a time"),
     ],
-    ids=["twice", "characters", "base", "taken", "merged", "critic", "routing"],
+    ids=["twice", "characters", "of ranks", "merged at the end", "base", "taken", "merged", "critic", "routing"],
 )
 def test_names_of_adapters_and_what_several_cannot_have(names, more, problem):
     section = TrainSection(**{"lora_rank": 4, "lora_sync": "adapter", "lora_adapters": tuple(names), **more})

@@ -167,7 +167,12 @@ def test_targets_that_no_layer_is_end_the_start(bench, tmp_path):
         with pytest.raises(ConfigError, match=f"Qwen3ForCausalLM is: {names[1]} ") as raised:
             bench(lora_rank=4, lora_target_modules=names)
         assert raised.value.fix == "leave them out"
+    for names in (("q_proj", "v_porj"), ("v_porj",), (r".*\.v_porj",), ("mlp", "up_proj")):
+        with pytest.raises(ConfigError, match="modules without adapters that no layer") as raised:
+            bench(lora_rank=4, lora_exclude_modules=names)
+        assert raised.value.where == "train.lora_exclude_modules"
     mixture = family_model(tmp_path / "moe", "qwen3-moe")
+    bench(folder=mixture, lora_rank=4, lora_exclude_modules=("mlp.experts", "layers.0.self_attn.q_proj", "lm_head"))
     targets = {"lora_target_modules": ("q_proj", "down_proj"), "lora_target_parameters": ("experts.up_proj",)}
     with pytest.raises(ConfigError, match=r"is: down_proj, experts\.up_proj ") as raised:
         bench(folder=mixture, lora_rank=4, **targets)

@@ -231,6 +231,24 @@ def test_one_of_both_is_written_alone(bench, tmp_path, what, count):
     assert files_in(tmp_path / "final") & {"model.safetensors", "adapter"} == count
 
 
+def test_of_several_adapters_each_has_a_folder_and_none_is_the_model(bench, tmp_path):
+    several = {"lora_adapters": ["one", "two"], "lora_sync": "adapter"}
+    both = bench(**LORA | several)
+    both.call("save", tmp_path / "state")
+    both.call("export", tmp_path / "final")
+    assert files_in(tmp_path / "final") == {"adapter"}
+    assert files_in(tmp_path / "final" / "adapter") == {"one", "two"}
+    for convert in (fsdp_to_hf, fsdp_to_adapter):
+        with pytest.raises(ConfigError, match="the checkpoint has 2 adapters") as raised:
+            convert(tmp_path / "state", tmp_path / "taken", both.folder.path, How())
+        assert raised.value.fix == "--adapter one   or   --adapter two"
+    fsdp_to_adapter(tmp_path / "state", tmp_path / "taken", both.folder.path, How(), "two")
+    taken, final = (
+        path / "adapter_model.safetensors" for path in (tmp_path / "taken", tmp_path / "final/adapter/two")
+    )
+    assert taken.read_bytes() == final.read_bytes()
+
+
 def test_an_adapter_of_another_kind_or_of_other_targets_is_no_start(bench, tmp_path):
     one = after_a_step(bench, lora_target_modules=["q_proj", "v_proj"])
     one.call("export", tmp_path / "final")

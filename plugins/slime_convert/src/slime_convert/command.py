@@ -136,7 +136,7 @@ def checkpoint_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
     origin = (
         "Folder that config, tokenizer and the base of adapters come from; default: the run's rollout.hf_checkpoint."
     )
-    function = click.option("--adapter", default="", help="Which of several adapters; default: the first.")(function)
+    function = click.option("--adapter", default="", help="Which of several adapters.")(function)
     function = click.option("--origin-hf-dir", "origin", help=origin)(function)
     function = click.argument("target", metavar="DST", type=FOLDER)(function)
     return click.argument("checkpoint", metavar="CHECKPOINT", type=FOLDER)(function)

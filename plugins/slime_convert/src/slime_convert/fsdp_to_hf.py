@@ -72,7 +72,7 @@ def fsdp_to_hf(checkpoint: Path, target: Path, origin: Path | None, how: How, ad
     Args:
         checkpoint: `step-N`, its `trainer`, a run directory or its `checkpoints` (the newest is taken)
         origin: the folder of config and tokenizer, and of adapters' base; None takes the one that the run names
-        adapter: which of several; the first one where empty
+        adapter: which of several
 
     Raises:
         StorageError: STO111, STO112 files of the checkpoint are missing or damaged.
@@ -119,7 +119,16 @@ def _places(path: Path) -> tuple[Path, Path]:
     if not path.is_dir():
         raise ConfigError(f"there is no checkpoint {path}", code="CFG05", where=str(path.absolute()), fix=NAME_ONE)
     step = step_of(path)
-    return step, step / "trainer" if (step / "trainer").is_dir() else step
+    trainer = step / "trainer" if (step / "trainer").is_dir() else step
+    if not any(trainer.glob(f"{files.PARAMETERS}*.safetensors")) and not has_adapters(trainer):
+        raise StorageError(
+            f"{path} is not a checkpoint of the fsdp trainer",
+            code="STO111",
+            where=str(trainer.absolute()),
+            why=f"it has no {files.PARAMETERS}.safetensors, and none of adapters",
+            fix=NAME_ONE,
+        )
+    return step, trainer
 
 
 def _check_marks(step: Path, used: set[Path], manifest: Mapping[str, Any], *, full: bool) -> None:

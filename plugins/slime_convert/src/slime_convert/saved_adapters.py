@@ -16,7 +16,7 @@ from slime_convert.job import Job, PlannedFile
 from slime_convert.rows import MemoryRows, StoredRows, TensorRows, blocks, cast, nbytes
 from slime_core import durable
 from slime_core.errors import ConfigError
-from slime_core.lora.folder import CONFIG, PREFIX, WEIGHTS, Factors, to_peft
+from slime_core.lora.folder import CONFIG, PREFIX, SHOWN, WEIGHTS, Factors, to_peft
 from slime_core.lora.layers import LoraExperts
 from slime_core.lora.spec import LoraSpec
 from slime_core.trainers.fsdp import checkpoint as files
@@ -34,20 +34,29 @@ class SavedAdapter:
 
     @classmethod
     def of(cls, trainer: Path, name: str = "") -> SavedAdapter:
-        """Read what a checkpoint says of an adapter, the first one where none is named.
+        """Read what a checkpoint says of an adapter, the only one where none is named.
 
         Raises:
-            ConfigError: CFG05 it has no such adapter. StorageError: STO111, STO112 files are missing or damaged.
+            ConfigError: CFG05 it has no such adapter, or several and none is named.
+            StorageError: STO111, STO112 files are missing or damaged.
         """
         state = files.read_state(trainer / files.STATE)
         names = list(state.get("adapters", ()))
-        if not names or (name and name not in names):
+        if not names:
             raise ConfigError(
-                f"the checkpoint has no adapter {name!r}" if names else "the checkpoint is of full training",
+                "the checkpoint is of full training",
                 code="CFG05",
                 where=str(trainer),
-                why=f"its adapters are {', '.join(names)}" if names else "it has no adapters",
-                fix=f"--adapter {names[0]}" if names else "slime convert fsdp-to-hf CHECKPOINT DST",
+                why="it has no adapters",
+                fix="slime convert fsdp-to-hf CHECKPOINT DST",
+            )
+        if name not in names and (name or len(names) > 1):
+            raise ConfigError(
+                f"the checkpoint has no adapter {name!r}" if name else f"the checkpoint has {len(names)} adapters",
+                code="CFG05",
+                where=str(trainer),
+                why=f"its adapters are {', '.join(names)}",
+                fix="   or   ".join(f"--adapter {one}" for one in names[:SHOWN]),
             )
         chosen = name or names[0]
         return cls(chosen, state["lora"], files.tensors_of(trainer, files.kinds_of(chosen)[0]))
