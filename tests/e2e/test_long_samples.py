@@ -1,12 +1,12 @@
 """A run of long samples from its recipe to its report: the trainer's memory does not grow by their logits.
 
 The vocabulary has 32,768 tokens: the logits of a step's two responses would take 1 GiB in float32 at 8,192 tokens a
-sample, and 16 GiB at 131,072, beside what the process has anyway (0.7 GiB). The samples share a prompt of half their
-length, which a pack computes once.
+sample, and 16 GiB at 131,072. The samples share a prompt of half their length, which a pack computes once. Peaks are
+those that the run notes: the largest size that the system reports of a child is that of its parent where that was
+larger, here of whatever tests ran before.
 """
 
 import json
-import os
 import subprocess
 import sys
 
@@ -59,9 +59,9 @@ async def reward(args, sample, **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "memory"), [(8_192, 1.4), pytest.param(131_072, 1.5, marks=pytest.mark.nightly)], ids=["8k", "128k"]
+    ("tokens", "gib"), [(8_192, 0.3), pytest.param(131_072, 0.8, marks=pytest.mark.nightly)], ids=["8k", "128k"]
 )
-def test_a_run_of_long_samples_stays_within_memory(tmp_path, tokens, memory):
+def test_a_run_of_long_samples_stays_within_memory(tmp_path, tokens, gib):
     from transformers import Qwen3Config
 
     config = Qwen3Config(
@@ -76,10 +76,9 @@ def test_a_run_of_long_samples_stays_within_memory(tmp_path, tokens, memory):
     (tmp_path / "long.py").write_text(FUNCTIONS.replace("{response}", str(tokens // 2)))
     command = [sys.executable, "-m", "slime_cli.main", "run", "run.toml", "--run-dir", "run"]
     with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0, (tmp_path / "log").read_text()
+        status = subprocess.run(command, cwd=tmp_path, stdout=log, stderr=log, check=False).returncode
+    assert status == 0, (tmp_path / "log").read_text()
     steps, _ = steps_of(tmp_path / "run", 2)
     assert [len(sample.tokens) for step in steps for sample in step] == [tokens] * 4
-    assert usage.ru_maxrss / 2**20 < memory
+    memory = json.loads((tmp_path / "run" / "memory" / "rank-0.json").read_text())
+    assert max(memory["peaks"].values()) - memory["start"] < gib * 2**30
