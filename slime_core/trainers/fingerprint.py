@@ -71,11 +71,8 @@ def checksums(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[s
     if not tensors:
         return {}
     sizes = [tensor.numel() for tensor in tensors.values()]
-    first = next(iter(tensors.values()))
-    rounded = torch.empty(sum(sizes), dtype=dtype, device=first.device)
-    views = [view.view(one.shape) for view, one in zip(rounded.split(sizes), tensors.values(), strict=True)]
-    torch._foreach_copy_(views, [one.detach() for one in tensors.values()])
-    rows = all_sums([(run, 0) for run in rounded.float().split(sizes)]).tolist()
+    values = torch.cat([tensor.detach().reshape(-1) for tensor in tensors.values()]).to(dtype).float()
+    rows = all_sums([(run, 0) for run in values.split(sizes)]).tolist()
     return {name: f"{a % 2**64:016x}{b % 2**64:016x}" for name, (a, b) in zip(tensors, rows, strict=True)}
 
 

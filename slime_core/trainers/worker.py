@@ -92,6 +92,9 @@ class Worker(Publisher):
         self.train = config.train.model_copy(update={"dtype": self._dtype_of(config.train)})
         self.dtype: torch.dtype = getattr(torch, self.train.dtype)
         join_group(rank, world, device, rendezvous)
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())  # of this rank
+            torch.backends.cudnn.allow_tf32 = False  # or a tower's convolution in float32 loses half of its digits
         limit_gpu(self.device, config.cluster.gpu_memory_limit)
         self.critic: Any = None
         self.offload = Offload(self._tensors)

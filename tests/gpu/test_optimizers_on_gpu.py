@@ -10,7 +10,7 @@ pytestmark = pytest.mark.gpu
 pytest.importorskip("bitsandbytes")
 
 DEVICE = torch.device("cuda", 0)
-PLACES = {"device": DevicePlace, "host": lambda: HostPlace(DEVICE), "paged": PagedPlace}
+PLACES = {"device": DevicePlace, "host": lambda: HostPlace(DEVICE), "paged": lambda: PagedPlace(DEVICE)}
 
 
 def steps(optimizer, params, first, last):

@@ -70,6 +70,7 @@ class ServedAdapters:
         self._ready = False
         self.layers = {id(layer): LayerFactors(layer, prefix) for prefix, layer in layers.items()}
         self._magnitudes: dict[tuple[str, int], Tensor] = {}  # by prefix and adapter
+        self._named: dict[int, dict[str, Tensor]] = {}  # `_tensors` by adapter, until others are allocated
         self.hidden: Tensor | None = None  # [N or 1, adapters]: what is not of a row's own; None: all rows have one
         self.owners: Tensor | None = None  # [N]
         self.products: WeakSet[LowRank] = WeakSet()  # that read the factors
@@ -90,6 +91,7 @@ class ServedAdapters:
         return first
 
     def _allocate(self) -> None:
+        self._named.clear()
         count, rank = len(self.names), self.spec.rank
         sizes = [count * rank * factors.layer.in_features for factors in self.layers.values()]
         widths = [count * rank * factors.layer.out_features for factors in self.layers.values()]
@@ -140,7 +142,9 @@ class ServedAdapters:
 
     def _tensors(self, number: int) -> dict[str, Tensor]:
         """Our tensors of an adapter by their names in an update."""
-        tensors = {}
+        if number in self._named:
+            return self._named[number]
+        tensors = self._named[number] = {}
         for factors in self.layers.values():
             tensors[factors.prefix + A], tensors[factors.prefix + B] = factors.of(number)
             if self.spec.use_dora:

@@ -41,7 +41,7 @@ class AdamW8bit(AdamW):
             for name, tensor in zip(part, tensors[0]):
                 if copies is not None and name in copies:
                     copies[name].copy_(tensor)
-        if isinstance(self.place, PagedPlace) and torch.cuda.is_available():
+        if isinstance(self.place, PagedPlace) and self.place.device.type == "cuda":
             torch.cuda.synchronize()  # the host may read pages that kernels have not written yet
         # AdamW.step: a class with slots is another one than its own zero-argument super() knows
         AdamW.step(self, {name: p for name, p in params.items() if name not in self.scale1}, grads, lr, scale, copies)
@@ -83,12 +83,15 @@ class AdamW8bit(AdamW):
 class PagedPlace(OtherPlace):
     """State lies in memory that a GPU's driver moves to the host and back."""
 
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
     def _empty_like(self, tensors: Named) -> Tensors:
         functional = library().functional
         return {
-            name: functional.get_paged(*tensor.shape, dtype=tensor.dtype, device=tensor.device)
-            if tensor.is_cuda and tensor.numel() >= SMALL
-            else torch.empty_like(tensor)
+            name: functional.get_paged(*tensor.shape, dtype=tensor.dtype, device=self.device)
+            if self.device.type == "cuda" and tensor.numel() >= SMALL
+            else torch.empty_like(tensor, device=self.device)
             for name, tensor in tensors.items()
         }
 
@@ -98,8 +101,8 @@ def blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
-def optimizer_of(train: Any, place: DevicePlace) -> AdamW:
-    """The optimizer of the [train] section, without any steps.
+def optimizer_of(train: Any, place: DevicePlace, device: torch.device) -> AdamW:
+    """The optimizer of the [train] section for parameters of a device, without any steps.
 
     Raises:
         ConfigError: CFG04 bitsandbytes is needed and not installed.
@@ -107,7 +110,7 @@ def optimizer_of(train: Any, place: DevicePlace) -> AdamW:
     settings = train.adam_beta1, train.adam_beta2, train.adam_eps, train.weight_decay
     if train.optimizer == "adamw":
         return AdamW(*settings, place)
-    return AdamW8bit(*settings, PagedPlace() if train.optimizer == "paged_adamw_8bit" else place)
+    return AdamW8bit(*settings, PagedPlace(device) if train.optimizer == "paged_adamw_8bit" else place)
 
 
 @cache

@@ -35,7 +35,7 @@ def use_kernels(hf: Any) -> None:
 def _experts(experts: Any, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Of gated experts with SiLU and without biases by our kernels, of others by transformers' grouped products."""
     plain = experts.has_gate and not experts.has_bias and not experts.is_transposed
-    silu = isinstance(experts.act_fn, nn.SiLU | type(ACT2FN["silu"]))
+    silu = isinstance(getattr(experts, "act_fn", None), nn.SiLU | type(ACT2FN["silu"]))
     if not (plain and silu and type(experts)._apply_gate.__module__ == ALL_EXPERTS_FUNCTIONS.__module__):
         result: torch.Tensor = grouped_mm_experts_forward(experts, x, index, weights)
         return result

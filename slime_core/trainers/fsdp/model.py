@@ -402,7 +402,7 @@ class FsdpLearner:
 
     def begin(self, train: Any, schedule: Schedule) -> None:
         """A fresh optimizer with the [train] section's settings."""
-        self.optimizer = optimizer_of(train, self.module.place)
+        self.optimizer = optimizer_of(train, self.module.place, self.module.device)
         self.schedule, self.clip_grad = schedule, train.clip_grad
 
     def parameters(self) -> Tensors:

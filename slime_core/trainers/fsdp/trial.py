@@ -63,7 +63,8 @@ class PolicyTrial:
     def layer(self) -> torch.Tensor:
         """What the first layer makes of numbers drawn for it: a gradient of the whole model may have no room."""
         size = int(self.hf.config.get_text_config().hidden_size)
-        x = torch.sin(torch.arange(len(self.tokens) * size, device=self.tokens.device).float()).view(1, -1, size)
+        numbers = torch.arange(len(self.tokens) * size, device=self.tokens.device)
+        x = torch.sin(numbers.float()).to(self.hf.get_input_embeddings().weight.dtype).view(1, -1, size)
         positions = self.positions[None]
         axes = MediaLayout.of(self.hf.config)
         three = positions[None].expand(3, -1, -1) if axes is not None and axes.three_axes else positions

@@ -16,6 +16,7 @@ from slime_core.errors import ConfigError
 from slime_core.lora.layers import merged
 from slime_core.testing import tiny_model, tiny_vision_model
 from slime_core.testing.families import family_model
+from slime_core.trainers.fsdp.trial import PolicyTrial
 from slime_core.types import WeightRoute
 
 pytestmark = pytest.mark.unit
@@ -177,3 +178,9 @@ def test_targets_that_no_layer_is_end_the_start(bench, tmp_path):
     with pytest.raises(ConfigError, match=r"is: down_proj, experts\.up_proj ") as raised:
         bench(folder=mixture, lora_rank=4, **targets)
     assert "--lora-target-parameters" in raised.value.fix
+
+
+def test_a_layer_is_tried_in_the_dtype_of_its_base(adapted):
+    """A GPU tries written-out layers by the first layer alone."""
+    worker = adapted(dtype="bfloat16").worker
+    assert PolicyTrial(worker.policy.hf).layer().dtype == torch.bfloat16

@@ -65,6 +65,6 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatc
     adamw_8bit.library.cache_clear()
     train = made.config_of("m", optimizer="paged_adamw_8bit").train
     with pytest.raises(ConfigError, match="bitsandbytes") as refusal:
-        optimizer_of(train, DevicePlace())
+        optimizer_of(train, DevicePlace(), torch.device("cpu"))
     assert "pip install" in refusal.value.fix
     adamw_8bit.library.cache_clear()

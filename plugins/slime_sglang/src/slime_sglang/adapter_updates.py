@@ -56,8 +56,9 @@ async def _load(to: Target, name: str, sent: Mapping[str, Any]) -> None:
         await to.call(LOAD, {"lora_name": name, "lora_path": sent["folder"]})
         return
     (handles,) = to.handles(sent)  # adapters have one dtype, so they are one bucket
-    body = {"lora_name": name, "config_dict": sent["config"], "serialized_named_tensors": handles}
-    await to.call(LOAD_TENSORS, body | {"load_format": "flattened_bucket"})
+    body = {"lora_name": name, "config_dict": sent["config"], "load_format": "flattened_bucket"}
+    # SGLang 0.5.12 has one handle for all ranks, newer ones a list
+    await to.call(LOAD_TENSORS, body | {"serialized_named_tensors": handles, "serialized_tensors": handles[0]})
 
 
 async def loaded(client: Client) -> list[str]:
