@@ -95,6 +95,13 @@ def available_memory() -> int:
     return free
 
 
+def machine_memory() -> int:
+    """Bytes of this machine's main memory, or the container's limit: the same on every run."""
+    total = _meminfo().get("MemTotal", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    limits = (_number("/sys/fs/cgroup/memory.max"), _number("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+    return min(total, *(limit for limit in limits if limit is not None))
+
+
 def _meminfo() -> dict[str, int]:
     try:
         lines = [line.split() for line in Path("/proc/meminfo").read_text().splitlines()]

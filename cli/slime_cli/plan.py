@@ -14,10 +14,12 @@ from slime_cli.failure import CliSession
 from slime_cli.words import KEY_WORDS, PASSING, KeyCommand
 
 if TYPE_CHECKING:
+    from slime_cli.settings import Settings
     from slime_core.config.schema import Config
     from slime_core.planning.footprint import Lengths
     from slime_core.planning.gpus import Gpu
-    from slime_core.planning.memory import MemoryPlan
+    from slime_core.planning.memory import LengthsOf, MemoryPlan
+    from slime_core.planning.sizes import ModelSizes
     from slime_core.plugins import Plugins
 
 PLAN = "plan.json"
@@ -57,11 +59,14 @@ def command(
         answer = beside(run_dir)
         click.echo(json.dumps(answer, indent=1)) if as_json else print_beside(answer)
         return
-    config, needs = _config(words, session, gpus)
-    gpu = _gpu(gpu_name, config)
-    config, choice = _chosen(config, gpu)
-    plan = planned(config, gpu, needs, response_tokens=response_tokens, prompt_tokens=prompt_tokens)
-    answer = facts(plan, gpus or 0)
+    settings = _settings(words, session, gpus)
+    try:
+        config, lengths = settings.loaded.config, _lengths(response_tokens, prompt_tokens)
+        gpu = _gpu(gpu_name, config)
+        config, choice = _chosen(config, gpu, lengths)
+        answer = facts(planned(config, gpu, settings.plugins, lengths), gpus or 0)
+    finally:
+        settings.plugins.close()
     answer["notices"] += [choice] if choice else []
     if as_json:
         click.echo(json.dumps(answer, indent=1))
@@ -71,21 +76,14 @@ def command(
         raise SystemExit(1)
 
 
-def _config(words: tuple[str, ...], session: CliSession, gpus: int | None) -> tuple[Config, frozenset[str]]:
-    """The last stage's config, with as many ranks as there are GPUs, and the roles that it reads."""
+def _settings(words: tuple[str, ...], session: CliSession, gpus: int | None) -> Settings:
+    """A run's settings, with as many ranks as there are GPUs."""
     from slime_cli.settings import load_words, with_plugins
-    from slime_core.config.load import split, stages
-    from slime_core.config.presets import settle
+    from slime_core.config.load import split
 
-    chosen = [*words, *_ranks(gpus)]
-    loaded = load_words(split(chosen), session)
+    loaded = load_words(split([*words, *_ranks(gpus)]), session)
     loaded.require_complete()
-    settings = with_plugins(loaded)
-    try:
-        stage = stages(loaded.config)[-1]
-        return stage, settings.plugins.needs(settle(stage.train))
-    finally:
-        settings.plugins.close()
+    return with_plugins(loaded)
 
 
 def _ranks(gpus: int | None) -> list[str]:
@@ -107,43 +105,49 @@ def _gpu(name: str | None, config: Config) -> Gpu:
     return gpu_named(*facts) if facts is not None else processor(available_memory())
 
 
-def _chosen(config: Config, gpu: Gpu) -> tuple[Config, str]:
+def _chosen(config: Config, gpu: Gpu, lengths: LengthsOf) -> tuple[Config, str]:
     """The config with what is ``auto`` as a run on this GPU would choose it, and a line about that."""
-    from slime_core.planning.automatic import with_plan, without_plan
+    from slime_core.memory import machine_memory
+    from slime_core.planning.automatic import with_plan
 
-    return (without_plan(config), "") if gpu.processor else with_plan(config, gpu)
+    return with_plan(config, replace(gpu, memory=machine_memory()) if gpu.processor else gpu, lengths)
 
 
-def planned(
-    config: Config,
-    gpu: Gpu,
-    needs: frozenset[str] | None,
-    *,
-    response_tokens: str | None = None,
-    prompt_tokens: int | None = None,
-) -> MemoryPlan:
-    """The plan of a stage.
+def planned(config: Config, gpu: Gpu, plugins: Plugins, lengths: LengthsOf) -> MemoryPlan:
+    """The plan of a run.
 
     Raises:
-        ConfigError: CFG05 no model folder; lengths that are no numbers.
+        ConfigError: CFG05 no model folder.
     """
-    from slime_core.planning.memory import assumed_lengths, fits
-    from slime_core.planning.sizes import ModelSizes
+    from slime_core.planning.memory import fits
     from slime_core.weights.folder import resolve
 
-    sizes = ModelSizes.of(resolve(config.rollout.hf_checkpoint))
-    lengths = assumed_lengths(config, sizes)
+    return fits(config, resolve(config.rollout.hf_checkpoint), gpu, lengths=lengths, needs=plugins.needs)
+
+
+def _lengths(response_tokens: str | None = None, prompt_tokens: int | None = None) -> LengthsOf:
+    """Lengths of a stage, as far as they are stated; the rest is assumed.
+
+    Raises:
+        ConfigError: CFG03 lengths that are no numbers.
+    """
+    from slime_core.planning.memory import assumed_lengths
+
+    response = _stated(response_tokens) if response_tokens is not None else {}
+    prompt: dict[str, Any] = {}
     if prompt_tokens is not None:
-        lengths = replace(
-            lengths, prompt=prompt_tokens, source="--prompt-tokens, and responses as long as the config allows"
-        )
-    if response_tokens is not None:
-        lengths = _stated(response_tokens, lengths)
-    longest = max(lengths.longest, int(lengths.prompt + min(lengths.p95, config.rollout.rollout_max_response_len)))
-    return fits(config, sizes, gpu, lengths=replace(lengths, longest=longest), needs=needs)
+        source = "--prompt-tokens, and responses as long as the config allows"
+        prompt = {"prompt": prompt_tokens, "source": source}
+
+    def of(stage: Config, sizes: ModelSizes) -> Lengths:
+        lengths = replace(assumed_lengths(stage, sizes), **(prompt | response))
+        longest = int(lengths.prompt + min(lengths.p95, stage.rollout.rollout_max_response_len))
+        return replace(lengths, longest=max(lengths.longest, longest))
+
+    return of
 
 
-def _stated(text: str, lengths: Lengths) -> Lengths:
+def _stated(text: str) -> dict[str, Any]:
     from slime_core.errors import ConfigError
 
     try:
@@ -159,18 +163,14 @@ def _stated(text: str, lengths: Lengths) -> Lengths:
             why="it is the mean, and where you know it the 95th percentile, which is not below the mean",
             fix="--response-tokens 600   or   --response-tokens 600,2000",
         )
-    return replace(lengths, response=mean, p95=p95, source="--response-tokens")
+    return {"response": mean, "p95": p95, "source": "--response-tokens", "assumed": False}
 
 
 def of_run(config: Config, plugins: Plugins, prompt_tokens: int | None = None) -> dict[str, Any]:
-    """The plan of a run's last stage on this machine."""
+    """The plan of a run on this machine."""
     from slime_cli.plan_tables import facts
-    from slime_core.config.load import stages
-    from slime_core.config.presets import settle
 
-    stage = stages(config)[-1]
-    needs = plugins.needs(settle(stage.train))
-    return facts(planned(stage, _gpu(None, stage), needs, prompt_tokens=prompt_tokens or None))
+    return facts(planned(config, _gpu(None, config), plugins, _lengths(prompt_tokens=prompt_tokens or None)))
 
 
 def write_plan(config: Config, plugins: Plugins, file: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from slime_cli.tables import heading, print_pairs, print_table
+from slime_core.config.load import stage_name
 from slime_core.planning.advice import advice, allowed, splits
 from slime_core.planning.batch import BatchPlan
 from slime_core.planning.footprint import PHASES
@@ -15,7 +16,7 @@ from slime_core.planning.time import TimePlan
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
-    from slime_core.planning.memory import DeviceMemory
+    from slime_core.planning.memory import DeviceMemory, StagePlan
 
 MARKS = {"rollout": "generating", "score": "scoring", "train": "training", "update": "optimizer", "sync": "weights"}
 SHOWN_SPLITS = 4
@@ -47,6 +48,7 @@ def facts(plan: MemoryPlan, gpus: int = 0) -> dict[str, Any]:
         },
         "batch": _batch(plan, batch),
         "devices": [_device(device) for device in plan.devices],
+        "stages": [_stage(stage) for stage in plan.stages],
         "fits": plan.fits,
         "short": plan.short,
         "host": {**(trainer.host if trainer else {}), **({"swapped": swapped(subject, plan) // 2} if trainer else {})},
@@ -67,6 +69,15 @@ def facts(plan: MemoryPlan, gpus: int = 0) -> dict[str, Any]:
         ],
         "last_resort": _last_resort(subject.config),
         "notices": list(plan.notices),
+    }
+
+
+def _stage(stage: StagePlan) -> dict[str, Any]:
+    return {
+        "name": stage_name(stage.subject.config),
+        "peak": stage.peak.total if stage.devices else 0,
+        "phase": stage.peak.phase if stage.devices else "",
+        "short": stage.short,
     }
 
 
@@ -132,6 +143,10 @@ def print_plan(plan: Mapping[str, Any], title: str) -> None:
     """The facts of a plan as tables on stdout."""
     heading(title)
     print_pairs(_head(plan))
+    if len(plan["stages"]) > 1:
+        heading("stages; the tables have the most of all, batch and seconds are those of the fullest")
+        rows = [[one["name"], gib(one["peak"]), MARKS[one["phase"]], gib(one["short"])] for one in plan["stages"]]
+        print_table(["", "GiB at the peak", "in", "GiB missing"], rows)
     for device in plan["devices"]:
         _print_memory(device)
     print_pairs(_verdict(plan))

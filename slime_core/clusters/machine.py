@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from slime_core.config.load import stages
 from slime_core.errors import ConfigError
+from slime_core.memory import machine_memory
 from slime_core.notices import notice
 from slime_core.planning import automatic
+from slime_core.planning.gpus import processor
 from slime_core.plugins.backends import cluster_of, engine_of
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
+    from slime_core.planning.gpus import Gpu
 
 BF16_FLAGS = {"avx512_bf16", "amx_bf16"}  # processors whose bfloat16 products are faster than float32
 
@@ -51,15 +54,22 @@ def resolve_machine(config: Config) -> Config:
             "train": config.train.model_copy(update={"dtype": dtype}),
         }
     )
-    if device == "cpu" or cluster_of(config).remote:
+    if cluster_of(config).remote:
         return automatic.without_plan(config)
-    import torch
-
-    facts = torch.cuda.get_device_properties(0)
-    config, line = automatic.with_plan(config, automatic.gpu_named(facts.name, facts.total_memory))
+    config, line = automatic.with_plan(config, _kind_of(device))
     if line:
         notice("auto", line)
     return config
+
+
+def _kind_of(device: str) -> Gpu:
+    """This machine's GPU, or its processors with its main memory."""
+    if device == "cpu":
+        return processor(machine_memory())
+    import torch
+
+    facts = torch.cuda.get_device_properties(0)
+    return automatic.gpu_named(facts.name, facts.total_memory)
 
 
 def preload(config: Config) -> None:

@@ -102,12 +102,15 @@ def _fixed(path: tuple[str | int, ...]) -> Problem:
     )
 
 
-def rollout_slots(config: Config) -> int:
-    """Sequences that an embedded engine is to decode at once.
+def rollout_slots(config: Config, device: str = "") -> int:
+    """Sequences that an embedded engine is to decode at once, as far as memory goes.
 
     The config's, or on a CPU 64, and on a GPU as many as serve a step of any stage in one round.
+
+    Args:
+        device: in place of the config's, where it is not that of this machine
     """
-    if config.rollout.rollout_slots or config.cluster.device == "cpu":
+    if config.rollout.rollout_slots or (device or config.cluster.device) == "cpu":
         return config.rollout.rollout_slots or LEAST_SLOTS
     rollouts = [stage.rollout for stage in stages(config)]
     samples = max(max(r.rollout_batch_size, r.over_sampling_batch_size) * r.n_samples_per_prompt for r in rollouts)

@@ -6,12 +6,12 @@ Each answer is a plan that was computed with the changed keys, so it holds by th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime_core.config.rules import conflicts
 from slime_core.config.stages import LEAST_SLOTS, MOST_SLOTS, stages
-from slime_core.planning.memory import MemoryPlan, memory_plan
+from slime_core.planning.memory import MemoryPlan, replan, with_keys
 from slime_core.planning.time import TimePlan
 from slime_core.plugins.backends import engine_of
 
@@ -56,23 +56,9 @@ def _flag(key: str, value: Any) -> str:
     return f"--{name} {value}"
 
 
-def with_keys(config: Config, keys: Keys) -> Config:
-    """The config with other values of core keys."""
-    for key, value in keys.items():
-        section, _, name = key.partition(".")
-        part = getattr(config, section).model_copy(update={name: value})
-        config = config.model_copy(update={section: part})
-    return config
-
-
 def allowed(config: Config, keys: Keys) -> bool:
     """Whether other values hold together with the rest: Megatron and paged moments have offloading of their own."""
     return len(conflicts(stages(with_keys(config, keys))[-1])) <= len(conflicts(stages(config)[-1]))
-
-
-def replan(plan: MemoryPlan, keys: Keys) -> MemoryPlan:
-    """The plan with other values of core keys."""
-    return memory_plan(replace(plan.subject, config=with_keys(plan.subject.config, keys)))
 
 
 def largest_tokens(plan: MemoryPlan) -> int:
@@ -137,10 +123,10 @@ def to_fit(plan: MemoryPlan) -> Advice | None:
         return None
     candidates = [keys for change in remedies(plan) if (keys := fewer_slots(plan, change)) is not None]
     answers = [Advice(text="fits with", keys=keys, plan=replan(plan, keys)) for keys in candidates]
-    return min(answers, key=_cost) if answers else None
+    return min(answers, key=cost) if answers else None
 
 
-def _cost(answer: Advice) -> tuple[float, int]:
+def cost(answer: Advice) -> tuple[float, int]:
     """Seconds of a step to a hundredth of them, then the number of keys; the keys alone where no rates are known."""
     time = TimePlan.of(answer.plan)
     return (float(f"{time.total:.2g}") if time is not None else 0.0, len(answer.keys))

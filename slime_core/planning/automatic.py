@@ -1,11 +1,12 @@
 """Settings that a config leaves to ``auto``: the fastest that fit the memory of its GPU, by the plan.
 
+    rollout_slots = 0              a step's samples, as many as the cache holds, or fewer
     max_tokens_per_gpu = 0         what the trainer takes itself, or less
     gradient_checkpointing = auto  off, or on
     fsdp_cpu_offload = auto        off, or on
 
-They depend on the config, the model's config.json and the kind of GPU, never on what is free, so that a rerun chooses
-the same. A run's config.toml has what was chosen, and a resume takes it from there.
+They depend on the config, the model's config.json and the kind of GPU, or a machine's main memory, never on what is
+free, so that a rerun chooses the same. A run's config.toml has what was chosen, and a resume takes it from there.
 """
 
 from __future__ import annotations
@@ -16,18 +17,22 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from slime_core.config.sections.train import FEW_TOKENS
-from slime_core.errors import SlimeError
+from slime_core.config.stages import LEAST_SLOTS, MOST_SLOTS, rollout_slots, stages
 from slime_core.memory import GIB
-from slime_core.planning.advice import allowed
+from slime_core.planning.advice import Advice, allowed, cost, largest_slots
 from slime_core.planning.gpus import GPUS, Gpu, gpu_of
-from slime_core.planning.memory import MemoryPlan, fits, replanned
+from slime_core.planning.memory import LengthsOf, MemoryPlan, fits, replan, with_keys
+from slime_core.plugins.backends import engine_of
 from slime_core.weights.folder import resolve
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
 
-OPEN = ("gradient_checkpointing", "fsdp_cpu_offload")
-"""Keys that are None where they are ``auto``."""
+OPEN = ("train.gradient_checkpointing", "train.fsdp_cpu_offload")
+"""Switches that are None where they are ``auto``."""
+TOKENS_KEY, SLOTS_KEY = "train.max_tokens_per_gpu", "rollout.rollout_slots"
+"""Numbers that are 0 where they are ``auto``."""
+FEWEST = 8  # slots, where nothing fits
 
 
 def gpu_named(name: str, memory: int) -> Gpu:
@@ -37,62 +42,118 @@ def gpu_named(name: str, memory: int) -> Gpu:
     return replace(min(kinds, key=lambda gpu: abs(gpu.memory - memory)), memory=memory)
 
 
-def without_plan(config: Config) -> Config:
-    """The config with what is ``auto`` switched off, as on a processor."""
-    update = {name: False for name in OPEN if getattr(config.train, name) is None}
-    return config.model_copy(update={"train": config.train.model_copy(update=update)}) if update else config
+def without_plan(config: Config, device: str = "") -> Config:
+    """The config with what is ``auto`` as the config alone has it: nothing is switched on.
 
-
-def with_plan(config: Config, gpu: Gpu) -> tuple[Config, str]:
-    """The config with what is ``auto`` chosen for this kind of GPU, and a line that says what was chosen and why.
-
-    Without a plan, for a backend or a model that has none, nothing is switched on, and the line is empty.
+    Args:
+        device: in place of the config's, where it is not that of this machine
     """
-    if config.cluster.gpu_memory_limit:
-        gpu = replace(gpu, memory=min(gpu.memory, int(config.cluster.gpu_memory_limit * GIB)))
-    plain = without_plan(config)
-    if plain is config and config.train.max_tokens_per_gpu:
+    keys: dict[str, Any] = dict.fromkeys(_switches(config), False)
+    return with_keys(config, keys | ({SLOTS_KEY: rollout_slots(config, device)} if _open_slots(config) else {}))
+
+
+def with_plan(config: Config, gpu: Gpu, lengths: LengthsOf | None = None) -> tuple[Config, str]:
+    """The config with what is ``auto`` chosen for this kind of GPU or processor, and a line that says what and why.
+
+    Without a plan, for a backend or a model that has none, it is that of `without_plan`, and the line is empty.
+
+    Args:
+        lengths: of a stage; None takes the most that the config allows
+    """
+    plain = without_plan(config, "cpu" if gpu.processor else "cuda")
+    slots, tokens = _open_slots(config), not (gpu.processor or config.train.max_tokens_per_gpu)
+    if not (slots or tokens or (_switches(config) and not gpu.processor)):
         return plain, ""
     try:
-        first = fits(plain, resolve(config.rollout.hf_checkpoint), gpu)
-    except (SlimeError, OSError, ValueError, KeyError):  # whoever opens the model says so
+        plan = fits(plain, resolve(config.rollout.hf_checkpoint), gpu, lengths=lengths)
+    except Exception:  # a forecast, of whatever model: whoever opens it says what is wrong
         return plain, ""
-    if first.trainer is None:
+    if not any(stage.devices for stage in plan.stages):
         return plain, ""
-    switches = [
-        name for name in OPEN if getattr(config.train, name) is None and allowed(plain, {f"train.{name}": True})
-    ]
-    tried = [(changes, replanned(first, **changes)) for changes in _choices(plain.train, first, switches)]
-    changes, plan = next(((c, p) for c, p in tried if p.fits), tried[-1])
-    chosen = plain.model_copy(update={"train": plain.train.model_copy(update=changes)})
-    return chosen, _line(changes, first, plan, gpu)
+    best = _seated(plan, slots)
+    if not (best.plan.fits or gpu.processor):
+        best = _fitting(
+            [_seated(replan(plan, keys), slots) for keys in _changes(plan, _switches(config), tokens)], slots
+        )
+    return best.plan.run.config, _line(plain, plan, best, slots=slots)
 
 
-def _choices(train: Any, first: MemoryPlan, names: list[str]) -> Iterator[dict[str, Any]]:
+def _switches(config: Config) -> list[str]:
+    return [key for key in OPEN if getattr(config.train, key.rpartition(".")[2]) is None]
+
+
+def _open_slots(config: Config) -> bool:
+    """Whether an embedded engine generates, and the config leaves its slots open."""
+    if config.rollout.rollout_slots or config.rollout.debug_train_only or not engine_of(config).embedded:
+        return False
+    return not all(stage.train.offline for stage in stages(config))
+
+
+def _seated(plan: MemoryPlan, slots: bool) -> Advice:
+    """The plan with no more slots than the engine's cache holds growing sequences; its text says why so many.
+
+    A sequence too many is taken off and computes its tokens again, which costs less than a slot too few. So of several
+    stages the one counts in which the cache holds most.
+    """
+    wish = plan.run.config.rollout.rollout_slots
+    text = "as on any processor" if plan.run.gpu.processor else f"a step's samples, {LEAST_SLOTS} to {MOST_SLOTS:,}"
+    lengths = [(stage.engine, stage.subject.lengths) for stage in plan.stages]
+    counts = [int(engine.positions / one.growing) for engine, one in lengths if engine is not None]
+    if not slots or max(counts, default=wish) >= wish:
+        return Advice(text=text, keys={}, plan=plan)
+    keys = {SLOTS_KEY: max(1, *counts)}
+    return Advice(text="the cache holds no more", keys=keys, plan=replan(plan, keys))
+
+
+def _changes(plan: MemoryPlan, names: list[str], tokens: bool) -> Iterator[dict[str, Any]]:
     """Settings from the fastest to the smallest: micro-batches shrink before layers recompute, state offloads last."""
-    assert first.trainer is not None
-    sizes = [int(train.max_tokens_per_gpu)]
-    if not sizes[0]:
-        halvings = int(math.log2(max(1, first.trainer.tokens // FEW_TOKENS)))
-        sizes += [first.trainer.tokens >> count for count in range(1, halvings + 1)]
-    yield {}
+    sizes = [0]
+    if tokens and plan.trainer is not None:
+        halvings = int(math.log2(max(1, plan.trainer.tokens // FEW_TOKENS)))
+        sizes += [plan.trainer.tokens >> count for count in range(1, halvings + 1)]
     switches: list[dict[str, Any]] = [{}]
     for name in names:
-        switches.append(switches[-1] | {name: True})
+        if allowed(plan.run.config, {name: True}):
+            switches.append(switches[-1] | {name: True})
     for switch in switches:
-        for tokens in sizes:
-            if switch or tokens != sizes[0]:
-                yield switch | ({"max_tokens_per_gpu": tokens} if tokens != sizes[0] else {})
+        for size in sizes:
+            yield switch | ({TOKENS_KEY: size} if size else {})
 
 
-def _line(changes: dict[str, Any], first: MemoryPlan, plan: MemoryPlan, gpu: Gpu) -> str:
-    assert plan.trainer is not None
+def _fitting(tried: list[Advice], slots: bool) -> Advice:
+    """The fastest step that fits, with fewer slots where these are open; the smallest settings where none does."""
+    if slots:
+        tried = [_fewer(one) for one in tried]
+    fitting = [one for one in tried if one.plan.fits]
+    return min(fitting, key=cost) if fitting else tried[-1]
+
+
+def _fewer(one: Advice) -> Advice:
+    """With as many slots as fit, or with the fewest."""
+    if one.plan.fits:
+        return one
+    slots = one.plan.run.config.rollout.rollout_slots
+    keys = {SLOTS_KEY: min(slots, largest_slots(one.plan) or FEWEST)}
+    return Advice(text="more do not fit", keys=keys, plan=replan(one.plan, keys))
+
+
+def _line(plain: Config, first: MemoryPlan, best: Advice, *, slots: bool) -> str:
+    plan, words = best.plan, []
+    config, gpu = plan.run.config, plan.run.gpu
+    if plan.trainer is not None and not gpu.processor:
+        words.append(f"micro-batches of {plan.trainer.tokens} tokens")
+    words += [f"{key.rpartition('.')[2]} = true" for key in OPEN if _value(config, key) and not _value(plain, key)]
+    if slots:
+        count = config.rollout.rollout_slots
+        words.append(f"{count} sequence{'s' * (count > 1)} at once ({best.text})")
     peak = max((device.peak for device in plan.devices), key=lambda moment: moment.total)
-    switched = [f"{name} = true" for name in OPEN if changes.get(name)]
-    words = ", ".join([f"micro-batches of {plan.trainer.tokens} tokens", *switched])
-    if plan.engine is not None:
-        words += f", {plan.engine.sequences} sequences at once"
-    text = f"auto: {words}: {peak.total / GIB:.1f} of {gpu.room / GIB:.1f} GiB at most ({peak.phase})"
-    if changes:
+    text = f"auto: {', '.join(words)}: {peak.total / GIB:.1f} of {gpu.room / GIB:.1f} GiB at most ({peak.phase})"
+    changed = {key for key in (*OPEN, TOKENS_KEY) if _value(config, key) != _value(plain, key)}
+    if changed:
         text += f"; without, {first.short / GIB:.1f} GiB would be missing"
     return text if plan.fits else f"{text}; the plan says that {plan.short / GIB:.1f} GiB are missing all the same"
+
+
+def _value(config: Config, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)

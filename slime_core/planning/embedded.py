@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime_core.config.stages import rollout_slots, stages
+from slime_core.config.stages import rollout_slots
 from slime_core.lora.spec import LoraSpec
 from slime_core.planning.footprint import EngineFootprint, Phase, Subject, TrainerFootprint
 from slime_core.planning.fsdp import quantised_numbers
@@ -17,9 +17,8 @@ DRAWING = 10  # bytes a logit: bfloat16, float32 and what a draw makes of it
 def footprint(subject: Subject, trainer: TrainerFootprint | None) -> EngineFootprint:
     """See `EngineFootprint`; ``trainer`` is what shares its GPUs, None where nothing does."""
     config, gpu = subject.config, subject.gpu
-    apart = config.rollout.max_staleness > 0 or config.eval.eval_async
-    shared = trainer is not None and not apart
-    slots = rollout_slots(config) if gpu.processor else _slots(subject)
+    shared = trainer is not None and not subject.apart
+    slots = rollout_slots(config, "cpu" if gpu.processor else "cuda")
     weights = _own_weights(subject, live=shared and trainer is not None and trainer.live)
     passes = _passes(subject, slots)
     resident = sum(trainer.resident.values()) if trainer is not None and shared else 0
@@ -32,7 +31,7 @@ def footprint(subject: Subject, trainer: TrainerFootprint | None) -> EngineFootp
     phases: dict[Phase, dict[str, int]] = {"rollout": rollout, "sync": resting}
     if shared or trainer is None:
         phases |= {"score": resting, "train": resting, "update": resting}
-    engines = max(1, config.rollout.rollout_num_engines) if apart else 1
+    engines = max(1, config.rollout.rollout_num_engines) if subject.apart else 1
     return EngineFootprint(
         bytes=phases,
         sequences=sequences,
@@ -44,13 +43,6 @@ def footprint(subject: Subject, trainer: TrainerFootprint | None) -> EngineFootp
     )
 
 
-def _slots(subject: Subject) -> int:
-    """On a GPU, whatever device the config has been settled for."""
-    config = subject.config
-    cluster = config.cluster.model_copy(update={"device": "cuda"})
-    return rollout_slots(config.model_copy(update={"cluster": cluster}))
-
-
 def _longest(subject: Subject) -> int:
     return max(2, subject.lengths.longest)
 
@@ -58,7 +50,8 @@ def _longest(subject: Subject) -> int:
 def _pages(subject: Subject, slots: int, most: int) -> tuple[int, int, int, int]:
     """Bytes of the cache, sequences that it holds at their longest, positions, bytes of a position."""
     size = subject.itemsize * subject.sizes.kv_position
-    page, reach = PAGE * size, -(-(_longest(subject) + 1) // (WIDTH * PAGE)) * WIDTH * PAGE
+    longest = max(_longest(subject), subject.earlier)
+    page, reach = PAGE * size, -(-(longest + 1) // (WIDTH * PAGE)) * WIDTH * PAGE
     least = -(-_longest(subject) // PAGE) + 1
     pages = max(least, min(slots * reach // PAGE + 1, most // page))
     positions = (pages - 1) * PAGE
@@ -99,9 +92,3 @@ def _passes(subject: Subject, slots: int) -> int:
     layer, size = subject.sizes.layer, subject.itemsize
     prompts = PASS_ROWS * (3 * layer.hidden + 2 * layer.qkv + 3 * layer.inner) * size
     return int(max(prompts, slots * subject.sizes.vocab * DRAWING))
-
-
-def stage_slots(subject: Subject) -> int:
-    """Samples of a step, over all stages the most."""
-    rollouts = [stage.rollout for stage in stages(subject.config)]
-    return max(r.rollout_batch_size * r.n_samples_per_prompt for r in rollouts)

@@ -26,11 +26,17 @@ class Lengths:
     longest: int  # prompt and response of the longest sequence
     p95: float
     source: str  # what says so
+    assumed: bool = False  # responses are as long as they may be, which most are not
 
     @property
     def mean(self) -> float:
         """Of a whole sequence."""
         return self.prompt + self.response
+
+    @property
+    def growing(self) -> float:
+        """Of a sequence that is being generated, on average: half grown, of assumed responses a quarter."""
+        return self.prompt + self.response / (4 if self.assumed else 2)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -42,6 +48,8 @@ class Subject:
     gpu: Gpu
     lengths: Lengths
     needs: frozenset[str] = frozenset()  # roles that the stage's loss and estimator read
+    apart: bool = False  # embedded engines have processes and GPUs of their own: a stage runs or evaluates ahead
+    earlier: int = 0  # tokens of the longest sequence of earlier stages, for which the engine keeps its pages
 
     @property
     def half(self) -> bool:

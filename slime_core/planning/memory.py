@@ -8,11 +8,11 @@ sync (weights go to engines). Where GPUs are shared, what one side gives back in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from slime_core.config.stages import stages
+from slime_core.config.stages import rollout_slots, stages
 from slime_core.errors import ConfigError
 from slime_core.lora.spec import LoraSpec
 from slime_core.planning.footprint import (
@@ -64,19 +64,73 @@ class DeviceMemory:
         return moment.total + int(self.margin * (moment.total - moment.bytes.get("KV cache", 0)))
 
 
+LengthsOf = Callable[["Config", ModelSizes], Lengths]
+"""Lengths of a stage, by its config."""
+NeedsOf = Callable[[Any], frozenset[str]]
+"""Roles that a stage's loss and estimator read, by its [train] section."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class StagePlan:
+    """Memory of one stage."""
+
+    subject: Subject
+    devices: tuple[DeviceMemory, ...]
+    trainer: TrainerFootprint | None
+    engine: EngineFootprint | None
+
+    @property
+    def peak(self) -> Moment:
+        """The largest moment of all GPUs."""
+        return max((device.peak for device in self.devices), key=lambda moment: moment.total)
+
+    @property
+    def short(self) -> int:
+        """Bytes that are missing on the fullest GPU, the margin included."""
+        return max((device.short for device in self.devices), default=0)
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class MemoryPlan:
-    """Memory of a stage.
+    """Memory of a run: of each GPU the largest moment of each phase over all stages.
+
+    Subject, trainer and engine are those of the stage that takes most.
 
     Example:
         plan = fits(config, ModelFolder.open(path).config, gpu_of("4090"))
         plan.fits, plan.short, plan.trainer.tokens
     """
 
-    subject: Subject
-    devices: tuple[DeviceMemory, ...]
-    trainer: TrainerFootprint | None
-    engine: EngineFootprint | None
+    run: RunSubject
+    stages: tuple[StagePlan, ...]
+
+    @property
+    def fullest(self) -> StagePlan:
+        """The stage that takes most, of those alike the first."""
+        return max(self.stages, key=lambda stage: (stage.short, stage.peak.total if stage.devices else 0))
+
+    @property
+    def subject(self) -> Subject:
+        """Of the fullest stage."""
+        return self.fullest.subject
+
+    @property
+    def trainer(self) -> TrainerFootprint | None:
+        """Of the fullest stage; None where nothing trains, or its backend tells nothing."""
+        return self.fullest.trainer
+
+    @property
+    def engine(self) -> EngineFootprint | None:
+        """Of the fullest stage; None where nothing generates, or its backend tells nothing."""
+        return self.fullest.engine
+
+    @property
+    def devices(self) -> tuple[DeviceMemory, ...]:
+        """Kinds of GPUs by role, over all stages."""
+        by_role: dict[str, list[DeviceMemory]] = {}
+        for device in (device for stage in self.stages for device in stage.devices):
+            by_role.setdefault(device.role, []).append(device)
+        return tuple(_merged(devices) for devices in by_role.values())
 
     @property
     def fits(self) -> bool:
@@ -86,16 +140,52 @@ class MemoryPlan:
     @property
     def short(self) -> int:
         """Bytes that are missing on the fullest GPU, the margin included."""
-        return max((device.short for device in self.devices), default=0)
+        return max((stage.short for stage in self.stages), default=0)
 
     @property
     def notices(self) -> tuple[str, ...]:
         """What was assumed."""
-        parts: tuple[Any, ...] = (self.trainer, self.engine)
+        parts: list[Any] = [part for stage in self.stages for part in (stage.trainer, stage.engine)]
         texts = [text for part in parts if part is not None for text in part.notices]
-        if self.trainer is not None and not self.trainer.exact:
+        if any(stage.trainer is not None and not stage.trainer.exact for stage in self.stages):
             texts.append("activations of this family are an estimate: the margin is 10 % instead of 4 %")
-        return tuple(texts)
+        return tuple(dict.fromkeys(texts))
+
+
+def _merged(devices: Sequence[DeviceMemory]) -> DeviceMemory:
+    """One kind of GPU over all stages."""
+    moments = [moment for device in devices for moment in device.phases.values()]
+    return replace(devices[0], phases=peaks(moments), margin=max(device.margin for device in devices))
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RunSubject:
+    """What is planned: a run on GPUs of one kind."""
+
+    config: Config
+    sizes: ModelSizes
+    gpu: Gpu
+    lengths: LengthsOf
+    needs: NeedsOf
+
+    def stages(self) -> Iterator[Subject]:
+        """Each stage; all have the run's slots."""
+        resolved = [with_dtype(stage, self.gpu) for stage in stages(self.config)]
+        slots = rollout_slots(self.config, "cpu" if self.gpu.processor else "cuda")
+        apart = any(stage.rollout.max_staleness > 0 or stage.eval.eval_async for stage in resolved)
+        longest = 0
+        for stage in resolved:
+            lengths = self.lengths(stage, self.sizes)
+            yield Subject(
+                config=with_keys(stage, {"rollout.rollout_slots": slots}) if engine_of(stage).embedded else stage,
+                sizes=self.sizes,
+                gpu=self.gpu,
+                lengths=lengths,
+                needs=self.needs(stage.train),
+                apart=apart,
+                earlier=longest,
+            )
+            longest = max(longest, lengths.longest)
 
 
 def fits(
@@ -103,35 +193,26 @@ def fits(
     source: Any,
     gpu: Gpu,
     *,
-    lengths: Lengths | None = None,
-    needs: frozenset[str] | None = None,
+    lengths: Lengths | LengthsOf | None = None,
+    needs: NeedsOf | None = None,
 ) -> MemoryPlan:
-    """What the (last) stage of a config takes on GPUs of this kind.
+    """What a run, or one resolved stage, takes on GPUs of this kind.
 
     Args:
-        config: of a run or a resolved stage; its device is not looked at.
+        config: its device is not looked at.
         source: the model: a folder, the table of a config.json, a config of transformers, or `ModelSizes`.
-        lengths: of prompts and responses; None takes the most that the config allows.
-        needs: roles that loss and estimator read; None looks at the core's own.
+        lengths: of prompts and responses, of a stage or of all; None takes the most that the config allows.
+        needs: None looks at the core's own estimators and losses.
 
     Raises:
         ConfigError: as the backends' layouts say, CFG04 no layer has adapters.
         OSError, ValueError: a config.json that cannot be read.
     """
-    stage = stages(config)[-1]
-    stage = with_dtype(stage, gpu)
-    limit = float(getattr(stage.cluster, "gpu_memory_limit", 0))
+    limit = float(getattr(config.cluster, "gpu_memory_limit", 0))
     if limit and limit * GIB < gpu.memory:
         gpu = replace(gpu, memory=int(limit * GIB))
     sizes = source if isinstance(source, ModelSizes) else ModelSizes.of(source)
-    subject = Subject(
-        config=stage,
-        sizes=sizes,
-        gpu=gpu,
-        lengths=lengths or assumed_lengths(stage, sizes),
-        needs=roles_of(stage.train) if needs is None else needs,
-    )
-    spec = LoraSpec.of(stage.train)
+    spec = LoraSpec.of(config.train)
     if spec is not None and not sizes.adapted(spec):
         raise ConfigError(
             f"no layer of {sizes.config.model_type} is a target of adapters",
@@ -140,7 +221,8 @@ def fits(
             why=f"targets are {', '.join((*spec.target_modules, *spec.target_parameters))}",
             fix="leave lora_target_modules out: all-linear",
         )
-    return memory_plan(subject)
+    lengths_of: LengthsOf = (lambda *_: lengths) if isinstance(lengths, Lengths) else lengths or assumed_lengths
+    return memory_plan(RunSubject(config=config, sizes=sizes, gpu=gpu, lengths=lengths_of, needs=needs or roles_of))
 
 
 def with_dtype(config: Config, gpu: Gpu) -> Config:
@@ -163,6 +245,7 @@ def assumed_lengths(config: Config, sizes: ModelSizes) -> Lengths:
         longest=min(context, prompt + response),
         p95=response,
         source=f"every response as long as rollout_max_response_len allows, prompts of {prompt} tokens",
+        assumed=True,
     )
 
 
@@ -184,8 +267,12 @@ def roles_of(train: Any) -> frozenset[str]:
     return needs | roles
 
 
-def memory_plan(subject: Subject) -> MemoryPlan:
+def memory_plan(run: RunSubject) -> MemoryPlan:
     """See :func:`fits`."""
+    return MemoryPlan(run=run, stages=tuple(_stage_plan(subject) for subject in run.stages()))
+
+
+def _stage_plan(subject: Subject) -> StagePlan:
     config = subject.config
     trainer = engine = None
     backend, served = trainer_of(config), engine_of(config)
@@ -205,7 +292,7 @@ def memory_plan(subject: Subject) -> MemoryPlan:
         )
         for role, count, moments in _placed(subject, trainer, engine)
     ]
-    return MemoryPlan(subject=subject, devices=tuple(devices), trainer=trainer, engine=engine)
+    return StagePlan(subject=subject, devices=tuple(devices), trainer=trainer, engine=engine)
 
 
 Placed = list[tuple[str, int, list[Moment]]]
@@ -252,14 +339,15 @@ def swapped(subject: Subject, plan: MemoryPlan) -> int:
     return 2 * sum(state.values())
 
 
-def with_tokens(config: Config, tokens: int) -> Config:
-    """The config with another ``max_tokens_per_gpu``."""
-    train = config.train.model_copy(update={"max_tokens_per_gpu": tokens})
-    return config.model_copy(update={"train": train})
+def with_keys(config: Config, keys: Mapping[str, Any]) -> Config:
+    """The config with other values of core keys, by dotted names."""
+    for key, value in keys.items():
+        section, _, name = key.partition(".")
+        part = getattr(config, section).model_copy(update={name: value})
+        config = config.model_copy(update={section: part})
+    return config
 
 
-def replanned(plan: MemoryPlan, **train: Any) -> MemoryPlan:
-    """The plan with other keys of [train]."""
-    config = plan.subject.config
-    config = config.model_copy(update={"train": config.train.model_copy(update=train)})
-    return memory_plan(replace(plan.subject, config=config))
+def replan(plan: MemoryPlan, keys: Mapping[str, Any]) -> MemoryPlan:
+    """The plan with other values of core keys."""
+    return memory_plan(replace(plan.run, config=with_keys(plan.run.config, keys)))

@@ -129,7 +129,17 @@ def test_a_small_model_learns_to_count_through_sglang(place, slime, tmp_path):
     _, found = place
     words = [f"sglang.{name}={json.dumps(value)}" for name, value in SERVER.items()]
     words += [f"sglang.env.{name}={json.dumps(value)}" for name, value in found.env.items()]
-    flags = ("--device", "cuda", "--dtype", "bfloat16", "--colocate", "--rollout-engine", "sglang", "--sglang-python", found.python)
+    flags = (
+        "--device",
+        "cuda",
+        "--dtype",
+        "bfloat16",
+        "--colocate",
+        "--rollout-engine",
+        "sglang",
+        "--sglang-python",
+        found.python,
+    )
     done = slime("run", "recipe.toml", *flags, *words, "--run-dir", "run", timeout=540)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

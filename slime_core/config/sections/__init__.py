@@ -44,6 +44,9 @@ AutoBool = Annotated[
 ]
 """True, false, or ``auto``, which is None until the memory of a run is planned."""
 
+AutoCount = Annotated[int, BeforeValidator(lambda value: 0 if value == "auto" else value)]
+"""A number, or ``auto``, which is 0 until the memory of a run is planned."""
+
 Reader = Literal[
     "servers", "servers or adapters", "placed engines", "separate engines", "other machines", "megatron hooks"
 ]

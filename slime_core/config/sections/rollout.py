@@ -16,6 +16,7 @@ from slime_core.config.sections import (
     MODEL,
     NAME,
     PROMPTS,
+    AutoCount,
     ResumeClass,
     Section,
     empty_for,
@@ -69,11 +70,13 @@ class RolloutSection(Section):
         SAMPLES,
         once=True,
     )
-    rollout_slots: int = key(
+    rollout_slots: AutoCount = key(
         0,
-        "Sequences the embedded engine decodes at once; 0: a step's samples on a GPU (64 to 1,024), else 64.",
+        "Sequences the embedded engine decodes at once. 0 or auto: a step's samples on a GPU (64 to 1,024), else 64; "
+        "fewer where memory is small.",
         SLOTS,
         ge=0,
+        once=True,
     )
     rollout_num_gpus: int = key(
         0, "GPUs of all servers; 0: the trainer's, which they share.", MACHINE, ge=0, reader="placed engines"

@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, model_validator
 from slime_core.algorithms import OFFLINE, Algorithm, algorithms
 from slime_core.config.presets import settle
 from slime_core.config.problems import Problem, conflict
-from slime_core.config.sections import KIND, LIMIT, MACHINE, MODEL, AutoBool, ResumeClass, fact, key
+from slime_core.config.sections import KIND, LIMIT, MACHINE, MODEL, AutoBool, AutoCount, ResumeClass, fact, key
 from slime_core.config.sections.data import DataSection
 from slime_core.config.sections.lora import LoraKeys, lora_conflicts
 from slime_core.config.sections.rollout import RolloutSection
@@ -154,8 +154,11 @@ class TrainSection(LoraKeys):
     )
     num_steps_per_rollout: int = key(1, "Optimizer steps a rollout.", SCHEDULE, ge=1)
     global_batch_size: int = key(0, "Rollouts an optimizer step; 0 follows num_steps_per_rollout.", SCHEDULE, ge=0)
-    max_tokens_per_gpu: int = key(
-        0, "Tokens of a packed micro-batch; 0 is 4096, with FSDP on a GPU up to 32768, by its memory.", MACHINE, ge=0
+    max_tokens_per_gpu: AutoCount = key(
+        0,
+        "Tokens of a packed micro-batch. 0 or auto: 4096, with FSDP on a GPU up to 32768, by its memory.",
+        MACHINE,
+        ge=0,
     )
     fsdp_cpu_offload: AutoBool = key(
         None,

@@ -9,7 +9,6 @@ here runs on the torch thread.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections import deque
@@ -26,6 +25,7 @@ from slime_core.engines.local.slots import Slots, check_size, fitting, free_memo
 from slime_core.errors import EngineError
 from slime_core.kernels.sampling import Knobs, draw, uniforms
 from slime_core.memory import is_out_of_memory
+from slime_core.notices import notice
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from slime_core.engines.local.served import ServedModel
     from slime_core.engines.local.slots import EngineJob
 
-log = logging.getLogger(__name__)
 
 COMMON = 32
 """Fewer common leading tokens than this are not worth waiting for another prompt's prefill."""
@@ -258,7 +257,8 @@ class Scheduler:
                     raise
             sequences, tokens = sequences // 2, need
         if sequences < self._configured:
-            log.info("memory holds %d of %d slots of %d tokens", sequences, self._configured, tokens)
+            text = f"memory holds {sequences} of {self._configured} sequences of {tokens} tokens: fewer run at once"
+            notice("fewer sequences", text)
 
     def _resize(self, sequences: int, tokens: int) -> None:
         count, length = self.served.counts.pad(sequences), slot_length(tokens)

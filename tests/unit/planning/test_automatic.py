@@ -11,8 +11,9 @@ from slime_core.config.dump import to_toml
 from slime_core.config.rules import conflicts
 from slime_core.config.schema import Config
 from slime_core.planning import automatic
-from slime_core.planning.gpus import GIB, gpu_of
-from slime_core.planning.memory import fits
+from slime_core.planning.footprint import Lengths
+from slime_core.planning.gpus import GIB, gpu_of, processor
+from slime_core.planning.memory import fits, with_keys
 from slime_core.testing.models import tiny_model
 
 pytestmark = pytest.mark.unit
@@ -61,6 +62,7 @@ def test_a_large_gpu_leaves_all_as_it_is_and_a_small_one_gets_the_first_settings
 
 def test_what_a_config_says_stays_and_a_plan_that_does_not_fit_says_so(folder: Path) -> None:
     config = config_of(folder, gradient_checkpointing=False, fsdp_cpu_offload=False, max_tokens_per_gpu=8192)
+    config = with_keys(config, {"rollout.rollout_slots": 100})
     assert automatic.with_plan(config, gpu_of("4090")) == (config, "")
     config = config_of(folder, fsdp_cpu_offload=False)
     same, line = automatic.with_plan(config, gpu_of("4090"))
@@ -78,13 +80,61 @@ def test_a_switch_that_the_rest_of_the_config_refuses_is_not_chosen(folder: Path
     assert not conflicts(chosen)
 
 
+def test_slots_follow_from_the_config_the_memory_and_the_lengths(folder: Path) -> None:
+    """What the cache holds, by hand: half of what a GPU leaves beside a base of 2 bytes and float32 adapters."""
+    config = config_of(folder, lora_rank=32)
+    large, line = automatic.with_plan(config, gpu_of("h200"))
+    assert large.rollout.rollout_slots == 256  # 32 prompts of 8 samples
+    assert "256 sequences at once (a step's samples, 64 to 1,024)" in line
+
+    small, line = automatic.with_plan(config, gpu_of("4090"))
+    width, inner, vocab, layers = WIDE["hidden_size"], WIDE["intermediate_size"], WIDE["vocab_size"], 28
+    rows = [(width, width), (width, width // 2), (width, width // 2), (width, width)]  # queries, keys, values, output
+    rows += [(width, inner), (width, inner), (inner, width)]
+    base = layers * (sum(a * b for a, b in rows) + 2 * width + 2 * 128) + vocab * width + width
+    adapters = layers * sum(32 * (a + b) for a, b in rows)
+    merged = layers * sum(a * b for a, b in rows)  # the engine's copy of what adapters change
+    room = gpu_of("4090").memory - (640 << 20) - 2 * base - 4 * adapters - 2 * merged
+    positions = room / 2 / (2 * layers * 2 * 8 * 128)
+    assert small.rollout.rollout_slots == int(positions / (256 + 2048 / 4))
+    assert f"{small.rollout.rollout_slots} sequences at once (the cache holds no more)" in line
+    assert automatic.with_plan(config, gpu_of("4090")) == (small, line)
+    assert automatic.with_plan(small, gpu_of("h200"))[0] == small  # as a resume reads it
+
+    short = Lengths(prompt=256, response=200, longest=2304, p95=300, source="measured")
+    assert automatic.with_plan(config, gpu_of("4090"), lambda *_: short)[0].rollout.rollout_slots == int(
+        positions / 356
+    )
+
+    on_processor, line = automatic.with_plan(config, processor(400 * GIB))
+    assert on_processor.rollout.rollout_slots == 64
+    assert line.startswith("auto: 64 sequences at once (as on any processor)")
+    tight, line = automatic.with_plan(config, processor(20 * GIB))
+    assert 1 < tight.rollout.rollout_slots < 64
+    served = with_keys(config, {"rollout.rollout_engine": "sglang"})
+    assert automatic.with_plan(served, gpu_of("h200"))[0].rollout.rollout_slots == 0
+
+
+def test_slots_shrink_where_a_step_does_not_fit_otherwise(folder: Path) -> None:
+    switches = {"gradient_checkpointing": False, "fsdp_cpu_offload": False, "max_tokens_per_gpu": 8192}
+    gpu = gpu_of("4090")
+    chosen, line = automatic.with_plan(config_of(folder, lora_rank=32, **switches), gpu)
+    slots = chosen.rollout.rollout_slots
+    assert f"{slots} sequences at once (more do not fit)" in line
+    assert fits(chosen, folder, gpu).fits
+    assert not fits(with_keys(chosen, {"rollout.rollout_slots": slots + 1}), folder, gpu).fits
+
+
 def test_auto_is_written_and_read() -> None:
     config = Config.model_validate({"train": {"gradient_checkpointing": "auto"}})
     assert config == Config()
     text = to_toml(config)
     assert 'gradient_checkpointing = "auto"' in text
     assert Config.model_validate(automatic.without_plan(config).model_dump()).train.gradient_checkpointing is False
-    written, _ = policy_step(64, 1, "--gradient-checkpointing", "auto", "--fsdp-cpu-offload")
+    written, _ = policy_step(
+        64, 1, "--gradient-checkpointing", "auto", "--fsdp-cpu-offload", "--rollout-slots", "auto"
+    )
+    assert written.rollout.rollout_slots == 0
     assert (written.train.gradient_checkpointing, written.train.fsdp_cpu_offload) == (None, True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from measured import QWEN3_4B, policy_step
 
+from slime_core.config.schema import Config
 from slime_core.planning.gpus import GIB, GPUS, gpu_of
 from slime_core.planning.memory import fits
 from slime_core.planning.sizes import ModelSizes
@@ -36,6 +37,26 @@ def test_a_step_of_92_gib_fits_an_h200_and_no_gpu_without_a_margin() -> None:
     assert not fits(config, QWEN3_4B, gpu_of("h200=93"), lengths=lengths).fits
     short = fits(config, QWEN3_4B, gpu_of("h100"), lengths=lengths).short
     assert 10 * GIB < short < 25 * GIB
+
+
+def test_a_plan_has_the_most_of_all_stages() -> None:
+    """A stage of long responses without a reference, then one of short responses with it."""
+    rollout = {"hf_checkpoint": "/", "rollout_slots": 16, "rollout_max_response_len": 8192}
+    kl = {"name": "kl", "rollout_max_response_len": 512, "kl_loss_coef": 0.1}
+    run = Config.model_validate({"rollout": rollout, "stage": [{"name": "long"}, kl]})
+    plan = fits(run, QWEN3_4B, gpu_of("h200"))
+    long, short = plan.stages
+    numbers = ModelSizes.of(QWEN3_4B).parameters
+    assert "reference" not in long.devices[0].phases["train"].bytes
+    assert short.devices[0].phases["train"].bytes["reference"] == 4 * numbers
+    (device,) = plan.devices
+    assert device.phases["train"] == max((s.devices[0].phases["train"] for s in plan.stages), key=lambda m: m.total)
+    assert device.phases["rollout"] == short.devices[0].phases["rollout"]  # pages of the first stage, and a reference
+    position = 2 * 2 * 36 * 8 * 128
+    pages = 16 * (256 + 8192 + 256) // 16 + 1  # slots of whole blocks of 256 positions, one more for what draws
+    assert long.devices[0].phases["rollout"].bytes["KV cache"] == 16 * position * pages
+    assert short.devices[0].phases["rollout"].bytes["KV cache"] == 16 * position * pages
+    assert plan.short == max(stage.short for stage in plan.stages)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "qwen3-moe", "smollm3", "gemma2", "gpt-oss"])
