@@ -54,6 +54,21 @@ def test_a_policy_step_is_predicted_as_it_was_measured(length, sequences, flags,
     assert length * sequences / TimePlan.of(plan).total == pytest.approx(tokens_per_second, rel=0.15)
 
 
+def test_two_adapters_are_planned_with_twice_the_bytes_of_one():
+    from measured import QWEN3_4B, policy_step
+
+    def planned(names):
+        lora = ["--lora-rank", "32", "--lora-sync", "adapter", f"train.lora_adapters={names}"]
+        config, lengths = policy_step(8192, 4, "--train-backend", "megatron", *lora)
+        trainer = fits(config, QWEN3_4B, gpu_of("h200"), lengths=lengths).trainer
+        return {name: size for moment in trainer.moments for name, size in moment.bytes.items()}
+
+    one, two = planned(["solver"]), planned(["solver", "critic"])
+    for name in ("adapters", "gradients", "optimizer"):
+        assert two[name] == 2 * one[name] > 0
+    assert two["base"] == one["base"]
+
+
 def test_a_layout_that_does_not_divide_is_refused_with_every_reason():
     from measured import QWEN3_4B, policy_step
 

@@ -8,10 +8,13 @@ import torch
 from slime_core.config.schema import Config
 from slime_core.plugins import load_plugins
 from slime_core.threads import TorchThread
+from slime_core.trainers.adapters import estimated
 from slime_core.trainers.batch import make_batch
 from slime_core.trainers.fsdp import FsdpTrainer
 from slime_core.types import Group, Prompt, Sample, Status
 from slime_core.weights.folder import ModelFolder
+
+ADAPTERS = ["solver", "critic"]
 
 
 def groups_of(seed=0, groups=3, rollouts=4, vocab=60, longest=12, fan_out=True, temperature=1.0):
@@ -53,6 +56,38 @@ def subset(group, indices):
         samples=[group.samples[i] for i in indices],
         rollouts={r: members for r, members in table.items() if members},
     )
+
+
+def groups_of_adapters(step, models):
+    """A step's groups, only the samples of ``models``: solver's and critic's by turns, in step 1 the solver's alone."""
+    made = []
+    for group in groups_of(seed=step, groups=4, rollouts=6):
+        for place, sample in enumerate(group.samples):
+            sample.model = "solver" if step == 1 else ADAPTERS[place % 2]
+        part = subset(group, [place for place, sample in enumerate(group.samples) if sample.model in models])
+        made += [part] if part.samples else []
+    return made
+
+
+def train_adapters(trainer, worker, steps, models):
+    """Steps of a trainer and its worker as the loop makes them, with the samples of ``models``; metrics of each."""
+
+    async def run():
+        metrics = []
+        for step in steps:
+            if groups := groups_of_adapters(step, models):
+                batch = make_batch(step, "main", groups)
+                columns = await trainer.score(batch, frozenset({"policy", "reference"}))
+                metrics.append(await trainer.step(estimated(batch, columns, worker.plugins, worker.train)))
+        return metrics
+
+    return asyncio.run(run())
+
+
+def of_adapter(name, metrics):
+    """Of metrics of steps those of one adapter, without its name; of steps that it has some of."""
+    found = [{k.removeprefix(f"{name}/"): v for k, v in one.items() if k.startswith(f"{name}/")} for one in metrics]
+    return [one for one in found if one]
 
 
 def batch_of(**kwargs):

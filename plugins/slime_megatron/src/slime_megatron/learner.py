@@ -6,6 +6,7 @@ gradients over micro-batches -> reduced over data-parallel ranks -> norm over al
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from slime_megatron.experts import GroupedExperts
 from slime_megatron.low_rank import sum_gradients
 
 if TYPE_CHECKING:
+    from slime_megatron.lora import StageAdapter
     from slime_megatron.model import ModelStage
     from slime_megatron.settings import Built
 
@@ -30,6 +32,7 @@ class MegatronLearner:
     """``begin`` gives it a fresh optimizer; a step that is not made advances neither Adam nor the schedule."""
 
     stage: ModelStage
+    adapter: StageAdapter | None = None  # that it steps, in place of the whole stage
     wrapped: list[Any] = field(default_factory=list)  # megatron-core's DistributedDataParallel of each chunk
     optimizer: Any = None
     schedule: Schedule = field(default_factory=lambda: Schedule(peak=0.0))
@@ -40,16 +43,30 @@ class MegatronLearner:
     def wrap(self, built: Built) -> None:
         """Make the gradient buffers; once."""
         config = self.stage.config
-        self.wrapped = [DistributedDataParallel(config, built.ddp, chunk) for chunk in self.stage.chunks]
+        with self._alone():
+            self.wrapped = [DistributedDataParallel(config, built.ddp, chunk) for chunk in self.stage.chunks]
         if not (built.ddp.overlap_grad_reduce or built.ddp.overlap_param_gather):
             for experts in (one for chunk in self.stage.chunks for one in chunk.modules()):
                 if isinstance(experts, GroupedExperts):
                     experts.direct = True
-        no_sync = [ddp.no_sync for ddp in self.wrapped]
-        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         config.finalize_model_grads_func = _finalize
         if built.ddp.overlap_param_gather:
             self.stage.chunks[-1].wait_for = self._wait_for
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """What else learns in the stage is frozen inside the block: megatron-core takes all that is not."""
+        others: list[torch.nn.Parameter] = []
+        if self.adapter is not None:
+            stepped = {id(local.tensor) for local in self.adapter.tensors.by_name.values()}
+            others = [p for p in self.stage.parameters() if p.requires_grad and id(p) not in stepped]
+        for parameter in others:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in others:
+                parameter.requires_grad_(True)
 
     def _wait_for(self, parameter: torch.Tensor) -> None:
         if parameter.requires_grad:  # or it is the base of an adapter
@@ -65,7 +82,7 @@ class MegatronLearner:
     def begin(self, train: Any, schedule: Schedule, built: Built) -> None:
         """A fresh optimizer with the [train] section's settings."""
         self.optimizer = None  # its memory first
-        with torch.no_grad():  # or float32 shards would be no leaves, which the one in main memory refuses
+        with self._alone(), torch.no_grad():  # or float32 shards would be no leaves, which one in main memory refuses
             self.optimizer = get_megatron_optimizer(built.optimizer, self.wrapped)
         for one in _optimizers(self.optimizer):
             _fuse(one.optimizer)

@@ -1,4 +1,4 @@
-"""The adapter of a rank's stage: which layers have it, where its factors lie in whole ones, and what is made of them.
+"""Adapters of a rank's stage: which layers have them, where factors lie in whole ones, and what is made of them.
 
     transformers' skeleton --targets--> weights --bridge--> layers of megatron-core --> A and B of each, this rank's
     A and B --gathered--> factors by weight: an adapter folder, or merged with the base into engines' tensors
@@ -10,6 +10,7 @@ any layout as these are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -31,7 +32,16 @@ from slime_core.weights.build import skeleton
 from slime_core.weights.transports.buckets import TensorSource, stream
 from slime_megatron.experts import GroupedExperts
 from slime_megatron.fingerprint import spots
-from slime_megatron.low_rank import CLASSES, KINDS, AdapterPart, AdapterSwitch, LayerAdapter, adapt, is_summed
+from slime_megatron.low_rank import (
+    CLASSES,
+    KINDS,
+    AdapterPart,
+    AdapterSwitch,
+    LayerAdapter,
+    RankFactors,
+    adapt,
+    is_summed,
+)
 from slime_megatron.tensors import LocalTensor, Tensors, canonical
 
 if TYPE_CHECKING:
@@ -57,21 +67,21 @@ class PlacedPart:
 
 
 class StageAdapter:
-    """The adapter of a stage's layers.
+    """An adapter of a stage's layers, which may have several.
 
     Example:
-        adapter = StageAdapter.attach(stage, tensors, folder, spec, name="default", seed=0)
-        with adapter.switch.base():
+        adapters = StageAdapter.attach(stage, tensors, folder, spec, names=["solver", "critic"], seed=0)
+        with adapters["critic"].in_use():
+            ...  # passes with it
+        with adapters["critic"].switch.base():
             ...  # passes of the reference
-        factors = adapter.factors()
+        factors = adapters["critic"].factors()
     """
 
-    def __init__(self, spec: LoraSpec, base: Tensors, targets: Adapters) -> None:
-        self.targets, self.name = targets, targets.names[0]
-        self.spec, self.base = targets.spec, base  # the spec says what it means for this model
-        self.switch = AdapterSwitch(spec)
+    def __init__(self, name: str, base: Tensors, targets: Adapters, switch: AdapterSwitch) -> None:
+        self.name, self.base, self.targets, self.switch = name, base, targets, switch
+        self.spec = targets.spec  # says what the run's means for this model
         self._origins: dict[str, tuple[str, str, int]] = {}  # weight, kind and expert of a factor's name
-        self._layers: list[tuple[LocalTensor, LayerAdapter]] = []  # of this rank, with the base of each
         self._places: dict[str, list[PlacedPart]] = {}  # by the name of the layer's tensor
         for entry in base.of_model().entries:
             if placed := list(self._parts(entry)):
@@ -83,32 +93,39 @@ class StageAdapter:
 
     @classmethod
     def attach(
-        cls, stage: ModelStage, base: Tensors, folder: ModelFolder, spec: LoraSpec, *, name: str, seed: int
-    ) -> StageAdapter:
-        """Freeze a stage and give its target layers an adapter, which changes nothing yet; a collective.
+        cls, stage: ModelStage, base: Tensors, folder: ModelFolder, spec: LoraSpec, *, names: Sequence[str], seed: int
+    ) -> dict[str, StageAdapter]:
+        """Freeze a stage and give its target layers adapters, which change nothing yet; a collective.
+
+        The first is in use.
 
         Raises:
             ConfigError: CFG04 targets that are no layers of megatron-core's that can have adapters.
         """
         model = skeleton(folder.config, trust_remote_code=folder.trust_remote_code)
-        adapter = cls(spec, base, attach(model, spec, seed=seed, names=[name], outside=tower(model)))
-        check_targets(model, adapter.targets, spec)
+        targets = attach(model, spec, seed=seed, names=names, outside=tower(model))
+        switch = AdapterSwitch(spec, names[0])
+        check_targets(model, targets, spec)
+        adapters = {name: cls(name, base, targets, switch) for name in names}
         stage.requires_grad_(False)
-        for chunk in stage.chunks:
-            for prefix, module in list(chunk.named_modules()):
-                if isinstance(module, GroupedExperts):
-                    module.lay_together()
-                for leaf in LEAVES:
-                    local = base.by_name.get(canonical(f"{prefix}.{leaf}", chunk))
-                    if local is not None and type(module) in CLASSES and leaf in module._parameters:
-                        adapter._adapt(module, local)
-        adapter._check()
-        adapter.fill(adapter._draw(seed))
-        for local, low_rank in adapter._layers if spec.use_dora else ():
+        layers = []
+        for module, local in _layers(stage, base):
+            if (low_rank := adapters[names[0]]._of_layer(local)) is not None:
+                low_rank.factors = {name: one._factors(module, local) for name, one in adapters.items()}
+                adapt(module, low_rank)
+                layers.append((low_rank, local))
+        adapters[names[0]]._check()
+        for adapter in adapters.values():
+            adapter.fill(adapter._draw(seed))
+        for low_rank, local in layers if spec.use_dora else ():
             low_rank.start_magnitudes(local.tensor)
         for layer in (one for chunk in stage.chunks for one in chunk.decoder.layers if spec.dropout):
-            layer.register_forward_pre_hook(adapter.switch.take_rows, with_kwargs=True)
-        return adapter
+            layer.register_forward_pre_hook(switch.take_rows, with_kwargs=True)
+        return adapters
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """Passes inside the block compute with it."""
+        return self.switch.using(self.name)
 
     def _parts(self, entry: Entry) -> Iterator[PlacedPart]:
         """Parts of a layer that have factors; all experts' gates and ups have theirs together."""
@@ -139,20 +156,20 @@ class StageAdapter:
         key = f"adapters.{self.name}.{key}"
         return replace(entry, megatron=key, hf=(name,), kind=kind, layer=-1, shapes=(shape,))  # type: ignore[arg-type]
 
-    def _adapt(self, module: Any, local: LocalTensor) -> None:
-        """Give a layer its adapter, where it has one."""
-        entry, group, tp = local.entry, local.group, local.group.size()
+    def _of_layer(self, local: LocalTensor) -> LayerAdapter | None:
+        """What a layer computes with its adapters, without their factors; None where it has none."""
+        entry, group, sizes = local.entry, local.group, self.base.sizes
         if not (placed := self._places.get(entry.megatron)):
-            return
-        entries = zip(*(one.factors for one in placed), strict=True)
-        factors = [[self._factor(module, local, one) for one in of_kind] for of_kind in entries]
-        sizes = self.base.sizes
+            return None
         if entry.expert < 0:
-            sizes = replace(sizes, heads=sizes.heads // tp, groups=sizes.groups // tp)
-        a, b, magnitude = (*factors, [])[:3]
-        low_rank = LayerAdapter(self.switch, entry, sizes, group, [one.part for one in placed], a, b, magnitude)
-        adapt(module, low_rank)
-        self._layers.append((local, low_rank))
+            sizes = replace(sizes, heads=sizes.heads // group.size(), groups=sizes.groups // group.size())
+        return LayerAdapter(self.switch, entry, sizes, group, [one.part for one in placed])
+
+    def _factors(self, module: Any, local: LocalTensor) -> RankFactors:
+        """Its factors of a layer, this rank's shards of them."""
+        entries = zip(*(one.factors for one in self._places[local.entry.megatron]), strict=True)
+        factors = [[self._factor(module, local, one) for one in of_kind] for of_kind in entries]
+        return RankFactors(*(*factors, [])[:3])
 
     def _factor(self, module: Any, local: LocalTensor, entry: Entry) -> nn.Parameter:
         """This rank's shard of a factor, and what megatron-core has to know of it."""
@@ -273,6 +290,20 @@ class StageAdapter:
             index = max(place.part.index, 0)
             parts[index] = merged(parts[index], a, b, self.spec.scaling, *magnitude, dtype=dtype)
         return parts[0] if at_once else join(entry, parts, self.base.sizes)
+
+
+def _layers(stage: ModelStage, base: Tensors) -> list[tuple[nn.Module, LocalTensor]]:
+    """Layers of this rank's chunks that can have adapters, and the base weight of each; experts' weights together."""
+    layers = []
+    for chunk in stage.chunks:
+        for prefix, module in chunk.named_modules():
+            if isinstance(module, GroupedExperts):
+                module.lay_together()
+            for leaf in LEAVES:
+                local = base.by_name.get(canonical(f"{prefix}.{leaf}", chunk))
+                if local is not None and type(module) in CLASSES and leaf in module._parameters:
+                    layers.append((module, local))
+    return layers
 
 
 class _NamedFactors(Mapping[str, Tensor]):

@@ -1,17 +1,18 @@
-"""Linear layers of megatron-core with an adapter: y = W x + scaling B A x, with A and B dealt to ranks as W is.
+"""Linear layers of megatron-core with adapters: y = W x + scaling B A x, with A and B dealt to ranks as W is.
 
     column-parallel   A whole, B's rows dealt       rows of x --A--> low --gather or copy--> B --> columns of y
     row-parallel      A's columns dealt, B whole    columns of x --A--> low --sum--> B --> rows of y
 
 Only the low rank travels. A layer that is several of transformers' (q, k and v; gate and up) has an A and a B of each:
-the As lie over each other, the Bs side by side in the rows of the layer's own order, with 0 elsewhere.
+the As lie over each other, the Bs side by side in the rows of the layer's own order, with 0 elsewhere. Of several
+adapters a pass computes with one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,10 +44,10 @@ KINDS = ("lora_A", "lora_B", "lora_magnitude_vector")
 
 
 class AdapterSwitch:
-    """What the passes of a stage compute: with the adapter, or the base alone; one object for all its layers."""
+    """What the passes of a stage compute: with which adapter, or the base alone; one object for all its layers."""
 
-    def __init__(self, spec: LoraSpec) -> None:
-        self.spec, self.on = spec, True
+    def __init__(self, spec: LoraSpec, name: str) -> None:
+        self.spec, self.name, self.on = spec, name, True
         self.dropout = Dropout(spec.dropout)
         self.rows: tuple[Tensor, ...] = ()  # keys of the rows of the pass: all, and this tensor-parallel rank's
 
@@ -55,8 +56,17 @@ class AdapterSwitch:
         self.rows = kwargs["packed_seq_params"].row_keys
 
     @contextmanager
+    def using(self, name: str) -> Iterator[None]:
+        """Passes inside the block compute with this adapter."""
+        before, self.name = self.name, name
+        try:
+            yield
+        finally:
+            self.name = before
+
+    @contextmanager
     def base(self) -> Iterator[None]:
-        """Passes inside the block compute without the adapter."""
+        """Passes inside the block compute without an adapter."""
         before, self.on = self.on, False
         try:
             yield
@@ -78,19 +88,41 @@ class AdapterPart:
     shape: tuple[int, int]  # [out, in]
 
 
+@dataclass(slots=True, frozen=True)
+class RankFactors:
+    """An adapter's factors of one layer: this rank's shards of those of each of its parts."""
+
+    a: list[nn.Parameter]  # [r, in or its share]
+    b: list[nn.Parameter]  # [out or its share, r]
+    magnitude: list[nn.Parameter]  # [out or its share], of DoRA; else none
+
+
 @dataclass(slots=True)
 class LayerAdapter:
-    """The adapter of one layer: this rank's shards of the factors of each of its parts."""
+    """The adapters of one layer, of which ``a``, ``b`` and ``magnitude`` are those of the one in use."""
 
     switch: AdapterSwitch
     entry: Entry
     sizes: Sizes  # heads are those of this rank
     group: Any  # ranks that share the layer
     parts: Sequence[AdapterPart]
-    a: list[nn.Parameter]  # [r, in or its share]
-    b: list[nn.Parameter]  # [out or its share, r]
-    magnitude: list[nn.Parameter]  # [out or its share], of DoRA; else none
+    factors: dict[str, RankFactors] = field(default_factory=dict)  # by adapter
     adds_bias: bool = False  # the layer leaves its bias to the adapter
+
+    @property
+    def a(self) -> list[nn.Parameter]:
+        """[r, in or its share]."""
+        return self.factors[self.switch.name].a
+
+    @property
+    def b(self) -> list[nn.Parameter]:
+        """[out or its share, r]."""
+        return self.factors[self.switch.name].b
+
+    @property
+    def magnitude(self) -> list[nn.Parameter]:
+        """[out or its share], of DoRA; else none."""
+        return self.factors[self.switch.name].magnitude
 
     def lower(self, x: Tensor) -> Tensor:
         """A x of all parts, [..., parts * r]; in training of what dropout leaves of x."""
@@ -129,11 +161,12 @@ class LayerAdapter:
 
     @torch.no_grad()
     def start_magnitudes(self, weight: Tensor) -> None:
-        """Norms of rows of the base."""
+        """Norms of rows of the base, for each adapter."""
         norms = self._norms(weight.float())
         of_parts = part(self.entry, norms, self.sizes) if len(self.entry.hf) > 1 else [norms]
-        for one, magnitude in zip(self.parts, self.magnitude):
-            magnitude.copy_(of_parts[one.index])
+        for factors in self.factors.values():
+            for one, magnitude in zip(self.parts, factors.magnitude):
+                magnitude.copy_(of_parts[one.index])
 
     def _norms(self, weight: Tensor) -> Tensor:
         squares = weight.square().sum(1)
@@ -234,13 +267,14 @@ CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def adapt(module: Any, low_rank: LayerAdapter) -> None:
-    """Give a layer its adapter. Parameters are the layer's own, so that hooks before it wait for them too."""
+    """Give a layer its adapters. Parameters are the layer's own, so that hooks before it wait for them too."""
     module.__class__ = CLASSES[type(module)]
     module.low_rank = low_rank
-    for kind, parameters in zip(KINDS, (low_rank.a, low_rank.b, low_rank.magnitude)):
-        for number, parameter in enumerate(parameters):
-            module.register_parameter(f"{kind}_{number}", parameter)
-    if low_rank.magnitude and not getattr(module, "skip_bias_add", True):
+    for adapter, factors in enumerate(low_rank.factors.values()):
+        for kind, parameters in zip(KINDS, (factors.a, factors.b, factors.magnitude)):
+            for number, parameter in enumerate(parameters):
+                module.register_parameter(f"{kind}_{adapter}_{number}", parameter)
+    if low_rank.switch.spec.use_dora and not getattr(module, "skip_bias_add", True):
         module.skip_bias_add = low_rank.adds_bias = True
 
 
@@ -256,10 +290,14 @@ def is_summed(module: Any, dealt: bool, group: Any) -> bool:
 
 
 def sum_gradients(chunks: Sequence[Any]) -> None:
-    """Sum what ranks that share a layer have of the gradients of its whole factors; a collective."""
+    """Sum what ranks that share a layer have of the gradients of its whole factors; a collective.
+
+    Args:
+        chunks: of the stage, in megatron-core's DistributedDataParallel
+    """
     by_group: dict[Any, list[Tensor]] = {}
     for chunk in chunks:
-        for parameter in chunk.parameters():
+        for parameter in chunk.params_with_grad:
             if (group := getattr(parameter, "summed_over", None)) is not None:
                 by_group.setdefault(group, []).append(parameter.main_grad)
     for group, grads in by_group.items():

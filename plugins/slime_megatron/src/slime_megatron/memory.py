@@ -166,9 +166,10 @@ class _Stage:
         return LoraSpec.of(self.subject.config.train)
 
     def _adapters(self) -> int:
-        """Numbers of adapters on this rank at most: a part of each is the same on tensor-parallel ranks."""
+        """Numbers of all adapters on this rank at most: a part of each is the same on tensor-parallel ranks."""
         assert self._spec is not None
-        return self.subject.sizes.adapter_numbers(self._spec) * self._layers() // self.subject.sizes.layers
+        count = max(1, len(self.subject.config.train.lora_adapters))
+        return count * self.subject.sizes.adapter_numbers(self._spec) * self._layers() // self.subject.sizes.layers
 
     def _weights(self) -> dict[str, int]:
         count = sum(self._counts())

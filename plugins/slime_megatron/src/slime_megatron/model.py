@@ -293,11 +293,16 @@ class Model:
     def __init__(self, stage: ModelStage, tensors: Tensors, device: torch.device) -> None:
         self.stage, self.tensors, self.device = stage, tensors, device
         self.passes = Passes(stage.chunks, stage, device)
-        self.adapter: StageAdapter | None = None  # what learns in place of the tensors
+        self.adapters: dict[str, StageAdapter] = {}  # by name, what learns in place of the tensors
+
+    @property
+    def adapter(self) -> StageAdapter | None:
+        """The adapter in use: the first, but inside of `StageAdapter.in_use`."""
+        return next((one for one in self.adapters.values() if one.name == one.switch.name), None)
 
     @property
     def trained(self) -> Tensors:
-        """What learns: all tensors, or the adapter's."""
+        """What learns: all tensors, or those of the adapter in use."""
         return self.tensors if self.adapter is None else self.adapter.tensors
 
     def sources(self, *, rounded: bool = False) -> list[TensorSource]:
@@ -311,8 +316,10 @@ class Model:
         return self.adapter.merged_sources(rounded=rounded)
 
     def learn(self, wrapped: Sequence[Any]) -> None:
-        """Passes go through megatron-core's gradient buffers from now on, a module a chunk."""
+        """Passes go through these gradient buffers of megatron-core's from now on, a module a chunk."""
         self.passes.wrapped = wrapped
+        no_sync = [ddp.no_sync for ddp in wrapped]
+        self.stage.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
 
     @torch.no_grad()
     def fill(self, folder: Mapping[str, torch.Tensor]) -> None:
@@ -353,11 +360,11 @@ def build_model(
     model.passes.ahead = settings.ahead
     model.fill(stored(folder, seed))
     if settings.lora is not None:
-        model.adapter = StageAdapter.attach(
-            stage, model.tensors, folder, settings.lora, name=settings.adapter, seed=seed
+        model.adapters = StageAdapter.attach(
+            stage, model.tensors, folder, settings.lora, names=settings.adapters, seed=seed
         )
-        if settings.adapter_load:
-            model.adapter.load(Path(settings.adapter_load))
+        for adapter in model.adapters.values() if settings.adapter_load else ():
+            adapter.load(Path(settings.adapter_load))
     return model
 
 

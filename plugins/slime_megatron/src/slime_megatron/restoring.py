@@ -102,7 +102,7 @@ def _read(
         folder = DistFolder.open(path, trusted=True)  # read by a list of classes; the run's manifest has its hash
     models = learned(worker)
     for one in models:
-        if counter(one) not in state:
+        if one.prefix and counter(one) not in state:
             raise TrainerError("the checkpoint holds no critic", code="TRN108", where=str(path))
     _check_fit(path, folder, models)
     if worker.base.sums:

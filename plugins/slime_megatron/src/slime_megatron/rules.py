@@ -73,13 +73,6 @@ def conflicts(config: Config) -> Iterator[Problem]:
 def _of_adapters(config: Config, table: Mapping[str, Any]) -> Iterator[Problem]:
     """What adapters of Megatron's layers cannot have."""
     train, lora = config.train, "train.lora_rank"
-    if len(train.lora_adapters) > 1:
-        yield conflict(
-            f"train_backend = megatron with {len(train.lora_adapters)} names in lora_adapters",
-            ["train.train_backend", "train.lora_adapters"],
-            why="a Megatron trainer has one adapter",
-            fix="--train-backend fsdp   or a run an adapter",
-        )
     if train.base_weights != "auto":
         yield conflict(
             f"train_backend = megatron with base_weights = {train.base_weights}",

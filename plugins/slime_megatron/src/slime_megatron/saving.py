@@ -49,7 +49,7 @@ REFERENCE, CRITIC = BESIDE
 
 @dataclass(slots=True, frozen=True)
 class Learned:
-    """A model with its optimizer; ``prefix`` stands before its keys and its counters."""
+    """A model, or an adapter of it, with its optimizer; ``prefix`` stands before its keys and its counters."""
 
     prefix: str
     model: Model
@@ -58,7 +58,7 @@ class Learned:
     @property
     def tensors(self) -> Tensors:
         """What of the model learns."""
-        return self.model.trained
+        return self.model.tensors if self.learner.adapter is None else self.learner.adapter.tensors
 
 
 @dataclass(slots=True, frozen=True)
@@ -98,8 +98,8 @@ class SavePlan:
 
 
 def learned(worker: MegatronWorker) -> list[Learned]:
-    """Every model that learns."""
-    learners = [Learned("", worker.policy, worker.actor)]
+    """Every model that learns, and every adapter."""
+    learners = [Learned("", worker.policy, actor) for actor in worker.actors.values()]
     if worker.critic is not None:
         learners.append(Learned(CRITIC, worker.critic.model, worker.critic.learner))
     return learners
@@ -268,5 +268,6 @@ def _state(worker: MegatronWorker) -> dict[str, Any]:
 
 
 def counter(one: Learned) -> str:
-    """The name of a model's optimizer steps in trainer.json."""
-    return one.prefix.replace(".", "_") + "optimizer_steps"
+    """The name of a model's optimizer steps in trainer.json, and of each adapter's where there are several."""
+    steps, adapter = one.prefix.replace(".", "_") + "optimizer_steps", one.learner.adapter
+    return steps if adapter is None or len(one.model.adapters) == 1 else f"{steps}.{adapter.name}"

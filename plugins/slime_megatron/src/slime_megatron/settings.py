@@ -81,9 +81,9 @@ class MegatronSettings:
     frozen_tower: bool = True  # train.freeze_vision_tower
     ahead: float = 0.0  # weight of the loss of the layer that predicts further ahead; 0 does without the layer
     compile: Choice = "auto"  # train.compile
-    lora: LoraSpec | None = None  # of the policy's adapter; None trains the whole model
-    adapter: str = DEFAULT  # its name
-    adapter_load: str = ""  # the folder that it starts from
+    lora: LoraSpec | None = None  # of the policy's adapters; None trains the whole model
+    adapters: tuple[str, ...] = (DEFAULT,)  # their names
+    adapter_load: str = ""  # the folder that they start from
     notices: tuple[str, ...] = ()
 
     @property
@@ -163,7 +163,7 @@ def settings(
         ahead=_ahead(options.ahead, bridge, hf_config, len(layout.chunks(sizes.layers)[-1]), origins),
         compile=train.compile,
         lora=LoraSpec.of(train),
-        adapter=(*train.lora_adapters, DEFAULT)[0],
+        adapters=train.lora_adapters or (DEFAULT,),
         adapter_load=train.lora_load,
         notices=(*options.notices, *notices, *unused(options)),
     )

@@ -47,8 +47,9 @@ if TYPE_CHECKING:
     from slime_core.lora.folder import Factors
     from slime_core.protocols import Role
     from slime_core.trainers.optimizer_step import Schedule
-    from slime_core.types import Columns, MicroBatch
+    from slime_core.types import Batch, Columns, MicroBatch
     from slime_core.weights.transports.buckets import TensorSource
+    from slime_megatron.lora import StageAdapter
 
 
 class MegatronWorker(Worker):
@@ -71,8 +72,11 @@ class MegatronWorker(Worker):
         )
         self.plugins.notify("slime_megatron_init", "a Megatron rank's start", self.ctx, args=self.settings)
         self.policy: Model = build_model(self.settings, self.bridge, self.folder, self.device, seed=self.config.seed)
-        self.actor: MegatronLearner = MegatronLearner(self.policy.stage)
-        self.actor.wrap(build(self.settings))
+        adapters: Mapping[str, StageAdapter | None] = self.policy.adapters or {"": None}
+        self._actors = {name: MegatronLearner(self.policy.stage, adapter) for name, adapter in adapters.items()}
+        for actor in self._actors.values():
+            actor.wrap(build(self.settings))
+        self.actor: MegatronLearner = next(iter(self._actors.values()))
         self.policy.learn(self.actor.wrapped)
         self.expert_load = self.policy.passes.expert_load = watch(self.policy.stage)
         if self.train.routing_replay != "off":
@@ -99,12 +103,33 @@ class MegatronWorker(Worker):
         return MegatronCritic(self.train.critic_load, self.folder, self.policy, self.settings, self.run)
 
     def begin_models(self, schedule: Schedule, steps: int, needs: frozenset[Role]) -> None:
-        self.actor.begin(self.train, schedule, build(self.settings))
+        for actor in self.actors.values():
+            actor.begin(self.train, schedule, build(self.settings))
         if self.critic is not None:
             self.critic.begin(self.train, steps, self.settings, self.run)
         self.frozen.begin(needs, self.train, self.policy, self.run)
         for one in saving.learned(self):
             check_shapes(one.tensors.entries)
+
+    @property
+    def actors(self) -> dict[str, MegatronLearner]:
+        return self._actors
+
+    @contextmanager
+    def adapter_of(self, batch: Batch) -> Iterator[None]:
+        actor = self.actor
+        named = self._actors.get((batch.models or [""])[0], actor)
+        with named.adapter.in_use() if named.adapter is not None else nullcontext():
+            self._step_by(named)
+            try:
+                yield
+            finally:
+                self._step_by(actor)
+
+    def _step_by(self, actor: MegatronLearner) -> None:
+        """Passes add gradients to a learner's from now on."""
+        self.actor = actor
+        self.policy.learn(actor.wrapped)
 
     def columns(self, rank_batch: RankBatch, model: Model, role: Role, count: int) -> NDArray[np.float32]:
         columns = torch.zeros(count, len(rank_batch.batch.loss_mask), dtype=torch.float32, device=self.device)
@@ -138,7 +163,7 @@ class MegatronWorker(Worker):
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:
-        """The policy's passes with gradients inside the block drop inputs of an adapter."""
+        """The policy's passes with gradients inside the block drop inputs of the adapter in use."""
         adapter, passes = self.policy.adapter, self.policy.passes
         if adapter is not None and self.train.lora_dropout:
             adapter.switch.dropout.seed = seed_of(self.config.seed, "dropout", self.actor.steps)
@@ -216,10 +241,10 @@ class MegatronWorker(Worker):
         return base_sums(self.policy.tensors) if self.policy.adapter is not None else {}
 
     def whole_adapters(self) -> dict[str, tuple[Mapping[str, Any], Mapping[str, Factors]]]:
-        if (adapter := self.policy.adapter) is None:
-            return {}
-        self.settle()
-        return {adapter.name: (adapter.spec.to_peft(self.config.rollout.hf_checkpoint), adapter.factors())}
+        adapters, base = self.policy.adapters, self.config.rollout.hf_checkpoint
+        if adapters:
+            self.settle()
+        return {name: (adapter.spec.to_peft(base), adapter.factors()) for name, adapter in adapters.items()}
 
     def adapter_updates(self) -> dict[str, AdapterUpdate]:
         if self.train.lora_sync == "merged":
@@ -253,7 +278,8 @@ class MegatronWorker(Worker):
         """What a name of `release` stands for, on this rank's device."""
         learners = self.learners()
         if what == "parameters":
-            tensors = [*(p for learner in learners for p in learner.stage.parameters()), *self.frozen.tensors()]
+            stages = dict.fromkeys(learner.stage for learner in learners)  # adapters share one
+            tensors = [*(p for stage in stages for p in stage.parameters()), *self.frozen.tensors()]
         elif what == "optimizer":
             tensors = [tensor for learner in learners for tensor in learner.states()]
         else:
