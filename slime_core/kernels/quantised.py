@@ -19,16 +19,10 @@ from torch.utils._pytree import tree_map_only
 
 from slime_core.kernels import by_triton
 from slime_core.weights.fp8 import BlockFormat
+from slime_core.weights.nf4 import NF4
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
-
-NF4 = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
-"""The values of a 4-bit number (QLoRA, appendix E)."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -87,6 +81,11 @@ class QuantisedWeight(torch.Tensor):
     def of_blocks(cls, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> QuantisedWeight:
         """From a weight [rows, columns] that `weights.fp8` has stored, float8 and a scale for each block."""
         return cls(numbers.view(torch.uint8), _by_row(scales.float(), len(numbers)), FORMS["fp8"], dtype)
+
+    @classmethod
+    def of_packed(cls, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> QuantisedWeight:
+        """From a weight in nf4 that is stored already, with blocks of any size within its rows."""
+        return cls(numbers, scales, NumberForm("nf4", 2 * numbers.shape[-1] // scales.shape[-1], 2), dtype)
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """The floats: products in float32, rounded to ``dtype``, by default the weight's own."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,46 +11,95 @@ from torch import nn
 from slime_core.errors import ConfigError
 from slime_core.kernels.quantised import FORMS, QuantisedWeight
 from slime_core.lora.layers import are_experts
+from slime_core.weights.folder_layout import FolderLayout
 from slime_core.weights.fp8 import BlockFormat
+from slime_core.weights.nf4 import Nf4Weight
 from slime_core.weights.shards import Shards
-
-if TYPE_CHECKING:
-    from slime_core.weights.folder import ModelFolder
 
 FEW_ROWS = 64
 """Fewer than these are gates and the like, which weigh little and decide much."""
 
 
-def quantise(
-    model: Any, form: str, device: torch.device, folder: ModelFolder | None = None, outside: Sequence[nn.Module] = ()
-) -> None:
-    """Hold linear layers and stacked experts of a model of transformers in ``form``, on the device; in place.
+class FewBits:
+    """The weights of a model that a base in ``form`` holds in 4 or 8 bits.
 
-    Each goes to the device alone, in the dtype that the model computes in. Embedding, output head, norms, layers of a
-    few rows, and rows that are not whole blocks, stay floats, and where they are.
+    Embedding, output head, norms, layers of a few rows, and rows that are not whole blocks, stay floats. Of a folder
+    in nf4, so do the weights that it has as floats.
 
     Args:
-        folder: that the model was built from: weights that it stores in fp8 keep their numbers
+        model: of transformers, which may be on the meta device
+        shards: that it was built from: weights that they have in the same form keep their numbers
         outside: modules that stay as they are, such as a vision tower
+    """
+
+    def __init__(self, model: Any, form: str, shards: Shards | None = None, outside: Sequence[nn.Module] = ()) -> None:
+        left_out = {id(module) for one in outside for module in one.modules()} | {id(model.get_output_embeddings())}
+        self.form = form
+        self._layout = FolderLayout(model)
+        self._infos = dict(shards.infos) if shards is not None else {}
+        self._shards = shards
+        self._stored_alone = form == "nf4" and any(isinstance(one.stored, Nf4Weight) for one in self._infos.values())
+        self.weights = {
+            f"{name}.{key}": (module, key)
+            for name, module in model.named_modules()
+            if id(module) not in left_out
+            for key in _weights(module)
+            if self._fits(getattr(module, key))
+        }
+        """By full name the module of each, and its name there."""
+
+    def _fits(self, weight: torch.Tensor) -> bool:
+        return not weight.shape[-1] % FORMS[self.form].block and weight.shape[-2] >= FEW_ROWS
+
+    def of(self, name: str, weight: torch.Tensor, device: torch.device) -> QuantisedWeight | None:
+        """The weight of a name on the device; None where it stays floats. It computes in the dtype of ``weight``."""
+        numbers = self._stored(name, weight.shape)
+        if numbers is not None:
+            make = QuantisedWeight.of_packed if self.form == "nf4" else QuantisedWeight.of_blocks
+            return make(*numbers, weight.dtype).to(device)  # type: ignore[return-value]
+        return None if self._stored_alone else QuantisedWeight.of(weight.to(device), self.form, weight.dtype)
+
+    def _stored(self, name: str, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Numbers and scales that the folder has of a weight; of experts' matrices in nf4 those of their stack."""
+        if self._shards is None:
+            return None
+        if self.form == "fp8":
+            stored = self._infos[name].stored if name in self._infos else None
+            same = (
+                stored is not None
+                and isinstance(stored.form, BlockFormat)
+                and stored.form.block == BlockFormat().block
+            )
+            return self._shards.stored(name) if same else None
+        parts = self._layout.parts(name, shape) if self._stored_alone else ()
+        whole: tuple[torch.Tensor, ...] = ()
+        for part in parts:
+            names = (part.name, part.name.removeprefix(self._layout.prefix))
+            numbers = next((self._shards.stored(one) for one in names if one in self._infos), None)
+            if numbers is None:
+                return None
+            if part.shape == shape:
+                return numbers
+            whole = whole or tuple(one.new_empty(*shape[:-1], one.shape[-1]) for one in numbers)
+            for one, rows in zip(whole, numbers):
+                part.cut(one).copy_(rows)
+        return (whole[0], whole[1]) if whole else None
+
+
+def quantise(
+    model: Any, form: str, device: torch.device, shards: Shards | None = None, outside: Sequence[nn.Module] = ()
+) -> None:
+    """Hold weights of a model in ``form``, on the device; in place. Arguments are as in `FewBits`.
+
+    Each goes to the device alone, in the dtype that the model computes in; what stays floats stays where it is.
 
     Raises:
         ConfigError: CFG04 no weight of the model can be held so.
     """
-    head = model.get_output_embeddings()
-    left_out = {id(module) for one in outside for module in one.modules()} | {id(head)}
-    count, stored = 0, _stored(folder) if form == "fp8" else _nothing
-    for name, module in list(model.named_modules()):
-        if id(module) in left_out:
-            continue
-        for key in _weights(module):
-            weight = getattr(module, key)
-            if weight.shape[-1] % FORMS[form].block or weight.shape[-2] < FEW_ROWS:
-                continue
-            numbers = stored(f"{name}.{key}")
-            if numbers is not None:
-                quantised = QuantisedWeight.of_blocks(*numbers, weight.dtype).to(device)
-            else:
-                quantised = QuantisedWeight.of(weight.data.to(device), form, weight.dtype)
+    few_bits, count = FewBits(model, form, shards, outside), 0
+    for name, (module, key) in few_bits.weights.items():
+        quantised = few_bits.of(name, getattr(module, key).data, device)
+        if quantised is not None:
             module._parameters[key] = nn.Parameter(quantised, requires_grad=False)
             count += 1
     if not count:
@@ -64,21 +113,8 @@ def quantise(
         )
 
 
-def _weights(module: nn.Module) -> tuple[str, ...]:
+def _weights(module: nn.Module) -> Iterator[str]:
     if are_experts(module):
-        return tuple(key for key in ("gate_up_proj", "up_proj", "down_proj") if key in module._parameters)
-    return ("weight",) if isinstance(module, nn.Linear) else ()
-
-
-def _nothing(name: str) -> None:
-    return None
-
-
-def _stored(folder: ModelFolder | None) -> Callable[[str], tuple[torch.Tensor, torch.Tensor] | None]:
-    """Numbers and scales of a weight that the folder stores in the blocks of the trainer."""
-    if folder is None or folder.init_weights == "random" or not isinstance(folder.stored_in, BlockFormat):
-        return _nothing
-    tensors: Mapping[str, torch.Tensor] = folder.tensors()
-    if folder.stored_in.block != BlockFormat().block or not isinstance(tensors, Shards):
-        return _nothing
-    return tensors.stored
+        yield from (key for key in ("gate_up_proj", "up_proj", "down_proj") if key in module._parameters)
+    elif isinstance(module, nn.Linear):
+        yield "weight"

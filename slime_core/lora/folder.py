@@ -25,7 +25,8 @@ from slime_core.durable import storage_error
 from slime_core.errors import ConfigError, DataError
 from slime_core.lora.layers import Adapters, LoraExperts, LoraLinear
 from slime_core.lora.spec import DEFAULT, LoraSpec
-from slime_core.weights.shards import Shards, TensorInfo, header, read_header
+from slime_core.weights.shards import Shards, header, read_header
+from slime_core.weights.tensor_info import TensorInfo
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from slime_core.errors import ConfigError, DataError
 from slime_core.weights.fp8 import BlockFormat
-from slime_core.weights.int4 import PackedFormat
 from slime_core.weights.native_configs import LAYERS, native_config
-from slime_core.weights.shards import Shards, storage_form
+from slime_core.weights.nf4 import Nf4Format
+from slime_core.weights.shards import Shards
+from slime_core.weights.stored_forms import StoredForm, refuse_quantised, storage_form
 from slime_core.weights.vision import sees
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from slime_core.weights.build import Fit
@@ -58,7 +58,7 @@ class ModelFolder:
 
     path: Path
     config: Any  # transformers.PreTrainedConfig
-    stored_in: BlockFormat | PackedFormat | None  # of quantised weights
+    stored_in: StoredForm | None  # of quantised weights
     eos_token_ids: tuple[int, ...]  # ids that end a response, ascending
     vocab_size: int  # rows of the embedding: every id below it is legal
     context_len: int  # positions the model was made for
@@ -95,6 +95,8 @@ class ModelFolder:
         folder.stored_in = storage_form(_read_json(folder.path / "config.json"))
         if folder.stored_in:
             folder._note(f"weights are {folder.stored_in.form}: they train as floats, and what a run writes is not")
+            if isinstance(folder.stored_in, Nf4Format):
+                folder._note("--base-weights nf4 holds the base of adapters in the folder's own 4 bits")
         text = folder.config.get_text_config()
         folder.vocab_size = int(text.vocab_size)
         folder._check_tokenizer(stop_token_ids)
@@ -113,7 +115,7 @@ class ModelFolder:
                 self._tokenizer.chat_template = _read_json(self.path / "chat_template.json").get("chat_template")
         return self._tokenizer
 
-    def tensors(self) -> Mapping[str, torch.Tensor]:
+    def tensors(self) -> Shards:
         """Stored tensors by name, each read on access."""
         if self._shards is None:
             self._shards = Shards.open(self.path)
@@ -213,7 +215,7 @@ def read_config(path: Path, *, trust_remote_code: bool = False) -> Any:
     raw = _read_json(path / "config.json", needed=True)
     if not trust_remote_code:
         _refuse_remote_code(path, str(raw.get("model_type", "")))
-    _refuse_quantised(path, raw)
+    refuse_quantised(path, raw)
     config = _load_config(path, raw, trust_remote_code)
     _refuse_uneven_heads(path, config.get_text_config())
     return config
@@ -328,21 +330,6 @@ def _refuse_remote_code(folder: Path, model_type: str) -> None:
             why="code from a model is not run unless you say so",
             fix=f"read that code, then set rollout.trust_remote_code=true, which lets a run execute it{instead}",
         )
-
-
-def _refuse_quantised(folder: Path, raw: Mapping[str, Any]) -> None:
-    config = raw.get("quantization_config")
-    if not config or storage_form(raw):
-        return
-    method = config.get("quant_method", "unknown method") if isinstance(config, dict) else config
-    raise DataError(
-        f"{folder.name} is quantised ({method})",
-        code="TOK48",
-        where=f"{folder / 'config.json'}: quantization_config",
-        why="loadable are float weights, fp8 with weight_block_size (DeepSeek V3, Qwen3-*-FP8), and symmetric int4 of "
-        "compressed-tensors in groups of adjacent columns (actorder null, static or weight)",
-        fix="name the unquantised model",
-    )
 
 
 def _refuse_uneven_heads(folder: Path, text: Any) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from slime_core.durable import storage_error
-from slime_core.weights.shards import INDEX, SINGLE, Shards, TensorInfo
+from slime_core.weights.shards import INDEX, SINGLE, Shards
+from slime_core.weights.tensor_info import TensorInfo
 
 FIRST, FILE = "model-00001-of-00002.safetensors", "model-prediction-layers.safetensors"
 BESIDE = {

@@ -3,7 +3,8 @@
     8 bytes n, little endian | n bytes JSON {name: {dtype, shape, data_offsets: [begin, end]}} | tensor bytes, no gaps
 
 Tensors are read with plain reads, never mapped, so that a file cut short later is an error and not a crash. Quantised
-weights (`fp8.BlockFormat`, `int4.PackedFormat`) are read as bfloat16; their scales are not tensors of their own.
+weights (`fp8.BlockFormat`, `int4.PackedFormat`, `nf4.Nf4Format`) are read as floats; their scales are not tensors of
+their own.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from typing import TYPE_CHECKING, Any
 from slime_core.errors import DataError
 from slime_core.weights.fp8 import BlockFormat
 from slime_core.weights.int4 import PACKED, PackedFormat
+from slime_core.weights.nf4 import DTYPES, PARTS, STATE, Nf4Weight
+from slime_core.weights.stored_forms import storage_form
+from slime_core.weights.tensor_info import Read, TensorInfo
 
 if TYPE_CHECKING:
     import torch
@@ -48,29 +52,6 @@ TORCH_NAMES = {
 }
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class TensorInfo:
-    """Where one tensor lies: ``begin`` and ``end`` are bytes from the start of ``file``."""
-
-    name: str
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-    stored: StoredWeight | None = None  # of a quantised weight, which has the values' dtype and shape
-
-    def rows(self, first: int, count: int) -> TensorInfo:
-        """Where ``count`` rows lie; of a quantised weight ``first`` is the first of those that share a scale."""
-        size = (self.end - self.begin) // self.shape[0]
-        begin, stored = self.begin + first * size, self.stored
-        if stored is not None:
-            height = stored.form.height
-            scales = stored.scales.rows(first // height, -(-count // height))
-            stored = replace(stored, numbers=stored.numbers.rows(first, count), scales=scales)
-        return replace(self, shape=(count, *self.shape[1:]), begin=begin, end=begin + count * size, stored=stored)
-
-
 @dataclass(slots=True, frozen=True)
 class StoredWeight:
     """What a quantised weight is computed from."""
@@ -78,6 +59,22 @@ class StoredWeight:
     form: BlockFormat | PackedFormat
     numbers: TensorInfo
     scales: TensorInfo
+
+    def rows(self, first: int, count: int) -> StoredWeight:
+        """As `TensorInfo.rows`."""
+        height = self.form.height
+        scales = self.scales.rows(first // height, -(-count // height))
+        return replace(self, numbers=self.numbers.rows(first, count), scales=scales)
+
+    def values(self, read: Read) -> torch.Tensor:
+        """The floats, in bfloat16."""
+        import torch
+
+        return self.form.dequantise(read(self.numbers), read(self.scales), torch.bfloat16)
+
+    def parts(self, read: Read) -> tuple[torch.Tensor, torch.Tensor]:
+        """Numbers and scales."""
+        return read(self.numbers), read(self.scales)
 
 
 class Shards(Mapping[str, "torch.Tensor"]):
@@ -105,51 +102,48 @@ class Shards(Mapping[str, "torch.Tensor"]):
             infos = read_header(folder / SINGLE)
         else:
             raise _no_weights(folder)
-        infos = _experts_apart(_with_values(infos, folder), folder)
+        infos = _experts_apart(_with_nf4(_with_values(infos, folder)), folder)
         return cls({name: info for name, info in infos.items() if not name.endswith(COMPUTED)})
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        import torch
-
         info = self.infos[name]
-        if info.stored is None:
-            return self._read(info)
-        numbers, scales = self._read(info.stored.numbers), self._read(info.stored.scales)
-        return info.stored.form.dequantise(numbers, scales, torch.bfloat16)
+        return _read(info) if info.stored is None else info.stored.values(_read)
 
     def stored(self, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Numbers and scales of a quantised weight; None of another, and of a name that is not here."""
+        """Numbers and scales of a quantised weight; None of another, and of a name that is not here.
+
+        None too of nf4 whose blocks do not lie within rows.
+        """
         info = self.infos.get(name)
-        if info is None or info.stored is None:
-            return None
-        return self._read(info.stored.numbers), self._read(info.stored.scales)
-
-    def _read(self, info: TensorInfo) -> torch.Tensor:
-        """A tensor as it is stored."""
-        import torch
-
-        tensor = torch.empty(info.shape, dtype=getattr(torch, TORCH_NAMES[info.dtype]))
-        if info.end == info.begin:
-            return tensor
-        view = memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
-        try:
-            with info.file.open("rb", buffering=0) as file:
-                file.seek(info.begin)
-                done = 0
-                while done < len(view):
-                    count = file.readinto(view[done:])
-                    if not count:
-                        raise damaged(info.file, f"the file ends inside tensor {info.name}")
-                    done += count
-        except OSError as error:
-            raise damaged(info.file, f"tensor {info.name} cannot be read: {error}") from error
-        return tensor
+        return None if info is None or info.stored is None else info.stored.parts(_read)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.infos)
 
     def __len__(self) -> int:
         return len(self.infos)
+
+
+def _read(info: TensorInfo) -> torch.Tensor:
+    """A tensor as it is stored."""
+    import torch
+
+    tensor = torch.empty(info.shape, dtype=getattr(torch, TORCH_NAMES[info.dtype]))
+    if info.end == info.begin:
+        return tensor
+    view = memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
+    try:
+        with info.file.open("rb", buffering=0) as file:
+            file.seek(info.begin)
+            done = 0
+            while done < len(view):
+                count = file.readinto(view[done:])
+                if not count:
+                    raise damaged(info.file, f"the file ends inside tensor {info.name}")
+                done += count
+    except OSError as error:
+        raise damaged(info.file, f"tensor {info.name} cannot be read: {error}") from error
+    return tensor
 
 
 STACKS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
@@ -345,6 +339,20 @@ def _with_values(infos: dict[str, TensorInfo], folder: Path) -> dict[str, Tensor
     return infos
 
 
+def _with_nf4(infos: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """The tensors of a folder, each weight in nf4 with all that it is stored in, and under its own name."""
+    for state in [info for info in infos.values() if info.name.endswith(STATE)]:
+        name = state.name.removesuffix(STATE)
+        del infos[state.name]
+        parts = {part: infos.pop(name + part, None) for part in PARTS}
+        try:
+            stored = Nf4Weight.of(parts, bytes(_read(state).numpy()))
+        except (ValueError, KeyError, TypeError) as error:
+            raise _unfit(name, state.file, f"{error}") from error
+        infos[name] = replace(stored.numbers, name=name, dtype=DTYPES[stored.dtype], shape=stored.shape, stored=stored)
+    return infos
+
+
 def _experts_apart(infos: dict[str, TensorInfo], folder: Path) -> dict[str, TensorInfo]:
     """The tensors of a folder, a stack of experts as a tensor each: [E, 2 I, H] is gate over up, [E, H, I] down."""
     stacks = [info for info in infos.values() if len(info.shape) == 3 and info.name.endswith(STACKS)]
@@ -363,17 +371,12 @@ def _experts_apart(infos: dict[str, TensorInfo], folder: Path) -> dict[str, Tens
     return infos
 
 
-def storage_form(config: Mapping[str, Any]) -> BlockFormat | PackedFormat | None:
-    """How the quantised weights of a config.json are stored; None where it has none, or others than load here."""
-    return BlockFormat.of(config) or PackedFormat.of(config)
-
-
 def _form(folder: Path, weight: TensorInfo) -> BlockFormat | PackedFormat:
     try:
         form = storage_form(json.loads((folder / "config.json").read_bytes()))
     except (OSError, ValueError):
         form = None
-    if form is None or isinstance(form, BlockFormat) != (weight.dtype == FP8):
+    if not isinstance(form, BlockFormat if weight.dtype == FP8 else PackedFormat):
         raise DataError(
             f"tensor {weight.name} is {weight.dtype}, and config.json does not say how it is quantised",
             code="TOK48",
@@ -397,14 +400,18 @@ def _scales(numbers: TensorInfo, scales: TensorInfo | None, form: BlockFormat | 
     elif scales.dtype not in ("F32", "F16", "BF16"):
         reason = f"{scales.name} is {scales.dtype}"
     if scales is None or reason:
-        raise DataError(
-            f"tensor {numbers.name} is quantised and has no scales that fit",
-            code="TOK46",
-            where=str(numbers.file),
-            why=reason,
-            fix="fetch the folder again, or name that of the float weights",
-        )
+        raise _unfit(numbers.name, numbers.file, reason)
     return scales
+
+
+def _unfit(name: str, file: Path, reason: str) -> DataError:
+    return DataError(
+        f"tensor {name} is quantised and has no scales that fit",
+        code="TOK46",
+        where=str(file),
+        why=reason,
+        fix="fetch the folder again, or name that of the float weights",
+    )
 
 
 def damaged(file: Path, why: str) -> DataError:

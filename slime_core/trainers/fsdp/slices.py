@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 from slime_core.errors import StorageError
-from slime_core.weights.shards import TORCH_NAMES, Shards, TensorInfo, damaged, read_header, read_metadata
+from slime_core.weights.shards import TORCH_NAMES, Shards, damaged, read_header, read_metadata
+from slime_core.weights.tensor_info import TensorInfo
 
 KEY, STARTS, SHAPE = "DCP_SHARDING_INFO", "saved_offsets", "shape"
 

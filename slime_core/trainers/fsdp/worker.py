@@ -105,7 +105,8 @@ class FsdpWorker(Worker):
         name = self.train.dtype if self.train.lora_rank else "float32"
         model: Any = self.folder.build_model(name, self.config.seed)
         if self.train.base_weights != "auto":
-            quantise(model, self.train.base_weights, self.device, self.folder, outside_of(model))
+            shards = self.folder.tensors() if self.folder.init_weights == "load" else None
+            quantise(model, self.train.base_weights, self.device, shards, outside_of(model))
         return model.to(self.device).eval().requires_grad_(True)
 
     def _try_model(self) -> None:

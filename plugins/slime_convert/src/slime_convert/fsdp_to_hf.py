@@ -25,7 +25,8 @@ from slime_core.weights import prediction_layers
 from slime_core.weights.build import Fit, misfit, skeleton
 from slime_core.weights.folder import read_config
 from slime_core.weights.folder_layout import FolderLayout
-from slime_core.weights.shards import TORCH_NAMES, Shards, TensorInfo
+from slime_core.weights.shards import TORCH_NAMES, Shards
+from slime_core.weights.tensor_info import TensorInfo
 
 NAME_ONE = "name a run directory or checkpoints/step-N of the fsdp trainer; Megatron's: slime convert dist-to-hf"
 

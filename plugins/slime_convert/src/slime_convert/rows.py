@@ -23,7 +23,8 @@ import torch
 
 from slime_convert.bridge import Entry, Kind, Sizes, join
 from slime_core.errors import DataError
-from slime_core.weights.shards import TORCH_NAMES, Shards, TensorInfo
+from slime_core.weights.shards import TORCH_NAMES, Shards
+from slime_core.weights.tensor_info import TensorInfo
 
 BLOCK = 1 << 20  # bytes that are read, cast, hashed and written at once: they stay in the processor's cache
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

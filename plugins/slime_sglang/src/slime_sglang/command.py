@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from slime_core.config.problems import raise_all
 from slime_core.errors import ConfigError
 from slime_core.weights.fp8 import rollout_form
-from slime_core.weights.shards import storage_form
+from slime_core.weights.stored_forms import storage_form
 from slime_sglang import adapters, rules as engine_rules
 from slime_sglang.installation import (
     RESERVED,

@@ -25,7 +25,7 @@ from slime_core.errors import ConfigError, DataError, PluginError, SlimeError
 from slime_core.media.families import FAMILIES as PICTURES
 from slime_core.plugins import load_plugins, option_models
 from slime_core.plugins.backends import trainer_of
-from slime_core.weights.shards import storage_form
+from slime_core.weights.stored_forms import storage_form
 
 SECTIONS = ("rollout", "train", "reward", "eval", "report")
 """Those with keys that name functions."""
