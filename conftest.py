@@ -6,7 +6,9 @@ connection fails; what cannot be proven on this machine is named at the end, a l
 """
 
 import asyncio
+import compileall
 import functools
+import gc
 import json
 import os
 import shutil
@@ -54,6 +56,25 @@ def find_python(marker):
     if process.returncode:
         return "", f"no {package} in the environment of {python}; `make {marker}` installs it"
     return python, ""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session):
+    """Compile the packages once, before the workers of a whole run: some hundred processes of its tests import them."""
+    if session.config.getoption("numprocesses", None):
+        for folder in (ROOT / "slime_core", ROOT / "cli", *sorted(ROOT.glob("plugins/*/src"))):
+            compileall.compile_dir(folder, quiet=2)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Look for no garbage among modules and tests, neither while they come nor later: all of them stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items):
