@@ -58,6 +58,20 @@ READS_PICKLES = "plugins/slime_megatron/src/slime_megatron/convert/unpickle.py"
 RUNS_CANDIDATES = "plugins/slime_kernelbench/src/slime_kernelbench/judge/module.py"
 """Sources of problems and candidates, in the process of a sandbox."""
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
+READ_CLOCKS = {
+    "cli/slime_cli/driver_process.py": "--stop-after of a driver whose restarts may be on other machines",
+    "plugins/slime_chat/src/slime_chat/answers.py": "`created` of an answer, as OpenAI's API has it",
+    "plugins/slime_chat/src/slime_chat/responses_api.py": "`created_at` of a response, likewise",
+    "plugins/slime_compat/src/slime_compat/served/traces.py": "`ts` of an event, as slime's traces have it",
+    "plugins/slime_kernelbench/src/slime_kernelbench/records.py": "when a turn was written, for people",
+    "plugins/slime_report/src/slime_report/recorder.py": "when a step ended, for people",
+    "plugins/slime_trackers/src/slime_trackers/mlflow_run.py": "when a figure was logged, as MLflow's API has it",
+    "plugins/slime_trackers/src/slime_trackers/prometheus.py": "a heartbeat, which Prometheus compares with its own clock",
+    "plugins/slime_trackers/src/slime_trackers/timeline.py": "where a trace begins, as OpenTelemetry has it",
+    "plugins/slime_watch/src/slime_watch/views.py": "how long a phase lasts that another process has begun",
+    "slime_core/report/report.py": "when a phase began, for another process",
+}
+"""Files that may look at the wall clock, with what for."""
 LIBRARIES = {
     "slime_chat",
     "slime_compat",
@@ -111,9 +125,17 @@ def shown(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+def nodes(tree: ast.AST) -> list[ast.AST]:
+    """All nodes of a tree, kept with it: a walk over every file takes seconds."""
+    if not hasattr(tree, "nodes"):
+        tree.nodes = list(ast.walk(tree))  # type: ignore[attr-defined]
+    found: list[ast.AST] = tree.nodes  # type: ignore[attr-defined]
+    return found
+
+
 def imports(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
     """Every import statement and the absolute module name it asks for (``from a import b`` gives a and a.b)."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((node, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -125,7 +147,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
 def typing_only(tree: ast.AST) -> set[ast.stmt]:
     """Statements below ``if TYPE_CHECKING``: they never run."""
     guarded: set[ast.stmt] = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
             guarded.update(child for child in ast.walk(node) if isinstance(child, ast.stmt))
     return guarded
@@ -157,10 +179,12 @@ def upward(path: Path, tree: ast.AST) -> list[str]:
     return wrong
 
 
-def calls(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            yield node.lineno, ast.unparse(node.func)
+def calls(tree: ast.AST, names: set[str]) -> Iterator[tuple[int, str]]:
+    """Lines that call something of these names."""
+    ends = {name.rpartition(".")[2] for name in names}
+    for node in nodes(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in ends:
+            yield from [(node.lineno, name)] if (name := ast.unparse(node.func)) in names else []
 
 
 @pytest.fixture(scope="module")
@@ -190,12 +214,10 @@ def circles(modules: dict[str, ast.Module]) -> list[list[str]]:
     """Modules that import each other, however far around, also where only a type checker follows."""
     needs: dict[str, set[str]] = {}
     for module, tree in modules.items():
-        named = [
-            alias for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in (a.name for a in node.names)
-        ]
+        named = [alias.name for node in nodes(tree) if isinstance(node, ast.Import) for alias in node.names]
         named += [
             f"{node.module}.{alias.name}"
-            for node in ast.walk(tree)
+            for node in nodes(tree)
             if isinstance(node, ast.ImportFrom)
             for alias in node.names
         ]
@@ -246,7 +268,7 @@ def test_the_core_and_plugins_import_neither_plugins_nor_the_command_line(parsed
 
 def compared_backends(tree: ast.Module) -> Iterator[int]:
     """Lines where what a config calls a backend is compared with a text."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
             keys = [one for one in sides if isinstance(one, ast.Attribute) and one.attr in BACKEND_KEYS]
@@ -298,11 +320,11 @@ def test_nothing_loads_sglang_in_our_process(parsed: Parsed) -> None:
             continue
         wrong += [
             f"{shown(path)}:{node.lineno} loads {node.args[0].value} by name"
-            for node in ast.walk(tree)
+            for node in nodes(tree)
             if isinstance(node, ast.Call)
-            and ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__", "run_module")
             and node.args
             and isinstance(node.args[0], ast.Constant)
+            and ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__", "run_module")
             and str(node.args[0].value).split(".")[0] == "sglang"
         ]
     assert wrong == []
@@ -319,16 +341,28 @@ def test_no_pickle_no_eval(parsed: Parsed) -> None:
     used = [
         f"{shown(path)}:{line} {name}"
         for path, tree in trees
-        for line, name in calls(tree)
-        if name in FORBIDDEN_CALLS and not (name == "exec" and shown(path) == RUNS_CANDIDATES)
+        for line, name in calls(tree, FORBIDDEN_CALLS)
+        if not (name == "exec" and shown(path) == RUNS_CANDIDATES)
     ]
     assert modules + used == []
+
+
+def test_no_code_of_ours_compares_wall_clocks(parsed: Parsed) -> None:
+    """Durations and deadlines are monotonic; a time of day is written, never read."""
+    clocks = {f"time.{name}" for name in ("time", "time_ns", "localtime", "gmtime")}
+    clocks |= {f"datetime.{name}" for name in ("now", "utcnow", "today")}
+    clocks |= {f"datetime.{name}" for name in ("datetime.now", "datetime.utcnow", "date.today")}
+    files = [(shown(path), tree) for path, tree in parsed("slime_core", "cli/slime_cli", "plugins")]
+    assert [
+        f"{name}:{line}" for name, tree in files if name not in READ_CLOCKS for line, _ in calls(tree, clocks)
+    ] == []
+    assert list(calls(ast.parse("time.time()"), clocks)) == [(1, "time.time")]
 
 
 def test_a_pickle_and_an_eval_are_found() -> None:
     tree = ast.parse("import pickle\ntorch.load(path)\neval('1')\nmodel.eval()")
     assert [name for _, name in imports(tree) if name in FORBIDDEN_MODULES] == ["pickle"]
-    assert [name for _, name in calls(tree) if name in FORBIDDEN_CALLS] == ["torch.load", "eval"]
+    assert [name for _, name in calls(tree, FORBIDDEN_CALLS)] == ["torch.load", "eval"]
 
 
 def test_modules_are_short_and_begin_with_a_sentence(parsed: Parsed) -> None:

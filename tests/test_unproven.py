@@ -16,7 +16,7 @@ pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[1]
 SERVED = "plugins/slime_sglang/tests/served/test_facts.py"
-ENVIRONMENTS = "plugins/slime_verifiers/tests/test_verifiers_runs.py"
+ENVIRONMENTS = "plugins/slime_verifiers/tests/test_verifiers_failures.py"
 OTHERS = "tests/unit/config/test_dump.py"
 
 

@@ -24,15 +24,15 @@ def query(run, text):
 
 
 def test_a_short_run_keeps_adapters_apart_and_is_made_again_bit_for_bit(train, forked_slime):
-    run = train(RECIPE, "--num-rollout", 4, "--save-interval", 2, "--verify-step", 3)
+    run = train(RECIPE, "--num-rollout", 3, "--save-interval", 1, "--verify-step", 2, "--rollout-batch-size", 4)
     for metrics in steps_of(run):
         for name in ("loss", "grad_norm", "reward/mean", "advantages/abs_mean", "optimizer_steps"):
             assert {f"{adapter}/{name}" for adapter in NAMES} <= metrics.keys()
         assert metrics["optimizer_steps"] == sum(metrics[f"{adapter}/optimizer_steps"] for adapter in NAMES)
     assert json.loads((run / "verify.json").read_text())["ok"]
-    assert query(run, "SELECT model, count(*) FROM samples GROUP BY model") == [("down", 768), ("up", 768)]
+    assert query(run, "SELECT model, count(*) FROM samples GROUP BY model") == [("down", 192), ("up", 192)]
     assert {path.name for path in (run / "final" / "adapter").iterdir()} == set(NAMES)
-    again = forked_slime("replay", run, "--step", 4, "--json")
+    again = forked_slime("replay", run, "--step", 3, "--json")
     assert again.returncode == 0, again.stderr
     answer = json.loads(again.stdout)
     assert (answer["identical"], answer["began"]) == (True, 2)

@@ -1,6 +1,5 @@
 """Signals, clocks and closed pipes: a run ends in order with a checkpoint, or at once, and leaves nothing behind."""
 
-import ast
 import contextlib
 import hashlib
 import json
@@ -20,9 +19,6 @@ from slime_core.preemption import StopSignal
 from slime_core.report import RunDir, history
 
 pytestmark = pytest.mark.integration
-
-
-ROOT = Path(__file__).parents[2]
 
 
 PHASES = """
@@ -312,47 +308,6 @@ def test_a_clock_that_jumps_changes_nothing(cli, own, whole, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: real() + 86_400 * (-1) ** next(jumps))
     assert cli("run", *own.flags, "--run-dir", "cut").code == 0
     assert weights("cut") == whole
-
-
-ALLOWED = {
-    "cli/slime_cli/driver_process.py": "--stop-after of a driver whose restarts may be on other machines",
-    "plugins/slime_chat/src/slime_chat/answers.py": "`created` of an answer, as OpenAI's API has it",
-    "plugins/slime_chat/src/slime_chat/responses_api.py": "`created_at` of a response, likewise",
-    "plugins/slime_compat/src/slime_compat/served/traces.py": "`ts` of an event, as slime's traces have it",
-    "plugins/slime_kernelbench/src/slime_kernelbench/records.py": "when a turn was written, for people",
-    "plugins/slime_report/src/slime_report/recorder.py": "when a step ended, for people",
-    "plugins/slime_trackers/src/slime_trackers/mlflow_run.py": "when a figure was logged, as MLflow's API has it",
-    "plugins/slime_trackers/src/slime_trackers/prometheus.py": "a heartbeat, which Prometheus compares with its own clock",
-    "plugins/slime_trackers/src/slime_trackers/timeline.py": "where a trace begins, as OpenTelemetry has it",
-    "plugins/slime_watch/src/slime_watch/views.py": "how long a phase lasts that another process has begun",
-    "slime_core/report/report.py": "when a phase began, for another process",
-}
-"""Files that may look at the wall clock, with what for."""
-
-
-def test_no_code_of_ours_compares_wall_clocks():
-    """Durations and deadlines are monotonic; a time of day is written, never read."""
-    clocks = {
-        "time.time",
-        "time.time_ns",
-        "time.localtime",
-        "time.gmtime",
-        "datetime.now",
-        "datetime.utcnow",
-        "datetime.today",
-    }
-    clocks |= {f"datetime.{name}" for name in ("datetime.now", "datetime.utcnow", "date.today")}
-    names, found = {clock.rpartition(".")[2] for clock in clocks}, []
-    for folder in ("slime_core", "cli/slime_cli", "plugins"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            name = path.relative_to(ROOT).as_posix()
-            if name in ALLOWED or "tests" in path.parts or "templates" in path.parts:
-                continue
-            tree = ast.parse(path.read_text())
-            calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-            named = [node for node in calls if isinstance(node.func, ast.Attribute) and node.func.attr in names]
-            found += [f"{name}:{node.lineno}" for node in named if ast.unparse(node.func) in clocks]
-    assert found == []
 
 
 def test_time_that_is_up_ends_a_run_with_a_checkpoint(cli, own, whole):

@@ -3,6 +3,9 @@
 import asyncio
 import json
 
+import torch
+from safetensors.torch import load_file
+
 from slime_core import loop
 from slime_core.ledger.ledger import SqliteLedger
 from slime_core.plugins import load_plugins
@@ -40,3 +43,17 @@ def steps_of(run, steps):
     dropped = sum(count for name, count in counts.items() if name.startswith("dropped/"))
     assert counts["issued"] == counts["trained"] + dropped + counts["pending"]
     return found, counts
+
+
+def alike(run, other, steps):
+    """Fail unless a run drew the tokens of another and ended in its weights, but for the order in which ranks add up."""
+    (drawn, counts), (expected, expected_counts) = steps_of(run, steps), steps_of(other, steps)
+    assert counts == expected_counts
+    for step, reference in zip(drawn, expected, strict=True):
+        assert [(s.id, s.tokens, s.reward) for s in step] == [(s.id, s.tokens, s.reward) for s in reference]
+    tensors, expected = (load_file(folder / "final" / "model.safetensors") for folder in (run, other))
+    assert tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            tensors[name], tensor, rtol=1e-4, atol=1e-5, msg=lambda t, name=name: f"{name}: {t}"
+        )

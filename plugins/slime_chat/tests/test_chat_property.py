@@ -92,7 +92,7 @@ def played(issue, context, steps, answers, apis, roles):
     return made, samples
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS, answers=ANSWERS, apis=APIS, roles=ROLES)
 def test_every_token_trains_once_and_samples_are_what_the_engine_read_and_made(
     issue, context, steps, answers, apis, roles

@@ -81,9 +81,9 @@ def verdict_of(outcome):
     return {"broken": BROKEN, "wrong": WRONG}.get(outcome) or timed(outcome)
 
 
-def test_a_thousand_random_dialogues_are_worth_what_tritonforges_rule_says():
+def test_random_dialogues_are_worth_what_tritonforges_rule_says():
     rng = Random(7)
-    for _ in range(1000):
+    for _ in range(200):
         turns, gamma = rng.randint(1, 5), rng.choice([0.0, 0.4, 0.9, 1.0])
         kinds = rng.choices(["broken", "wrong", "right"], k=turns)
         outcomes = [rng.choice([1.0, 2.0, rng.uniform(0.1, 5.0)]) if kind == "right" else kind for kind in kinds]

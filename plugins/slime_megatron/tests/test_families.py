@@ -191,7 +191,7 @@ LAYOUTS |= {
 }
 RARE = (
     "adapter",
-    *("tensor, gradients within products", "pipeline, interleaved, tensor", "tensor, whole experts"),
+    *("tensor, gradients within products", "pipeline", "pipeline, interleaved, tensor", "tensor, whole experts"),
     *("grouped", "grouped tensor", "grouped tensor, expert, expert tensor"),
 )
 """Layouts whose parts other layouts prove one by one."""

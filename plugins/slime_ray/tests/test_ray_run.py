@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from ray_nodes import MARK, ray_cluster
-from recorded import steps_of
+from recorded import alike, steps_of
 from small_task import write_task
 
 pytest.importorskip("ray", reason="not proven: Ray is not installed")
@@ -81,7 +81,8 @@ def run(work, forked_slime):
             *("--hf-checkpoint", work / "model", "--prompt-data", work / "rows.jsonl", "--input-key", "q"),
             *("--label-key", "a", "--custom-rm-path", f"{work / 'digits.py'}:reward", "--seed", 4),
             *("--num-rollout", STEPS, "--rollout-batch-size", BATCH, "--n-samples-per-prompt", SAMPLES),
-            *("--rollout-max-response-len", 8, "--lr", "3e-3", "--save-interval", 1, "--dtype", "float32"),
+            *("--rollout-max-response-len", 8, "--lr", "3e-3", "--adam-eps", "1e-3", "--save-interval", 1),
+            *("--dtype", "float32"),
             *("--device", "cpu", "--cpu-threads", 1, "--run-dir", work / name),
         ]
         return forked_slime("run", *given, *flags, timeout=280, **env), work / name
@@ -143,15 +144,16 @@ def test_ranks_on_two_nodes_meet_at_a_port_of_the_first(run, nodes, cluster, her
     assert "2 trainer rank(s), 2 engine(s)" in done.stderr
 
 
-def test_a_cluster_of_its_own_makes_the_weights_of_one_machine_listens_on_the_loopback_and_ends(run, work, here):
+def test_a_cluster_of_its_own_makes_the_weights_of_one_machine_listens_on_the_loopback_and_ends(run, work):
     own = f"own-{os.getpid()}"
     (work / "listening.py").write_text(LISTENING.replace("SLIME_TEST_NODE=own", f"{MARK}={own}"))
-    flags = ("--cluster", "ray", "--actor-num-gpus-per-node", 2, "--rollout-num-engines", 2)
+    flags = ("--cluster", "ray", "--actor-num-gpus-per-node", 2, "--rollout-num-engines", 1)
     hook = ("--rollout-sample-hook-path", f"{work}/listening.py:look")
     done, path = run("own", *flags, *hook, RAY_ADDRESS="", **{MARK: own})
     assert done.returncode == 0, done.stderr
-    assert steps(path) == steps(here)
-    assert weights(path) == weights(here)
+    done, one = run("one")  # in its driver: the nightly runs have two ranks here, and the same bits
+    assert done.returncode == 0, done.stderr
+    alike(path, one, STEPS)
     pids, open_to_others, of_the_dashboard, modes = json.loads((work / "listening.json").read_text())
     assert open_to_others == []
     assert set(of_the_dashboard) <= {FIGURES}  # its process serves no pages and takes no jobs

@@ -16,7 +16,7 @@ from slime_sglang.engine import SglangEngine
 
 pytestmark = pytest.mark.system
 
-LASTING, LONG = 1500, 3500
+LASTING, LONG = 600, 3500
 """Tokens of a request that goes on for some seconds, so that nothing overtakes it; of one that is not waited for."""
 
 Work = Callable[[SglangEngine], Coroutine[Any, Any, None]]

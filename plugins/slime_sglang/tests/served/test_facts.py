@@ -156,7 +156,7 @@ def test_paused_requests_go_on_with_new_weights_and_say_which_token_is_whose(
     server: RawServer, other_model: Path, served_model: Path, mode: str
 ) -> None:
     update(server, served_model, "1.1")
-    waiting = server.begin(PROMPT, 1500, rid=f"span-{mode}")
+    waiting = server.begin(PROMPT, 600, rid=f"span-{mode}")
     server.ask("/pause_generation", {"mode": mode})
     body = {"model_path": str(other_model), "weight_version": "1.2", "abort_all_requests": False}
     assert server.ask("/update_weights_from_disk", {**body, "flush_cache": mode == "retract"})["success"] is True
@@ -165,7 +165,7 @@ def test_paused_requests_go_on_with_new_weights_and_say_which_token_is_whose(
     reply = waiting.result(60)
     spans = meta(reply)["weight_versions"]
     assert [span["version"] for span in spans] == ["1.1", "1.2"]
-    assert (spans[0]["start"], spans[-1]["end"]) == (0, 1500)
+    assert (spans[0]["start"], spans[-1]["end"]) == (0, 600)
     assert all(left["end"] == right["start"] for left, right in pairwise(spans))
     assert all(span["start"] < span["end"] for span in spans)
     assert [span["version"] for span in meta(late.result(60))["weight_versions"]] == ["1.2"]

@@ -118,14 +118,14 @@ def test_a_request_is_ended_and_weights_change_while_the_router_has_them(
         async with routed([server.server], installation, served_model, tmp_path) as run:
             engine = run.engine
             await load(engine, served_model, 1)
-            running = begin(engine, ["ended", "goes-on"], 1500)
+            running = begin(engine, ["ended", "goes-on"], 900)
             await computing(server, 40)
             (ended,) = await engine.abort(["ended"])
             assert ended.finish == "abort"
             whole(ended, len(ended.tokens))
             sent = await load(engine, other_model, 2)
             done = await running["goes-on"]
-            whole(done, 1500)
+            whole(done, 900)
             assert set(done.versions) == {1, 2}
             await assert_holds(engine, sent)
             assert run.gateway.restarts == 0
