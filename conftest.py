@@ -60,7 +60,7 @@ def find_python(marker):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session):
-    """Compile the packages once, before the workers of a whole run: some hundred processes of its tests import them."""
+    """Compile the packages once, before the workers of a whole run: some hundred of its processes import them."""
     if session.config.getoption("numprocesses", None):
         for folder in (ROOT / "slime_core", ROOT / "cli", *sorted(ROOT.glob("plugins/*/src"))):
             compileall.compile_dir(folder, quiet=2)
