@@ -1,7 +1,5 @@
 """Several adapters over one base: each learns, to the bit, what a run of its own learns, at every layout."""
 
-import json
-
 import pytest
 import torch
 from megatron_ranks import PIPELINE, TENSOR, Ranks, answer, equal, mixture, run_ranks
@@ -89,12 +87,11 @@ def test_fsdp_begins_and_steps_alike(pair, root):
 
 
 def test_engines_and_folders_get_every_adapter(pair, root):
-    """Updates in memory and in folders, and what a run ends with: the first merged, and a folder an adapter."""
+    """Updates in memory and in folders, and what a run ends with: a folder an adapter."""
     found = pair[0]["tensor"]
     assert found["published"] == [0, ADAPTERS]
     for one in pair:
         assert one["tensor"]["loaded"] == one["tensor"]["saved"]
-    base, final = load_file(root / "dense" / "model.safetensors"), load_file(root / "final" / "model.safetensors")
     for name in ADAPTERS:
         sent, kept = (
             load_file(folder / name / "adapter_model.safetensors")
@@ -102,11 +99,6 @@ def test_engines_and_folders_get_every_adapter(pair, root):
         )
         assert sent.keys() == kept.keys()
         assert all(torch.equal(kept[key], tensor) for key, tensor in sent.items())
-    key = "model.layers.0.self_attn.q_proj"
-    factors = load_file(root / "final" / "adapter" / "solver" / "adapter_model.safetensors")
-    a, b = (factors[f"base_model.model.{key}.lora_{letter}.weight"] for letter in "AB")
-    scaling = json.loads((root / "final" / "adapter" / "critic" / "adapter_config.json").read_text())["lora_alpha"] / 4
-    assert torch.allclose(final[f"{key}.weight"], base[f"{key}.weight"] + scaling * b @ a, atol=1e-6)
 
 
 def test_the_gradient_of_each_adapter_is_verified(pair):
