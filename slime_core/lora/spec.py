@@ -68,6 +68,11 @@ class LoraSpec:
         """What the product of B and A is multiplied by."""
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
+    def numbers(self, shape: tuple[int, ...], *, linear: bool) -> int:
+        """Of one adapter of a weight [..., out, in]: A and B, and the magnitudes of a ``linear`` one's DoRA."""
+        rows, columns = shape[-2:]
+        return math.prod(shape[:-2]) * self.rank * (rows + columns) + (rows if linear and self.use_dora else 0)
+
     @property
     def all_linear(self) -> bool:
         """Whether every linear layer and all experts have adapters."""

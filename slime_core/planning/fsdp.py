@@ -8,7 +8,7 @@ adapters the base is there once, in the dtype of compute or quantised, and what 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slime_core.config.sections.train import FEW_TOKENS
 from slime_core.lora.spec import LoraSpec
@@ -49,6 +49,19 @@ def copies_bytes(sizes: ModelSizes) -> int:
 def quantised_numbers(sizes: ModelSizes) -> int:
     """Numbers of a base that may have few bits: linear layers and experts."""
     return sum(w.count for w in sizes.weights if w.layer >= 0 and (w.linear or w.kind == "experts"))
+
+
+def gathered_layer(sizes: ModelSizes, train: Any, itemsize: int) -> int:
+    """Bytes of the largest layer on a rank that has gathered it: a quantised base as it is stored, and adapters."""
+    spec, stored = LoraSpec.of(train), STORED.get(train.base_weights, itemsize)
+    adapted = {weight.name for weight in sizes.adapted(spec)} if spec is not None else set()
+    by_layer: dict[int, float] = {}
+    for weight in sizes.weights:
+        size = (stored if weight.linear or weight.kind == "experts" else itemsize) * weight.count
+        if spec is not None and weight.name in adapted:
+            size += itemsize * max(1, len(train.lora_adapters)) * spec.numbers(weight.shape, linear=weight.linear)
+        by_layer[weight.layer] = by_layer.get(weight.layer, 0.0) + size
+    return int(max((size for layer, size in by_layer.items() if layer >= 0), default=0))
 
 
 def footprint(subject: Subject) -> TrainerFootprint:
@@ -153,11 +166,11 @@ class _Fsdp:
         return {} if away else {"optimizer": int(self._moment_bytes() * learners)}
 
     def _gathered(self) -> int:
-        """Whole weights in the compute dtype: what lies outside of layers, a layer and the next one on its way."""
+        """Whole weights: what lies outside of layers, a layer and the next one, each as it came and as it computes."""
         if self.alone:
             return 0
-        layers = 2 * self.sizes.largest_layer // self.tensor * 2
-        return self.subject.itemsize * (self.sizes.outside() + layers)
+        layer = gathered_layer(self.sizes, self.train, self.subject.itemsize)
+        return self.subject.itemsize * self.sizes.outside() + 2 * 2 * layer // self.tensor
 
     def _moments(self) -> Iterator[Moment]:
         weights, optimizer = self._weights(), self._optimizer()

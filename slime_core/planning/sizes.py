@@ -196,9 +196,7 @@ class ModelSizes:
 
     def adapter_numbers(self, spec: LoraSpec) -> int:
         """Numbers of one adapter: A and B of every weight [out, in], of each expert's, and DoRA's magnitudes."""
-        weights = self.adapted(spec)
-        numbers = sum(spec.rank * sum(w.shape[-2:]) * math.prod(w.shape[:-2]) for w in weights)
-        return numbers + (sum(w.shape[0] for w in weights if w.linear) if spec.use_dora else 0)
+        return sum(spec.numbers(weight.shape, linear=weight.linear) for weight in self.adapted(spec))
 
     @cached_property
     def kv_position(self) -> int:

@@ -13,13 +13,16 @@ from slime_core.engines.local.joined import JoinedLinear
 from slime_core.engines.local.served import ServedModel
 from slime_core.engines.local.twin import Twin
 from slime_core.errors import ConfigError
-from slime_core.kernels.quantised import QuantisedWeight, dense
+from slime_core.kernels.quantised import QuantisedWeight, dense, stored_parts
 from slime_core.lora.layers import merged
+from slime_core.planning.fsdp import gathered_layer
+from slime_core.planning.sizes import ModelSizes
 from slime_core.plugins import load_plugins
 from slime_core.testing import tiny_model
 from slime_core.testing.models import fp8_model
 from slime_core.threads import TorchThread
 from slime_core.trainers.fsdp import FsdpTrainer
+from slime_core.trainers.fsdp.blocks import layers
 from slime_core.weights.folder import ModelFolder
 
 pytestmark = pytest.mark.integration
@@ -117,6 +120,18 @@ def test_a_model_of_other_sizes_is_refused(tmp_path):
         made.Bench(small, **LORA, base_weights="fp8")
 
 
+def watch_gathered(worker) -> list[int]:
+    """Bytes of each layer's weights whenever it computes."""
+    sizes: list[int] = []
+
+    def count(layer, _):
+        sizes.append(sum(part.nbytes for p in layer.parameters() for part in stored_parts(p.detach())))
+
+    for layer in layers(worker.policy.hf):
+        layer.register_forward_pre_hook(count)
+    return sizes
+
+
 def train_rank(folder: Path, out: Path, rank: int, world: int) -> None:
     """Verify a step, make it, and write what the ranks hold together."""
     thread = TorchThread(1)
@@ -129,9 +144,12 @@ def train_rank(folder: Path, out: Path, rank: int, world: int) -> None:
     thread.call(worker.begin, config)
     splits.fill_adapters(worker)
     batch = splits.with_roles(made.batch_of(groups=2))
+    sizes = watch_gathered(worker)
     error = thread.call(worker.verify, batch)
     assert max(error["gradient_error"], error["loss_error"]) < 3e-5
     thread.call(worker.step, batch)
+    if world > 1:
+        assert set(sizes) == {gathered_layer(ModelSizes.of(folder), config.train, 4)}
     whole = thread.call(worker.whole)
     if rank == 0:
         rows = {name: dense(tensor) for name, tensor in whole.items() if name != "lm_head.weight"}
