@@ -22,7 +22,7 @@ PARTS = {
     "other": ("other",),
 }
 """Part of a step as metrics.jsonl has it -> parts of a plan."""
-SERVED = ("engine weights", "KV cache", "engine passes", "server process")
+SERVED = ("engine weights", "engine adapters", "KV cache", "engine passes", "server process")
 """Parts of servers, which have processes of their own."""
 MEASURED_PARTS = {"rollout": ("rollout",), "train": ("score", "train"), "sync": ("sync",), "other": ("other",)}
 

@@ -45,17 +45,22 @@ def options(config: Config, model: str) -> dict[str, Any]:
     names = adapter_names(config)
     if not names:
         return {}
-    targets = {name.rpartition(".")[2] for name in config.train.lora_target_modules}
-    if not targets <= set(SERVED):  # all-linear, or a regex
-        targets = {*ATTENTION, *(() if _experts(model) else MLP)}
     settings: dict[str, Any] = {
         "enable_lora": True,
         "max_lora_rank": config.train.lora_rank,
-        "lora_target_modules": sorted(targets),
+        "lora_target_modules": sorted(served_targets(config, experts=_experts(model))),
         "max_loras_per_batch": len(names) + 1,
         "max_loaded_loras": len(names) + 1,
     }
     return settings | ({"lora_backend": "torch_native"} if config.cluster.device == "cpu" else {})
+
+
+def served_targets(config: Config, *, experts: bool) -> set[str]:
+    """Last parts of names of the layers that have adapters; of a model with ``experts`` those of attention."""
+    targets = {name.rpartition(".")[2] for name in config.train.lora_target_modules}
+    if targets <= set(SERVED):
+        return targets
+    return {*ATTENTION, *(() if experts else MLP)}  # all-linear, or a regex
 
 
 def conflicts(config: Config) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from slime_core.planning.decoding import SERVED
 from slime_core.planning.footprint import EngineFootprint, Phase, Subject, TrainerFootprint
 from slime_core.planning.gpus import GIB
+from slime_sglang.adapters import adapter_names, served_targets
 from slime_sglang.sharing import SHARE, SMALL, STATE, WRITTEN, options_set
 from slime_sglang.topology import parallel_size, topology
 
@@ -23,6 +24,9 @@ SIZES = ((20, 2048, 8), (35, 4096, 48), (60, 4096, 32), (160, 8192, 256))
 """GiB of a GPU below which SGLang cuts prompts into chunks of so many tokens, and captures steps of so many rows."""
 LARGEST = (16384, 512)
 MIB = 1 << 20
+JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Layers whose adapters SGLang (0.5.23) holds together, all of them where one is a target."""
+SPLIT_INPUT = ("o_proj", "down_proj")  # layers of which ranks have columns
 
 
 def footprint(subject: Subject, trainer: TrainerFootprint | None) -> EngineFootprint:
@@ -45,15 +49,16 @@ def footprint(subject: Subject, trainer: TrainerFootprint | None) -> EngineFootp
         written.get("mem_fraction_static") or (SHARE if shared and not gives else _fraction(memory, tensor))
     )
     size = _position(subject, tensor)
-    cache = max(0, int(memory * fraction) - weights)
+    adapters = adapter_buffers(subject, tensor)
+    cache = max(0, int(memory * fraction) - weights - adapters)
     if limit := written.get("max_total_tokens"):
         cache = min(cache, int(limit) * size)
-    passes = {"engine passes": _passes(subject, memory, tensor), "server process": PROCESS}
-    always = {"engine weights": weights, "KV cache": cache, "server process": PROCESS}
-    phases: dict[Phase, dict[str, int]] = {"rollout": {**always, **passes}}
+    process = {"engine adapters": adapters, "server process": PROCESS}
+    always = {"engine weights": weights, "KV cache": cache, **process}
+    phases: dict[Phase, dict[str, int]] = {"rollout": {**always, "engine passes": _passes(subject, memory, tensor)}}
     if gives:
-        phases["sync"] = {"engine weights": weights, "server process": PROCESS}
-        resting = {"server process": PROCESS}
+        phases["sync"] = {"engine weights": weights, **process}
+        resting = process
     else:
         phases["sync"] = resting = always
     phases |= {"score": resting, "train": resting, "update": resting}
@@ -106,6 +111,29 @@ def _position(subject: Subject, tensor: int) -> int:
         return subject.itemsize * subject.sizes.layers * (int(text.kv_lora_rank) + int(text.qk_rope_head_dim))
     shares = min(tensor, subject.sizes.layer.kv_heads)
     return -(-subject.itemsize * subject.sizes.kv_position // shares)
+
+
+def adapter_buffers(subject: Subject, tensor: int) -> int:
+    """Bytes that one GPU holds ready for adapters: as many as are loaded, and a place for the base or a new version.
+
+    SGLang joins the factors of queries, keys and values, and of gate and up: A of each has the rank's rows, and B a
+    column for each number that comes out. Ranks share B of layers whose output they share, and A of those whose input.
+    """
+    names, layer = adapter_names(subject.config), subject.sizes.layer
+    if not names:
+        return 0
+    targets = served_targets(subject.config, experts=bool(layer.experts))
+    joined = {part for parts in JOINED.values() if targets & {*parts} for part in parts}
+    numbers = 0
+    for weight in subject.sizes.weights:
+        name = weight.name.split(".")[-2]
+        if weight.layer < 0 or not weight.linear or name not in targets | joined:
+            continue
+        rows, columns = weight.shape
+        shares = min(tensor, layer.kv_heads) if name in ("k_proj", "v_proj") else tensor
+        parts = len(JOINED.get(name, (name,)))
+        numbers += rows + columns // tensor if name in SPLIT_INPUT else rows // shares + parts * columns
+    return subject.itemsize * (len(names) + 1) * subject.config.train.lora_rank * numbers
 
 
 def _passes(subject: Subject, memory: int, tensor: int) -> int:
