@@ -81,6 +81,7 @@ class _Fsdp:
         self.alone = subject.ranks == 1
         self.has_masters = self.alone and subject.half
         self.spec = LoraSpec.of(train)
+        self.teacher = subject.teacher if "teacher" in subject.needs else None
         self.fused = sizes.fused and self.context * self.tensor == 1 and not train.true_on_policy_mode
         plain = self.spec is None or not (self.spec.dropout or self.spec.use_dora)
         self.fused = self.fused and plain
@@ -143,9 +144,11 @@ class _Fsdp:
 
     def _weights(self) -> dict[str, int]:
         """Of the policy and of models that do not learn, at any time."""
-        on_host, count = self.train.fsdp_cpu_offload, self.parameters
+        on_host, count, itemsize = self.train.fsdp_cpu_offload, self.parameters, self.subject.itemsize
+        teacher = {"teacher": -(-itemsize * self.teacher.parameters // self.shards)} if self.teacher else {}
         if self.spec is not None:
-            return {"base": self._base(), "adapters": 0 if on_host and not self.alone else 4 * self.learning}
+            adapters = 0 if on_host and not self.alone else 4 * self.learning
+            return {"base": self._base(), "adapters": adapters, **teacher}
         if self.has_masters:
             weights = {"parameters": copies_bytes(self.sizes), "masters": 0 if on_host else 4 * count}
         else:
@@ -154,7 +157,7 @@ class _Fsdp:
             weights["reference"] = 0 if on_host else 4 * count
         if "values" in self.subject.needs:
             weights["critic"] = sum(weights.values()) - weights.get("reference", 0)
-        return {name: size for name, size in weights.items() if size}
+        return {name: size for name, size in (weights | teacher).items() if size}
 
     def _moment_bytes(self) -> float:
         return MOMENTS[self.train.optimizer] * self.learning
@@ -165,10 +168,12 @@ class _Fsdp:
         away = self.train.fsdp_cpu_offload or self.train.optimizer.startswith("paged")
         return {} if away else {"optimizer": int(self._moment_bytes() * learners)}
 
-    def _gathered(self) -> int:
+    def _gathered(self, teacher: ModelSizes | None = None) -> int:
         """Whole weights: what lies outside of layers, a layer and the next one, each as it came and as it computes."""
         if self.alone:
             return 0
+        if teacher is not None:
+            return self.subject.itemsize * (teacher.outside() + 2 * 2 * teacher.largest_layer)
         layer = gathered_layer(self.sizes, self.train, self.subject.itemsize)
         return self.subject.itemsize * self.sizes.outside() + 2 * 2 * layer // self.tensor
 
@@ -177,7 +182,10 @@ class _Fsdp:
         state = weights | optimizer
         gathered = {"gathered layers": self._gathered()} if not self.alone else {}
         yield Moment("rollout", state)
-        yield self._score(state | gathered)
+        yield self._score(self.sizes).with_(state | gathered)
+        if self.teacher is not None:
+            gathered = {"gathered layers": self._gathered(self.teacher)} if not self.alone else {}
+            yield self._score(self.teacher).with_(state | gathered)
         for moment in self._train():
             yield moment.with_(state | gathered)
         windows = {}
@@ -186,27 +194,27 @@ class _Fsdp:
         yield Moment("update", {**state, **self._gradients(), **windows})
         yield Moment("sync", state)
 
-    def _score(self, state: dict[str, int]) -> Moment:
-        costs = self._costs()
-        block, _ = self._head(self.rows)
-        passing = self.pack * (costs.forward + 2 * self.sizes.layer.hidden * self.subject.itemsize)
-        copies = {}
-        if "reference" in state and not self.has_masters:
-            copies = {"reference": state["reference"] + 4 * self.parameters}
-        return Moment("score", {**state, **copies, "activations": int(passing), "logits": block})
+    def _score(self, sizes: ModelSizes) -> Moment:
+        """Of the policy's or the teacher's pass."""
+        passing = self.pack * (self._costs(sizes).forward + 2 * sizes.layer.hidden * self.subject.itemsize)
+        block, _ = self._head(self.rows, sizes)
+        swaps = sizes is self.sizes and "reference" in self._weights() and not self.has_masters
+        copies = {"policy's copy": 4 * self.parameters} if swaps else {}  # while the reference's weights are in place
+        return Moment("score", {**copies, "activations": int(passing), "logits": block})
 
-    def _costs(self) -> TokenCosts:
+    def _costs(self, sizes: ModelSizes | None = None) -> TokenCosts:
         lengths, samples = self.subject.lengths, self.subject.config.rollout.n_samples_per_prompt
         spread = spread_of(lengths.prompt, lengths.response, samples, self.tokens * self.context)
         form: Form = "fused" if self.fused else "plain" if self.spec is None else "adapters"
-        return TokenCosts.of(self.sizes.layer, form, itemsize=self.subject.itemsize, tensor=self.tensor, spread=spread)
+        layer = (sizes or self.sizes).layer
+        return TokenCosts.of(layer, form, itemsize=self.subject.itemsize, tensor=self.tensor, spread=spread)
 
-    def _head(self, rows: int) -> tuple[int, int]:
-        layer, chunk = self.sizes.layer, self.train.logprob_chunk_tokens
+    def _head(self, rows: int, sizes: ModelSizes | None = None) -> tuple[int, int]:
+        sizes, chunk = sizes or self.sizes, self.train.logprob_chunk_tokens
         return head_bytes(
             rows,
-            layer.hidden,
-            self.sizes.vocab,
+            sizes.layer.hidden,
+            sizes.vocab,
             self.subject.itemsize,
             self.memory,
             chunk,

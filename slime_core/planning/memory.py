@@ -9,7 +9,7 @@ sync (weights go to engines). Where GPUs are shared, what one side gives back in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from slime_core.config.stages import rollout_slots, stages
@@ -29,6 +29,7 @@ from slime_core.planning.footprint import (
 from slime_core.planning.gpus import GIB
 from slime_core.planning.sizes import ModelSizes
 from slime_core.plugins.backends import engine_of, trainer_of
+from slime_core.weights.folder import resolve
 
 if TYPE_CHECKING:
     from slime_core.config.schema import Config
@@ -167,6 +168,7 @@ class RunSubject:
     gpu: Gpu
     lengths: LengthsOf
     needs: NeedsOf
+    teachers: Mapping[str, ModelSizes] = field(default_factory=dict)  # by folder
 
     def stages(self) -> Iterator[Subject]:
         """Each stage; all have the run's slots."""
@@ -182,6 +184,7 @@ class RunSubject:
                 gpu=self.gpu,
                 lengths=lengths,
                 needs=self.needs(stage.train),
+                teacher=self.teachers.get(stage.train.teacher_load),
                 apart=apart,
                 earlier=longest,
             )
@@ -222,7 +225,11 @@ def fits(
             fix="leave lora_target_modules out: all-linear",
         )
     lengths_of: LengthsOf = (lambda *_: lengths) if isinstance(lengths, Lengths) else lengths or assumed_lengths
-    return memory_plan(RunSubject(config=config, sizes=sizes, gpu=gpu, lengths=lengths_of, needs=needs or roles_of))
+    paths = {stage.train.teacher_load for stage in stages(config)} - {""}
+    teachers = {path: ModelSizes.of(resolve(path, "train.teacher_load")) for path in paths}
+    return memory_plan(
+        RunSubject(config=config, sizes=sizes, gpu=gpu, lengths=lengths_of, needs=needs or roles_of, teachers=teachers)
+    )
 
 
 def with_dtype(config: Config, gpu: Gpu) -> Config:
@@ -306,11 +313,21 @@ def _placed(subject: Subject, trainer: TrainerFootprint | None, engine: EngineFo
     alone: list[Moment] = [Moment(phase, engine.bytes[phase]) for phase in PHASES if engine.bytes.get(phase)]
     if trainer is None:
         return [("engine", engine.engines * engine.gpus, alone)]
+    if served := _served_teacher(subject):
+        trainer = replace(trainer, moments=tuple(moment.with_({"teacher": served}) for moment in trainer.moments))
     if not engine.shared:
         sent = {"weight update": trainer.publish if engine.staging else 0}
         moments = [moment.with_(sent) for moment in trainer.moments]
         return [("trainer", ranks, moments), ("engine", engine.engines * engine.gpus, alone)]
     return [("trainer and engine", ranks, list(_together(subject, trainer, engine)))]
+
+
+def _served_teacher(subject: Subject) -> int:
+    """Bytes of a teacher that scores in an embedded engine of its own, in the trainer's process."""
+    train, teacher = subject.config.train, subject.teacher
+    if teacher is None or train.teacher_place != "engine" or not engine_of(subject.config).embedded:
+        return 0
+    return subject.itemsize * (teacher.parameters + teacher.kv_position * subject.lengths.longest)
 
 
 def _together(subject: Subject, trainer: TrainerFootprint, engine: EngineFootprint) -> Iterable[Moment]:

@@ -63,6 +63,8 @@ def held_bytes(bench: made.Bench) -> dict[str, int]:
         found["masters"] = sum(policy.masters.weights[name].nbytes for name in policy.masters.copies)
     else:
         found["parameters"] = storages(policy.learning().values())
+    if worker.frozen.teacher is not None:
+        found["teacher"] = sum(p.nbytes for p in worker.frozen.teacher.parameters())
     found["reference"] = sum(t.nbytes for t in (worker.frozen.reference or {}).values())
     partition = worker.partitioner().partition_step(batch)[0]
     micros = worker.packs(partition)[0]
@@ -89,6 +91,12 @@ def made_sums(worker, partition, micros):
 )
 def test_a_trainer_holds_the_predicted_bytes(tmp_path: Path, family: str, tied: bool, train: dict) -> None:
     check_trainer(tiny_model(tmp_path / "model", family, tied=tied), **train)
+
+
+def test_a_trainer_holds_a_teacher_of_another_shape_as_predicted(tmp_path: Path) -> None:
+    teacher = tiny_model(tmp_path / "teacher", "llama", hidden=96)
+    policy = tiny_model(tmp_path / "model")
+    check_trainer(policy, dtype="bfloat16", opd_kl_coef=0.1, teacher_load=str(teacher))
 
 
 @pytest.mark.nightly

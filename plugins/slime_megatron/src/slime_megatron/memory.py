@@ -7,7 +7,7 @@ ranks; activations of as many micro-batches as a pipeline stage has under way
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from slime_convert.bridge import Sizes
@@ -172,15 +172,22 @@ class _Stage:
         return count * self.subject.sizes.adapter_numbers(self._spec) * self._layers() // self.subject.sizes.layers
 
     def _weights(self) -> dict[str, int]:
-        count = sum(self._counts())
+        count, teacher = sum(self._counts()), self._teacher()
         if self._spec is not None:
-            return {"base": self.subject.itemsize * count, "adapters": 4 * self._adapters()}
-        weights = {"parameters": self.subject.itemsize * count}
+            return {"base": self.subject.itemsize * count, "adapters": 4 * self._adapters(), **teacher}
+        weights = {"parameters": self.subject.itemsize * count, **teacher}
         if "reference" in self.subject.needs:
             weights["reference"] = self.subject.itemsize * count
         if "values" in self.subject.needs:
             weights["critic"] = (self.subject.itemsize + DENSE) * count + self._state()
         return weights
+
+    def _teacher(self) -> dict[str, int]:
+        """A teacher's weights, divided as the policy's are."""
+        if self.subject.teacher is None or "teacher" not in self.subject.needs:
+            return {}
+        other = replace(self, subject=replace(self.subject, sizes=self.subject.teacher))
+        return {"teacher": self.subject.itemsize * sum(other._counts())}
 
     def _gradients(self) -> dict[str, int]:
         """Buffers that are there at all times."""
