@@ -18,7 +18,7 @@ def invariant_linear(x: Tensor, weight: Tensor | Sequence[Tensor], bias: Tensor 
     """x weight^T + bias, summed in float32 in one fixed order; with gradient, by plain products.
 
     An output's bits depend on its row of ``x``, its row of ``weight`` and its bias: a joined matrix gives the bits of
-    its parts. On a CPU the promise is not made; `engines.local.attention` measures there which counts of rows keep it.
+    its parts. On a CPU the promise is not made; `engines.local.row_counts` measures which counts of rows keep it.
 
     Args:
         x: [N, in]

@@ -7,23 +7,18 @@ A row is one token of one sequence. Row i writes its key and value at (slot, pos
 
 with L a multiple of 32. Columns past the row's position add exact zeros, and the second product is cut into pieces of
 256 because longer sums are blocked by their length (measured; the fused kernel is not invariant at one query row).
-
-Linear layers block their sums by their shape too: below 16 rows other kernels run, and with two threads and long sums
-(896 and more were seen) the blocks change with the number of rows. So the counts of rows are measured, once, on the
-model's own products with this process's threads: those that agree bit for bit with REFERENCE rows are allowed, and a
-pass is padded to one of them. Elementwise kernels treat the tail of each thread's share with other code, which rounds
-an exp or tanh differently, so a count is also one that leaves no tail.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from slime_core.engines.local.row_counts import RowCounts, tailless
 from slime_core.engines.local.slots import BLOCK, KVCache, LayerShape, up
 
 if TYPE_CHECKING:
@@ -31,28 +26,19 @@ if TYPE_CHECKING:
 
     from slime_core.engines.local.media import RowMedia
 
-REFERENCE = 64
-CANDIDATES = (16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024)
-PROBE_FLOPS = 2e10
-"""A candidate that would cost more to measure than this is left out."""
-
-PROBE_ROWS = 512
-"""Rows that a small candidate is measured with: in bfloat16 few rows may agree by chance with other bits."""
-
-VECTOR_BYTES = 128
-"""Two AVX-512 vectors: what one turn of an elementwise loop takes."""
-
-GRAIN = 32768
-"""Elements for which torch adds a thread to an elementwise kernel."""
-
-GRAINS = (2048, GRAIN)
-"""The first is that of exp, tanh and the like."""
-
 PIECE = 256
 """Longest sum of the second product."""
 
 QUERY_BLOCK = 128
-"""Prompt rows that share one L."""
+"""Prompt rows that share one L, at most."""
+
+LEAST_BLOCK = 8
+
+BLOCK_CELLS = 1 << 20
+"""Rows times heads times columns of a block: its scores stay small, and in a processor's cache, however long L is."""
+
+PASS_CELLS = 1 << 23
+"""Of masks that a pass of prompts keeps from layer to layer."""
 
 SPAN_CELLS = 4096
 """Rows times columns of short segments whose keys are copied row by row to attend in one call."""
@@ -62,70 +48,6 @@ GATHER = 3
 
 FAR_COST = 1500
 """What having far rows costs beside, in columns of one row."""
-
-
-@dataclass(slots=True, frozen=True)
-class RowCounts:
-    """Allowed counts, ascending; empty where any count will do."""
-
-    allowed: tuple[int, ...] = ()
-    most: int = 1024  # rows of one pass
-
-    def pad(self, rows: int) -> int:
-        """The smallest allowed count that holds ``rows``, or a multiple of the largest."""
-        if not self.allowed:
-            return rows
-        for count in self.allowed:
-            if count >= rows:
-                return count
-        return -(-rows // self.most) * self.most
-
-
-@dataclass(slots=True, frozen=True)
-class Product:
-    """One kind of matrix product of a model: [N, inputs] -> [N, outputs]."""
-
-    inputs: int
-    outputs: int
-    dtype: torch.dtype
-    run: Callable[[torch.Tensor], torch.Tensor]
-    bent: bool  # an elementwise function may follow over all of [N, outputs]
-
-
-def measure(products: Sequence[Product], threads: int) -> RowCounts:
-    """Allowed counts for a model on the CPU."""
-    counts = [
-        count
-        for count in CANDIDATES
-        if all(tailless(count * p.outputs, threads, p.dtype.itemsize) for p in products if p.bent)
-    ]
-    counts = sorted({*counts, REFERENCE})
-    for product in products:
-        counts = _agreeing(product, counts)
-    return RowCounts(tuple(counts), counts[-1])
-
-
-def tailless(size: int, threads: int, itemsize: int) -> bool:
-    """Whether every thread's share of an elementwise kernel over ``size`` elements is whole vectors."""
-    vector = VECTOR_BYTES // itemsize
-    shares = [-(-size // min(threads, -(-size // grain))) for grain in GRAINS]
-    return size % vector == 0 and all(share % vector == 0 for share in shares)
-
-
-def _agreeing(product: Product, counts: Sequence[int]) -> list[int]:
-    flops = 2 * product.inputs * product.outputs
-    counts = [count for count in counts if count <= REFERENCE or count * flops <= PROBE_FLOPS]
-    total = max(counts)
-    rows = torch.randn(total, product.inputs, generator=torch.Generator().manual_seed(0)).to(product.dtype)
-    pieces = [rows[begin : begin + REFERENCE] for begin in range(0, total, REFERENCE)]
-    pieces[-1] = torch.cat([pieces[-1], rows[: REFERENCE - len(pieces[-1])]])
-    reference = torch.cat([product.run(piece) for piece in pieces])[:total]
-    sizes = []
-    for count in counts:
-        starts = np.linspace(0, total - count, max(2, PROBE_ROWS // count)).astype(int).tolist()
-        if all(torch.equal(product.run(rows[a : a + count]), reference[a : a + count]) for a in starts):
-            sizes.append(count)
-    return sizes
 
 
 @dataclass(slots=True, frozen=True)
@@ -152,10 +74,12 @@ class Segment:
         rows = self.end - self.begin
         return rows * (self.position + rows) <= SPAN_CELLS
 
-    def blocks(self) -> list[Segment]:
-        """The segment cut into pieces of at most QUERY_BLOCK rows."""
-        starts = range(self.begin, self.end, QUERY_BLOCK)
-        return [Segment(self.slot, self.position + b - self.begin, b, min(b + QUERY_BLOCK, self.end)) for b in starts]
+    def blocks(self, heads: int) -> list[Segment]:
+        """The segment cut into pieces of at most QUERY_BLOCK rows, of fewer where ``heads`` see many columns."""
+        cells = heads * (self.position + self.end - self.begin)
+        step = min(QUERY_BLOCK, max(LEAST_BLOCK, BLOCK_CELLS // cells))
+        starts = range(self.begin, self.end, step)
+        return [Segment(self.slot, self.position + b - self.begin, b, min(b + step, self.end)) for b in starts]
 
 
 @dataclass(slots=True)
@@ -249,7 +173,7 @@ def reach(positions: NDArray[np.int64], slots: int) -> tuple[int, int, NDArray[n
     need = -(-(positions + 1) // BLOCK) * BLOCK
     longest = int(need.max(initial=BLOCK))
     best, short = slots * longest, longest
-    for length in range(BLOCK, longest, BLOCK):
+    for length in (BLOCK, *np.unique(need)[:-1].tolist()):
         cost = slots * length + GATHER * int((need > length).sum()) * longest + FAR_COST
         if cost < best:
             best, short = cost, length
@@ -367,11 +291,12 @@ def _packed(
     for segment in rows.segments:
         if segment.short:
             continue
-        for part in segment.blocks():
+        for part in segment.blocks(kv_heads * group):
             at = slice(part.begin, part.end)
             length = up(part.position + part.end - part.begin, BLOCK)
             k, v = keys[part.slot, :, :length], values[part.slot, :, :length]
-            mask = _mask(rows, part.begin, rows.positions[at], length, form.window)
+            first = 0 if form.window else part.position
+            mask = _mask(rows, part.begin, rows.positions[at], length, form.window, first)
             out[at] = _row_by_row(k, v, query[at], mask, form, sink)
     return out
 
@@ -410,7 +335,7 @@ def _row_by_row(
 def _weights(scores: torch.Tensor, mask: torch.Tensor, form: Form, sink: torch.Tensor | None) -> torch.Tensor:
     if form.softcap:
         scores = _capped(scores, form.softcap)
-    scores = scores.add_(mask)
+    scores[..., scores.shape[-1] - mask.shape[-1] :] += mask
     if sink is None:
         return torch.softmax(scores, -1, dtype=torch.float32).to(scores.dtype)
     column = sink.expand(*scores.shape[:-1], BLOCK).clone()
@@ -440,17 +365,23 @@ def _sum(weights: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None
     return out
 
 
-def _mask(rows: PackedTokens, name: str | int, positions: torch.Tensor, length: int, window: int) -> torch.Tensor:
-    """[n, 1, 1, length] for rows at ``positions``, made once a pass: 0 where the row may look, -inf elsewhere."""
+def _mask(
+    rows: PackedTokens, name: str | int, positions: torch.Tensor, length: int, window: int, first: int = 0
+) -> torch.Tensor:
+    """[n, 1, 1, length - first] for rows at ``positions``: 0 where the row may look, -inf elsewhere.
+
+    Made once a pass, of long windowed prompts once a layer. All rows may look at the columns before ``first``.
+    """
     cached = rows.masks.get((name, length, window))
     if cached is not None:
         return cached
     query_positions = positions[:, None]
-    column = torch.arange(length, device=query_positions.device)
+    column = torch.arange(first, length, device=query_positions.device)
     hidden = column > query_positions
     if window:
         hidden |= column <= query_positions - window
         hidden[:, 0] &= query_positions[:, 0] < rows.scratch  # a row that sees nothing would write NaN
     mask = torch.zeros(hidden.shape, device=query_positions.device).masked_fill_(hidden, -torch.inf)[:, None, None]
-    rows.masks[name, length, window] = mask
+    if rows.segments is None or len(rows) * mask.shape[-1] <= PASS_CELLS:
+        rows.masks[name, length, window] = mask
     return mask

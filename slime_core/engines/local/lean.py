@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from slime_core.engines.local.adapters import LowRank, ServedAdapters
-from slime_core.engines.local.attention import GRAIN, Form, PackedTokens, Product, StepAttention, look, write
+from slime_core.engines.local.attention import Form, PackedTokens, StepAttention, look, write
 from slime_core.engines.local.packed import Unfit
+from slime_core.engines.local.row_counts import GRAIN, Product
 from slime_core.engines.local.slots import KVCache, LayerShape
 from slime_core.weights.build import attention_window
 

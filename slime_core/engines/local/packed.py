@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slime_core.engines.local.attention import Form, Product
+from slime_core.engines.local.attention import Form
 from slime_core.engines.local.media import RowMedia
+from slime_core.engines.local.row_counts import Product
 from slime_core.engines.local.slots import LayerShape
 from slime_core.media.features import embed, text_model
 from slime_core.media.positions import MediaLayout

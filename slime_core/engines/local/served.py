@@ -15,10 +15,11 @@ import torch
 
 from slime_core.engines.local import verify
 from slime_core.engines.local.adapters import ServedAdapters
-from slime_core.engines.local.attention import RowCounts, Segment, decode_rows, pack
+from slime_core.engines.local.attention import Segment, decode_rows, pack
 from slime_core.engines.local.media import JobMedia, MediaReader, RowMedia, Sight
 from slime_core.engines.local.packed import PackedPlan, RescanPlan
 from slime_core.engines.local.pages import PagedCache
+from slime_core.engines.local.row_counts import RowCounts
 from slime_core.engines.local.slots import KVCache, position_bytes
 from slime_core.engines.local.twin import Twin
 from slime_core.errors import ConfigError, EngineError

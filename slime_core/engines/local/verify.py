@@ -18,12 +18,13 @@ import numpy as np
 import torch
 
 from slime_core.engines.local.adapters import ServedAdapters
-from slime_core.engines.local.attention import RowCounts, Segment, decode_rows, measure, pack
+from slime_core.engines.local.attention import Segment, decode_rows, pack
 from slime_core.engines.local.joined import JoinedPlan
 from slime_core.engines.local.lean import LeanPlan
 from slime_core.engines.local.media import MediaReader, Sight
 from slime_core.engines.local.packed import PackedPlan, RescanPlan, Unfit, moving_rope
 from slime_core.engines.local.pages import PAGE, PagedCache, PagedTokens, lay_out, paged_rows, pages_of
+from slime_core.engines.local.row_counts import RowCounts, measure
 from slime_core.engines.local.slots import KVCache
 from slime_core.errors import ConfigError
 from slime_core.kernels.attention import AttentionBatch

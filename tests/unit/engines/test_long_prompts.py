@@ -1,4 +1,4 @@
-"""Prompts of many thousand tokens over pages: computed in chunks within memory, shared by samples, refused by name."""
+"""Prompts of many thousand tokens: computed in chunks within memory, once for all samples, refused by name."""
 
 import asyncio
 from pathlib import Path
@@ -56,9 +56,47 @@ def test_samples_of_a_long_prompt_share_chunks_of_it_within_memory(bench, ask, m
             assert (await engine.generate(requests[0])).tokens == done[0].tokens
             return done
 
-    for one in b.run(go):
+    check_log_probs(b.model, prompt, b.run(go))
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "mib"),
+    [
+        (1 << 14, 4, 230),
+        pytest.param(1 << 17, 1, 512, marks=[pytest.mark.nightly, pytest.mark.timeout(1800)]),
+    ],
+    ids=["16k", "128k"],
+)
+def test_slots_compute_a_long_prompt_once_in_chunks_within_memory(bench, ask, length, heads, mib):
+    """The second layer needs what the first one's attention computes of the prompt."""
+    shape = {"num_hidden_layers": 2, "num_attention_heads": heads, "num_key_value_heads": 1, "layer_types": None}
+    b = bench("qwen3", max_position_embeddings=2 * length, **shape)
+    prompt = np.random.default_rng(3).integers(3, b.folder.vocab_size, length).tolist()
+
+    async def go(b):
+        async with b.engine(slots=SAMPLES, context_len=length + NEW, share=1.0) as engine:
+            served, rows = engine._scheduler.served, []
+            forward = served.plan.forward
+            served.plan.forward = lambda packed, *args, **more: (
+                rows.append(len(packed)) or forward(packed, *args, **more)
+            )
+            forget_peak()
+            before = resident("VmRSS")
+            done = await asyncio.gather(*(engine.generate(ask(str(i), prompt, new=NEW)) for i in range(SAMPLES)))
+            growth = resident("VmHWM") - before
+            assert max(rows) == served.counts.most
+            assert sum(rows) == length + NEW * served.counts.pad(SAMPLES)
+            assert growth < mib << 20, f"{growth >> 20} MiB"
+            return done
+
+    check_log_probs(b.model, prompt, b.run(go))
+
+
+def check_log_probs(model, prompt, done):
+    """Compare what completions of one prompt say with one forward of the module."""
+    for one in done:
         tokens = torch.tensor([[*prompt, *one.tokens]])
         with torch.no_grad():
-            logits = b.model(tokens, use_cache=False, logits_to_keep=NEW + 1).logits[0, :-1]
+            logits = model(tokens, use_cache=False, logits_to_keep=NEW + 1).logits[0, :-1]
         at = (torch.arange(NEW), torch.tensor(one.tokens))
         np.testing.assert_allclose(one.plain_log_probs, torch.log_softmax(logits, -1)[at], atol=2e-4)

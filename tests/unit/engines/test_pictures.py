@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from slime_core.engines.local import LocalEngine, paged
-from slime_core.engines.local.attention import RowCounts
 from slime_core.engines.local.pages import PAGE
+from slime_core.engines.local.row_counts import RowCounts
 from slime_core.errors import DataError, EngineError
 from slime_core.media.features import embed, features, text_model
 from slime_core.media.positions import MediaLayout

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from slime_core.engines.local.attention import RowCounts
+from slime_core.engines.local.row_counts import RowCounts
 from slime_core.engines.local.scheduler import Scheduler
 from slime_core.errors import EngineError
 from slime_core.testing.models import char_tokenizer

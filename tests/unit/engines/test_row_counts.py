@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slime_core.engines.local.attention import CANDIDATES, REFERENCE, Product, RowCounts, measure, tailless
+from slime_core.engines.local.row_counts import CANDIDATES, REFERENCE, Product, RowCounts, measure, tailless
 
 pytestmark = pytest.mark.unit
 
