@@ -25,7 +25,7 @@ from slime_core.durable import storage_error
 from slime_core.errors import ConfigError, DataError
 from slime_core.lora.layers import Adapters, LoraExperts, LoraLinear
 from slime_core.lora.spec import DEFAULT, LoraSpec
-from slime_core.weights.shards import Shards, header, read_header
+from slime_core.weights.shards import Shards, header, read_header, read_metadata
 from slime_core.weights.tensor_info import TensorInfo
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -44,6 +44,26 @@ class Factors:
     a: torch.Tensor
     b: torch.Tensor
     magnitude: torch.Tensor | None = None  # [out], with DoRA
+
+
+@dataclass(slots=True, frozen=True)
+class BaseForm:
+    """What an adapter was trained on: as `train.base_weights`, and the dtype of compute, empty where not known."""
+
+    form: str = "auto"
+    dtype: str = ""
+
+    def metadata(self) -> dict[str, str]:
+        """Of the header of adapter_model.safetensors, which says it of a base in 4 or 8 bits."""
+        few_bits = {"base_weights": self.form, "dtype": self.dtype} if self.form != "auto" else {}
+        return {"format": "pt"} | few_bits
+
+
+def read_base_form(path: Path) -> BaseForm:
+    """What the adapter in a folder was trained on, as far as its header says so; TOK47 a damaged file."""
+    metadata = read_metadata(path / WEIGHTS)
+    form, dtype = metadata.get("base_weights"), metadata.get("dtype")
+    return BaseForm(form, dtype) if form in ("nf4", "fp8") and dtype in ("float32", "bfloat16") else BaseForm()
 
 
 def factors_of(adapters: Adapters, name: str) -> dict[str, Factors]:
@@ -136,14 +156,16 @@ def _misfit(missing: list[str], extra: list[str], other: list[str], where: Path 
     )
 
 
-def write_adapter(path: Path, config: Mapping[str, Any], factors: Mapping[str, Factors]) -> None:
+def write_adapter(
+    path: Path, config: Mapping[str, Any], factors: Mapping[str, Factors], base: BaseForm = BaseForm()
+) -> None:
     """Write an adapter folder; ``config`` is what `LoraSpec.to_peft` gives, ``factors`` are in the model's order.
 
     Raises:
         StorageError: it cannot be written.
     """
     tensors = {PREFIX + name: tensor.detach().float().cpu().contiguous() for name, tensor in to_peft(factors).items()}
-    head = header(((name, one.dtype, one.shape) for name, one in tensors.items()), {"format": "pt"})
+    head = header(((name, one.dtype, one.shape) for name, one in tensors.items()), base.metadata())
     try:
         path.mkdir(parents=True, exist_ok=True)
         durable.replace_file(path / CONFIG, (json.dumps(config, indent=2) + "\n").encode())

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_core.errors import ConfigError
-from slime_core.lora.folder import write_adapter
+from slime_core.lora.folder import BaseForm, write_adapter
 from slime_core.lora.spec import LoraSpec
 from slime_core.weights.prediction_layers import carry
 from slime_core.weights.vision import carry_processor
@@ -40,7 +40,8 @@ def export(worker: Any, path: Path) -> None:
         if worker.folder.init_weights == "load":
             carry(worker.folder.path, path, worker.folder.config)
     for name, (config, factors) in adapters.items():
-        write_adapter(path / ADAPTER / name if several else path / ADAPTER, config, factors)
+        base = BaseForm(worker.train.base_weights, str(worker.dtype).removeprefix("torch."))
+        write_adapter(path / ADAPTER / name if several else path / ADAPTER, config, factors, base)
 
 
 def no_adapter_folders(backend: str) -> ConfigError:

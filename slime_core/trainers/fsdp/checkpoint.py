@@ -243,6 +243,7 @@ def _state(worker: Worker) -> dict[str, Any]:
     }
     if (adapters := worker.policy.adapters) is not None:
         state["adapters"] = {name: actor.optimizer.steps for name, actor in worker.actors.items()}
+        state["base_weights"] = worker.train.base_weights
         state["lora"] = adapters.spec.to_peft(worker.config.rollout.hf_checkpoint)
     if worker.critic is not None:
         state["critic_optimizer_steps"] = worker.critic.learner.optimizer.steps

@@ -1,5 +1,6 @@
 """Adapters over a base in 4 or 8 bits: float64 gradients, what engines get, folders in fp8, and two ranks."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -9,16 +10,20 @@ import torch
 import trainer_bench as made
 from safetensors.torch import load_file, save_file
 
+from slime_convert.adapter_to_hf import adapter_to_hf
+from slime_convert.folder_writing import How
+from slime_convert.fsdp_to_hf import fsdp_to_adapter, fsdp_to_hf
 from slime_core.engines.local.joined import JoinedLinear
 from slime_core.engines.local.served import ServedModel
 from slime_core.engines.local.twin import Twin
-from slime_core.errors import ConfigError
+from slime_core.errors import ConfigError, TrainerError
 from slime_core.kernels.quantised import QuantisedWeight, dense, stored_parts
 from slime_core.lora.layers import merged
 from slime_core.planning.fsdp import gathered_layer
 from slime_core.planning.sizes import ModelSizes
 from slime_core.plugins import load_plugins
 from slime_core.testing import tiny_model
+from slime_core.testing.families import family_model
 from slime_core.testing.models import fp8_model
 from slime_core.threads import TorchThread
 from slime_core.trainers.fsdp import FsdpTrainer
@@ -112,6 +117,55 @@ def test_a_folder_in_fp8_keeps_its_numbers(folder, tmp_path):
     assert base.keys() == {name for name, info in published.tensors().infos.items() if info.stored}
     assert all(torch.equal(weight.dense(), tensors[name]) for name, weight in base.items())
     one.thread.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "dtype"),
+    [
+        ("dense", "nf4", "bfloat16"),
+        ("dense", "fp8", "float32"),
+        ("experts", "nf4", "float32"),
+        ("dense", "auto", "bfloat16"),
+    ],
+    ids=["nf4", "fp8", "experts", "bfloat16"],
+)
+def test_conversions_merge_into_the_base_that_the_run_trained_on(folder, family, form, dtype, tmp_path):
+    base = folder if family == "dense" else family_model(tmp_path / "moe", "qwen3-moe")
+    one = made.Bench(base, lora_rank=4, base_weights=form, dtype=dtype)
+    splits.fill_adapters(one.worker)
+    one.call("save", tmp_path / "state")
+    one.call("export", tmp_path / "final")
+    one.thread.close()
+    final = load_file(tmp_path / "final" / "model.safetensors")
+    fsdp_to_hf(tmp_path / "state", tmp_path / "saved", base, How(verify=True))
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved.keys() == final.keys()
+    assert all(torch.equal(tensor, final[name]) for name, tensor in saved.items())
+    fsdp_to_adapter(tmp_path / "state", tmp_path / "taken", base, How())
+    if form == "auto":
+        return
+    for adapter in ("taken", "final/adapter"):
+        adapter_to_hf(tmp_path / adapter, tmp_path / "merged", base, How(force=True, dtype=dtype))
+        merged_folder = load_file(tmp_path / "merged" / "model.safetensors")
+        assert all(torch.equal(tensor, final[name]) for name, tensor in merged_folder.items())
+    fsdp_to_hf(tmp_path / "state", tmp_path / "floats", base, How(), form="auto")
+    floats = load_file(tmp_path / "floats" / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(floats[name], final[name])
+    tensors = load_file(base / "model.safetensors")
+    tensors[name][3, 5] += 1
+    other = shutil.copytree(base, tmp_path / "other")
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(TrainerError, match=r"1 of \d+ tensors") as raised:
+        fsdp_to_hf(tmp_path / "state", tmp_path / "no", other, How())
+    assert (raised.value.code, name in raised.value.why, "--origin-hf-dir" in raised.value.fix) == (
+        "TRN116",
+        True,
+        True,
+    )
+    other = tiny_model(tmp_path / "deeper", hidden=128, layers=3)
+    with pytest.raises(TrainerError, match="are not what the run started with"):
+        fsdp_to_hf(tmp_path / "state", tmp_path / "no", other, How())
 
 
 def test_a_model_of_other_sizes_is_refused(tmp_path):

@@ -1,13 +1,13 @@
 """Merge an adapter folder in peft's format into its base model, tensor by tensor; no model with weights is built.
 
-base tensors --> as they are
+base tensors --> as they are, or as the adapter's run held them in 4 or 8 bits
 adapted ones --> `lora.layers.merged`: in float32, rounded once --> shards, index, config, tokenizer
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,14 @@ from typing import Any
 import torch
 
 from slime_convert.folder_writing import Done, How, to_hf
-from slime_convert.rows import StoredRows, TensorRows, cast, read_whole
-from slime_core.errors import ConfigError, DataError
-from slime_core.lora.folder import CONFIG, WEIGHTS, Factors, factors_of, read_factors, read_spec
-from slime_core.lora.layers import Adapters, attach, merged
-from slime_core.lora.spec import DEFAULT, LoraSpec
-from slime_core.trainers.fsdp.adapters import outside_of
-from slime_core.weights.build import skeleton
-from slime_core.weights.folder import read_config, resolve
-from slime_core.weights.folder_layout import FolderLayout
-from slime_core.weights.shards import Shards
+from slime_convert.rows import TensorRows, cast, read_whole
+from slime_convert.trained_base import AdaptedModel, TrainedBase
+from slime_core.errors import ConfigError
+from slime_core.lora.folder import CONFIG, WEIGHTS, Factors, factors_of, read_base_form, read_factors, read_spec
+from slime_core.lora.layers import merged
+from slime_core.lora.spec import DEFAULT
+from slime_core.weights.folder import resolve
+from slime_core.weights.transports.buckets import TensorPart
 
 WORD = "slime convert adapter-to-hf"
 
@@ -64,11 +62,12 @@ class MergedRows:
         return whole.transpose(1, 2) if self.transposed else whole
 
 
-def adapter_to_hf(adapter: Path, target: Path, base: Path | None, how: How) -> Done:
+def adapter_to_hf(adapter: Path, target: Path, base: Path | None, how: How, form: str = "") -> Done:
     """Write the model folder that an adapter folder makes of its base.
 
     Args:
         base: the base model's folder; None takes the one that the adapter names
+        form: of the base that it is merged into, as `train.base_weights`; empty: that it was trained on
 
     Raises:
         ConfigError: CFG05 no adapter, or no base. DataError: TOK46 the adapter is not of this base; others of
@@ -77,70 +76,35 @@ def adapter_to_hf(adapter: Path, target: Path, base: Path | None, how: How) -> D
     spec = read_spec(adapter, f"command line: {WORD}")
     folder = base if base is not None else _base_of(adapter)
     model = AdaptedModel.of(folder, spec)
-    used = {adapter / CONFIG, adapter / WEIGHTS}
-    return merge("adapter-to-hf", model, read_factors(adapter, factors_of(model.adapters, DEFAULT)), used, target, how)
-
-
-@dataclass(slots=True, frozen=True)
-class AdaptedModel:
-    """A base model's folder, and the model with adapters on it, without memory."""
-
-    folder: Path
-    hf: Any
-    adapters: Adapters
-
-    @classmethod
-    def of(cls, folder: Path, spec: LoraSpec) -> AdaptedModel:
-        """Raises ConfigError: CFG04 the base has no target."""
-        hf = skeleton(read_config(folder))
-        return cls(folder, hf, attach(hf, spec, seed=0, outside=outside_of(hf)))
+    factors = read_factors(adapter, factors_of(model.adapters, DEFAULT))
+    trained_on = read_base_form(adapter)
+    dtype = getattr(torch, trained_on.dtype) if trained_on.dtype else None
+    trained = TrainedBase(model, form or trained_on.form, dtype, how.workers)
+    return merge("adapter-to-hf", trained, factors, {adapter / CONFIG, adapter / WEIGHTS}, target, how)
 
 
 def merge(
-    kind: str, model: AdaptedModel, factors: Mapping[str, Factors], used: set[Path], target: Path, how: How
+    kind: str, base: TrainedBase, factors: Mapping[str, Factors], used: set[Path], target: Path, how: How
 ) -> Done:
     """Write a base with these factors; ``used`` are the files that they come from."""
+    model, tensors = base.model, base.rows()
     weights = model.adapters.weights()
-    infos = Shards.open(model.folder).infos
-    tensors: dict[str, TensorRows] = {name: StoredRows(info) for name, info in infos.items()}
-    layout = FolderLayout(model.hf)
     for weight, one in factors.items():
         module, key = weights[weight]
         turned, shape = bool(getattr(module, "is_transposed", False)), module.get_parameter(key).shape
-        for name, part in _parts(layout, weight, shape, one, tensors, model.folder):
+        for name, part in base.places(weight):
+            of_part = one if part.shape == shape else _factors_of(part, one)
             dtype = how.torch_dtype or tensors[name].dtype
-            tensors[name] = MergedRows(tensors[name], part, model.adapters.spec.scaling, dtype, transposed=turned)
+            tensors[name] = MergedRows(tensors[name], of_part, model.adapters.spec.scaling, dtype, transposed=turned)
     rows = [cast(one, how.torch_dtype) for one in tensors.values()]
-    return to_hf(kind, rows, target, model.folder, used | {info.file for info in infos.values()}, how)
+    return to_hf(kind, rows, target, model.folder, used | {info.file for info in base.shards.infos.values()}, how)
 
 
-def _parts(
-    layout: FolderLayout,
-    weight: str,
-    shape: torch.Size,
-    factors: Factors,
-    tensors: Mapping[str, TensorRows],
-    folder: Path,
-) -> Iterator[tuple[str, Factors]]:
-    """The tensors that a weight is in the base's folder, with the factors of each."""
-    for part in layout.parts(weight, shape):
-        names = (part.name, part.name.removeprefix(layout.prefix))
-        name = next((one for one in names if one in tensors), "")
-        if not name or tensors[name].shape != part.shape:
-            raise DataError(
-                f"{weight}, which the adapter adapts, is not in the base model's folder",
-                code="TOK46",
-                where=str(folder),
-                why=f"it would be {part.name} of shape {list(part.shape)}",
-                fix="save the base again with transformers (from_pretrained, then save_pretrained), or name another: "
-                "--origin-hf-dir FOLDER",
-            )
-        if part.shape == shape:
-            yield name, factors
-            continue
-        experts, out, _ = factors.b.shape
-        expert = int(part.cut(torch.arange(experts * out).view(experts, out, 1))[0]) // out
-        yield name, Factors(factors.a[expert], part.cut(factors.b))
+def _factors_of(part: TensorPart, factors: Factors) -> Factors:
+    """Of the matrix of one expert, of a stack's."""
+    experts, out, _ = factors.b.shape
+    expert = int(part.cut(torch.arange(experts * out).view(experts, out, 1))[0]) // out
+    return Factors(factors.a[expert], part.cut(factors.b))
 
 
 def _base_of(adapter: Path) -> Path:

@@ -142,9 +142,19 @@ def checkpoint_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
     return click.argument("checkpoint", metavar="CHECKPOINT", type=FOLDER)(function)
 
 
+def base_weights(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What an adapter is merged into."""
+    choice = click.Choice(["auto", "fp8", "nf4"])
+    text = "Merge into the base's floats (auto), or as they are in 4 or 8 bits; default: as the adapter was trained."
+    return click.option("--base-weights", "form", type=choice, help=text)(function)
+
+
 @command.command("fsdp-to-hf", epilog="Example: slime convert fsdp-to-hf runs/demo-0 ./model")
 @checkpoint_arguments
-def fsdp_to_hf_command(checkpoint: Path, target: Path, origin: str | None, adapter: str) -> Callable[[How], Done]:
+@base_weights
+def fsdp_to_hf_command(
+    checkpoint: Path, target: Path, origin: str | None, adapter: str, form: str | None
+) -> Callable[[How], Done]:
     """A checkpoint of the FSDP trainer (checkpoints/step-N, or a run directory) to a Hugging Face folder DST.
 
     Of adapters: their base with one of them merged.
@@ -153,7 +163,7 @@ def fsdp_to_hf_command(checkpoint: Path, target: Path, origin: str | None, adapt
     from slime_core.weights.folder import resolve
 
     folder = resolve(origin, "--origin-hf-dir") if origin else None
-    return lambda how: fsdp_to_hf(checkpoint, target, folder, how, adapter)
+    return lambda how: fsdp_to_hf(checkpoint, target, folder, how, adapter, form or "")
 
 
 @command.command("fsdp-to-adapter", epilog="Example: slime convert fsdp-to-adapter runs/demo-0 ./adapter")
@@ -171,12 +181,14 @@ def fsdp_to_adapter_command(checkpoint: Path, target: Path, origin: str | None, 
 @click.argument("adapter", metavar="ADAPTER", type=FOLDER)
 @click.argument("target", metavar="DST", type=FOLDER)
 @click.option("--origin-hf-dir", "origin", help="Folder of the base model; default: the one that ADAPTER names.")
-def adapter_to_hf_command(adapter: Path, target: Path, origin: str | None) -> Callable[[How], Done]:
+@base_weights
+def adapter_to_hf_command(adapter: Path, target: Path, origin: str | None, form: str | None) -> Callable[[How], Done]:
     """An adapter folder in peft's format, merged into its base model, to a Hugging Face folder DST."""
     from slime_convert.adapter_to_hf import adapter_to_hf
     from slime_core.weights.folder import resolve
 
-    return lambda how: adapter_to_hf(adapter, target, resolve(origin, "--origin-hf-dir") if origin else None, how)
+    folder = resolve(origin, "--origin-hf-dir") if origin else None
+    return lambda how: adapter_to_hf(adapter, target, folder, how, form or "")
 
 
 @command.command("gguf-to-hf", epilog="Example: slime convert gguf-to-hf model.gguf ./model")

@@ -67,22 +67,26 @@ class SavedRows:
             done += now
 
 
-def fsdp_to_hf(checkpoint: Path, target: Path, origin: Path | None, how: How, adapter: str = "") -> Done:
+def fsdp_to_hf(
+    checkpoint: Path, target: Path, origin: Path | None, how: How, adapter: str = "", form: str = ""
+) -> Done:
     """Write a model folder of a checkpoint's parameters, or of the base of its adapters with one of them.
 
     Args:
         checkpoint: `step-N`, its `trainer`, a run directory or its `checkpoints` (the newest is taken)
         origin: the folder of config and tokenizer, and of adapters' base; None takes the one that the run names
         adapter: which of several
+        form: of the base that an adapter is merged into, as `train.base_weights`; empty: that of the run
 
     Raises:
         StorageError: STO111, STO112 files of the checkpoint are missing or damaged.
+        TrainerError: TRN116 another base than that of the run's adapters.
         DataError: TOK46 parameters that are not those of the origin's model. ConfigError: CFG05, no origin.
     """
     step, trainer = _places(checkpoint)
     if has_adapters(trainer) or adapter:
         _check_marks(step, set(trainer.glob("adapter.*")), manifest_of(step), full=how.verify)
-        return merged_checkpoint(trainer, target, origin or origin_of(step), adapter, how)
+        return merged_checkpoint(trainer, target, origin or origin_of(step), adapter, how, form)
     try:
         saved = files.tensors_of(trainer, files.PARAMETERS)
         if any(trainer.glob(f"{files.BIASES}*.safetensors")):

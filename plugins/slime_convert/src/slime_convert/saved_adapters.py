@@ -10,15 +10,17 @@ from typing import Any
 
 import torch
 
-from slime_convert.adapter_to_hf import AdaptedModel, merge
+from slime_convert.adapter_to_hf import merge
 from slime_convert.folder_writing import Done, How, check_apart, write_folder
 from slime_convert.job import Job, PlannedFile
 from slime_convert.rows import MemoryRows, StoredRows, TensorRows, blocks, cast, nbytes
+from slime_convert.trained_base import AdaptedModel, TrainedBase
 from slime_core import durable
 from slime_core.errors import ConfigError
-from slime_core.lora.folder import CONFIG, PREFIX, SHOWN, WEIGHTS, Factors, to_peft
+from slime_core.lora.folder import CONFIG, PREFIX, SHOWN, WEIGHTS, BaseForm, Factors, to_peft
 from slime_core.lora.layers import LoraExperts
 from slime_core.lora.spec import LoraSpec
+from slime_core.trainers import base_checksums
 from slime_core.trainers.fsdp import checkpoint as files
 from slime_core.trainers.fsdp.slices import SavedTensor
 from slime_core.weights.shards import header, read_header
@@ -31,6 +33,7 @@ class SavedAdapter:
     name: str
     config: dict[str, Any]  # adapter_config.json's
     tensors: Mapping[str, SavedTensor]
+    base: BaseForm  # that it was trained on
 
     @classmethod
     def of(cls, trainer: Path, name: str = "") -> SavedAdapter:
@@ -59,7 +62,8 @@ class SavedAdapter:
                 fix="   or   ".join(f"--adapter {one}" for one in names[:SHOWN]),
             )
         chosen = name or names[0]
-        return cls(chosen, state["lora"], files.tensors_of(trainer, files.kinds_of(chosen)[0]))
+        base = BaseForm(state.get("base_weights", "auto"), state["dtype"])
+        return cls(chosen, state["lora"], files.tensors_of(trainer, files.kinds_of(chosen)[0]), base)
 
     @property
     def files(self) -> set[Path]:
@@ -87,11 +91,22 @@ def has_adapters(trainer: Path) -> bool:
     return any(trainer.glob("adapter.*.safetensors"))
 
 
-def merged_checkpoint(trainer: Path, target: Path, base: Path, name: str, how: How) -> Done:
-    """Write a model folder of an adapter's base with the adapter; errors as `SavedAdapter.of`."""
+def merged_checkpoint(trainer: Path, target: Path, base: Path, name: str, how: How, form: str = "") -> Done:
+    """Write a model folder of an adapter's base with the adapter, in the dtype that the run computed in.
+
+    Args:
+        form: of the base that it is merged into, as `train.base_weights`; empty: that of the run
+
+    Raises:
+        TrainerError: TRN116 another base than the run's. Others as `SavedAdapter.of`.
+    """
     saved = SavedAdapter.of(trainer, name)
-    model = AdaptedModel.of(base, LoraSpec.from_peft(saved.config))
-    return merge("fsdp-to-hf", model, saved.factors(model), saved.files, target, how)
+    model, dtype = AdaptedModel.of(base, LoraSpec.from_peft(saved.config)), getattr(torch, saved.base.dtype)
+    trained = TrainedBase(model, saved.base.form, dtype, how.workers)
+    trained.check(base_checksums.read(trainer))
+    if form and form != saved.base.form:
+        trained = TrainedBase(model, form, dtype, how.workers)
+    return merge("fsdp-to-hf", trained, saved.factors(model), saved.files, target, how)
 
 
 def adapter_folder(trainer: Path, target: Path, base: Path, name: str, how: How) -> Done:
@@ -101,7 +116,7 @@ def adapter_folder(trainer: Path, target: Path, base: Path, name: str, how: How)
     factors = saved.factors(AdaptedModel.of(base, LoraSpec.from_peft(saved.config)))
     rows = [MemoryRows(PREFIX + name, one.contiguous()) for name, one in to_peft(factors).items()]
     tensors: list[TensorRows] = [cast(one, how.torch_dtype) for one in rows]
-    head = header(((one.name, one.dtype, one.shape) for one in tensors), {"format": "pt"})
+    head = header(((one.name, one.dtype, one.shape) for one in tensors), saved.base.metadata())
 
     def parts() -> Iterator[bytes | memoryview]:
         yield head
