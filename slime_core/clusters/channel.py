@@ -47,10 +47,10 @@ from slime_core.types import (
     WeightRoute,
     WeightUpdate,
 )
-from slime_core.weights.flops import Flops
+from slime_core.weights.flops import Flops, TowerFlops
 
 CROSSING = (
-    *(ArrayRef, Batch, RankBatch, DataParallelRank, Flops, FileMark),
+    *(ArrayRef, Batch, RankBatch, DataParallelRank, Flops, TowerFlops, FileMark),
     *(Completion, GenerateRequest, Media, SamplingParams),
     *(WeightUpdate, AdapterUpdate, WeightRoute, RankTensor, Piece),
 )

@@ -115,15 +115,15 @@ class MediaLayout:
         starts = [-1] * len(items)
         for kind, placeholder in self.placeholders.items():
             numbers = [number for number, item in enumerate(items) if item.kind == kind]
-            runs = _runs(np.asarray(tokens) == placeholder)
+            places = runs(np.asarray(tokens) == placeholder)
             remaining = iter(numbers)
             number = next(remaining, None)
-            for begin, end in runs:
+            for begin, end in places:
                 if number is not None and items[number].tokens == end - begin:
                     starts[number] = begin
                     number = next(remaining, None)
             if number is not None:
-                raise _mismatch(kind, [items[n].tokens for n in numbers], [b - a for a, b in runs], where)
+                raise _mismatch(kind, [items[n].tokens for n in numbers], [b - a for a, b in places], where)
         return starts
 
     def positions(
@@ -158,7 +158,7 @@ def _crops(pixels: NDArray[Any] | None) -> int:
     return 0 if pixels is None else int(pixels.shape[-4])
 
 
-def _runs(where: NDArray[np.bool_]) -> list[tuple[int, int]]:
+def runs(where: NDArray[np.bool_]) -> list[tuple[int, int]]:
     """Runs of True in [T], as (begin, end)."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], where.astype(np.int8), [0]]))).tolist()
     return [(begin, end) for number, (begin, end) in enumerate(pairwise(edges)) if number % 2 == 0]

@@ -166,7 +166,7 @@ def assign_samples(batch: Batch, samples: Ints, prompt_of: Ints, flops: Flops, r
         return [samples]
     lengths = batch.lengths
     starts = lengths - batch.response_lengths
-    head, tail = flops.sequence(starts).tolist(), flops.sequence(lengths, starts).tolist()
+    head, tail = (part.tolist() for part in _operations(batch, starts, flops))
     owner, by_prompt = prompt_of.tolist(), dict[int, list[int]]()
     for sample in sorted(samples.tolist(), key=lambda i: -tail[i]):
         by_prompt.setdefault(owner[sample], []).append(sample)
@@ -189,6 +189,18 @@ def assign_samples(batch: Batch, samples: Ints, prompt_of: Ints, flops: Flops, r
         if best <= EVEN * least or chunk == 1:
             return best_parts
         chunk = -(-chunk // 2)
+
+
+def _operations(batch: Batch, starts: Ints, flops: Flops) -> tuple[Ints, Ints]:
+    """[S] of each sample's prompt, which has ``starts`` tokens, and of its response; pictures where they lie."""
+    head, tail = flops.sequence(starts), flops.sequence(batch.lengths, starts)
+    if batch.multimodal is not None and flops.tower is not None:
+        places, costs = flops.tower.pictures(batch.tokens)
+        owners = np.searchsorted(batch.offsets, places, side="right") - 1
+        asked = places - batch.offsets[owners] < starts[owners]
+        np.add.at(head, owners[asked], costs[asked])
+        np.add.at(tail, owners[~asked], costs[~asked])
+    return head, tail
 
 
 def _with_fillers(batch: Batch, batches: list[Ints], assigned: list[list[Ints]]) -> tuple[Ints, NDArray[np.bool_]]:

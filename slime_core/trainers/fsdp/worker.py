@@ -92,7 +92,7 @@ class FsdpWorker(Worker):
         self.dp_rank = DataParallelRank(
             number=self.ranks.data,
             size=grid.data,
-            flops=Flops.of(self.folder.config),
+            flops=Flops.of(self.folder.config, frozen_tower=self.train.freeze_vision_tower),
             context_parallel=grid.context,
             tokens=least(self._tokens()),
         )

@@ -1,6 +1,6 @@
 """Karmarkar-Karp by hand and against every partition; what each rank gets, and how many bytes that is."""
 
-from itertools import product
+from itertools import combinations, product
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from test_pack import batch_of
 from slime_core.clusters.channel import decode, encode
 from slime_core.trainers.data_parallel import BatchSplit, RankBatch, karmarkar_karp, pack, rows_of
 from slime_core.types import ArrayRef
-from slime_core.weights.flops import Flops
+from slime_core.weights.flops import Flops, TowerFlops
 
 pytestmark = pytest.mark.unit
 
@@ -90,6 +90,20 @@ def test_samples_of_a_prompt_stay_together_where_ranks_are_even_so():
     assert [p.places.tolist() for p in rank_batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     rank_batches = BatchSplit(flops=FLOPS, ranks=4, max_tokens=100).partition(batch)
     assert [p.places.tolist() for p in rank_batches] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize("seeing", list(combinations(range(4), 2)))
+@pytest.mark.parametrize("later", [False, True], ids=["of prompts", "mid-dialogue"])
+def test_samples_with_pictures_are_on_both_ranks(seeing, later):
+    """Four samples of one length, two of which have a picture of three placeholders, in prompt or response."""
+    batch = batch_of([6] * 4, [6] * 4, prompts=list("abcd"))
+    for sample in seeing:
+        begin = batch.offsets[sample] + (7 if later else 2)
+        batch.tokens[begin : begin + 3] = 99
+    batch.multimodal = [{"pixel_values": np.zeros(1)} if sample in seeing else None for sample in range(4)]
+    flops = Flops(token=1000.0, pair=1.0, tower=TowerFlops(token=5000.0, pair=1.0, placeholders=(99,)))
+    for rank_batch in BatchSplit(flops=flops, ranks=2, max_tokens=100).partition(batch):
+        assert len(set(seeing) & set(rank_batch.places.tolist())) == 1
 
 
 def test_an_optimizer_step_is_balanced_by_itself_and_siblings_stay_in_it():

@@ -67,7 +67,7 @@ class MegatronWorker(Worker):
             number=number,
             size=layout.dp,
             context_parallel=layout.cp,
-            flops=Flops.of(self.folder.config),
+            flops=Flops.of(self.folder.config, frozen_tower=self.train.freeze_vision_tower),
             multiple=self.settings.pack_multiple,
         )
         self.plugins.notify("slime_megatron_init", "a Megatron rank's start", self.ctx, args=self.settings)
