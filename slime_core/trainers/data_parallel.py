@@ -197,9 +197,9 @@ def _operations(batch: Batch, starts: Ints, flops: Flops) -> tuple[Ints, Ints]:
     if batch.multimodal is not None and flops.tower is not None:
         places, costs = flops.tower.pictures(batch.tokens)
         owners = np.searchsorted(batch.offsets, places, side="right") - 1
-        asked = places - batch.offsets[owners] < starts[owners]
-        np.add.at(head, owners[asked], costs[asked])
-        np.add.at(tail, owners[~asked], costs[~asked])
+        prompts = places - batch.offsets[owners] < starts[owners]
+        np.add.at(head, owners[prompts], costs[prompts])
+        np.add.at(tail, owners[~prompts], costs[~prompts])
     return head, tail
 
 
