@@ -1,7 +1,9 @@
 """Frozen weights in 4 or 8 bits that compute as the floats they stand for, which nothing keeps.
 
     nf4   two numbers a byte, the first in its high bits: indices into 16 quantiles of a normal distribution, times the
-          largest absolute value of their block of 64 (QLoRA, arXiv 2305.14314); bitsandbytes' numbers
+          largest absolute value of their block of 64 (QLoRA, arXiv 2305.14314); bitsandbytes' numbers. Of weights
+          in bfloat16 that value is one too, so a scale takes 2 bytes: nearly all that QLoRA's double quantisation
+          saves, and nothing is rounded a second time
     fp8   float8 e4m3 times the scale of a block of 128 x 128 (`weights.fp8`)
 
 Blocks lie within a row, and a row has all its scales, so that ranks can share a weight by its rows.
@@ -49,7 +51,7 @@ class QuantisedWeight(torch.Tensor):
     """
 
     numbers: Tensor  # uint8 [..., rows, columns / numbers a byte]
-    scales: Tensor  # float32 [..., rows, columns / block]
+    scales: Tensor  # [..., rows, columns / block], float32, or shorter where that loses nothing
     form: NumberForm
     transposed: bool  # of its last two axes
     padded: int  # of a rank's rows: so many as each rank sends the others; 0 is all
@@ -75,7 +77,7 @@ class QuantisedWeight(torch.Tensor):
     def of(cls, weight: Tensor, form: str, dtype: torch.dtype) -> QuantisedWeight:
         """Round a float weight [..., rows, columns] whose columns are whole blocks; it computes in ``dtype``."""
         numbers, scales = (_nf4 if form == "nf4" else _fp8)(weight.detach().float())
-        return cls(numbers, scales, FORMS[form], dtype)
+        return cls(numbers, _shortest(scales, dtype), FORMS[form], dtype)
 
     @classmethod
     def of_blocks(cls, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> QuantisedWeight:
@@ -85,7 +87,8 @@ class QuantisedWeight(torch.Tensor):
     @classmethod
     def of_packed(cls, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> QuantisedWeight:
         """From a weight in nf4 that is stored already, with blocks of any size within its rows."""
-        return cls(numbers, scales, NumberForm("nf4", 2 * numbers.shape[-1] // scales.shape[-1], 2), dtype)
+        block = 2 * numbers.shape[-1] // scales.shape[-1]
+        return cls(numbers, _shortest(scales, dtype), NumberForm("nf4", block, 2), dtype)
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """The floats: products in float32, rounded to ``dtype``, by default the weight's own."""
@@ -288,6 +291,12 @@ def dequantise(numbers: Tensor, scales: Tensor, form: NumberForm, dtype: torch.d
         values = numbers.view(torch.float8_e4m3fn).float()
     blocks = values.view(*scales.shape, form.block)
     return (blocks * scales[..., None]).to(dtype).view(*numbers.shape[:-1], numbers.shape[-1] * form.per_byte)
+
+
+def _shortest(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales in ``dtype``, where that has all their values, else as they are."""
+    short = scales.to(dtype)
+    return short if torch.equal(short.float(), scales) else scales
 
 
 @cache

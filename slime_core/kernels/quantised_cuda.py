@@ -19,7 +19,7 @@ def _dequantise(
     """Number i stands in byte i / 2, an even one in its high bits, where they are PACKED; else in element i."""
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = place < count
-    scale = tl.load(scales + place // BLOCK, mask=inside, other=0.0)
+    scale = tl.load(scales + place // BLOCK, mask=inside, other=0.0).to(tl.float32)
     if PACKED:
         pair = tl.load(numbers + place // 2, mask=inside, other=0).to(tl.int32)
         value = tl.load(table + ((pair >> ((1 - place % 2) * 4).to(tl.int32)) & 15))

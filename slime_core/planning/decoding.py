@@ -16,7 +16,7 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 from slime_core.planning.footprint import DecodeCosts
-from slime_core.planning.fsdp import STORED, quantised_numbers
+from slime_core.planning.fsdp import quantised_numbers, stored_bytes
 
 if TYPE_CHECKING:
     from slime_core.planning.footprint import EngineFootprint, Lengths, Subject
@@ -117,7 +117,7 @@ class Decoding:
 def _dequantised(subject: Subject, engine: EngineFootprint) -> int:
     """Bytes more of a step whose weights are in few bits: reading those, and writing the floats that products read."""
     train = subject.config.train
-    stored = STORED.get(train.base_weights, 0.0)
+    stored = stored_bytes(subject.sizes, train, subject.itemsize)
     direct = train.lora_sync == "adapter" and engine.costs is None and engine.shared and subject.ranks == 1
     return int((stored + subject.itemsize) * quantised_numbers(subject.sizes)) if stored and direct else 0
 

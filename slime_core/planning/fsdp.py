@@ -24,7 +24,6 @@ ALIGNED = 64  # numbers, see `fsdp.masters`
 WINDOW, WINDOWS = 256 << 20, 3  # see `fsdp.places`: one at work, two on their way back
 MOMENTS = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "paged_adamw_8bit": 2 + 8 / 256}
 """Bytes a parameter of both moments; of 8 bits, blocks of 256 numbers have a float32 scale each."""
-STORED = {"nf4": 0.5 + 4 / 64, "fp8": 1 + 4 / 128}  # bytes a number with its scales: see `kernels.quantised`
 
 
 def micro_batch_tokens(sizes: ModelSizes, memory: int, *, fused: bool) -> int:
@@ -46,6 +45,12 @@ def copies_bytes(sizes: ModelSizes) -> int:
     return sum(2 * -(-weight.count // ALIGNED) * ALIGNED for weight in sizes.weights)
 
 
+def stored_bytes(sizes: ModelSizes, train: Any, itemsize: int) -> float | None:
+    """Bytes a number of a base in few bits, with its scales, see `kernels.quantised`; None of floats."""
+    packed = bool((sizes.config.quantization_config or {}).get("load_in_4bit"))  # scales of a folder may be float32
+    return {"nf4": 0.5 + (4 if packed else itemsize) / 64, "fp8": 1 + 4 / 128}.get(train.base_weights)
+
+
 def quantised_numbers(sizes: ModelSizes) -> int:
     """Numbers of a base that may have few bits: linear layers and experts."""
     return sum(w.count for w in sizes.weights if w.layer >= 0 and (w.linear or w.kind == "experts"))
@@ -53,7 +58,7 @@ def quantised_numbers(sizes: ModelSizes) -> int:
 
 def gathered_layer(sizes: ModelSizes, train: Any, itemsize: int) -> int:
     """Bytes of the largest layer on a rank that has gathered it: a quantised base as it is stored, and adapters."""
-    spec, stored = LoraSpec.of(train), STORED.get(train.base_weights, itemsize)
+    spec, stored = LoraSpec.of(train), stored_bytes(sizes, train, itemsize) or itemsize
     adapted = {weight.name for weight in sizes.adapted(spec)} if spec is not None else set()
     by_layer: dict[int, float] = {}
     for weight in sizes.weights:
@@ -136,7 +141,7 @@ class _Fsdp:
 
     def _base(self) -> int:
         """Bytes of a frozen base: linear layers and experts may be quantised."""
-        stored = STORED.get(self.train.base_weights)
+        stored = stored_bytes(self.sizes, self.train, self.subject.itemsize)
         if stored is None:
             return self.subject.itemsize * self.parameters
         inside = quantised_numbers(self.sizes)
@@ -255,7 +260,7 @@ class _Fsdp:
     def _layer_gradients(self) -> int:
         """Gradients of a layer before they are added up, or sent to other ranks; floats of two quantised matrices."""
         if self.spec is not None:
-            quantised = self.train.base_weights in STORED
+            quantised = self.train.base_weights != "auto"
             return 2 * 6 * max(w.count for w in self.sizes.weights if w.layer >= 0) if quantised else 0
         layer = self.sizes.largest_layer // self.tensor
         if not self.alone:

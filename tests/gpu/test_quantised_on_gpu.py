@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", ["nf4", "fp8"])
 def test_a_gpu_stores_and_reads_the_numbers_of_a_cpu(form, dtype):
-    weight = torch.randn(3, 97, 256, generator=torch.Generator().manual_seed(0)) * 0.05
+    weight = (torch.randn(3, 97, 256, generator=torch.Generator().manual_seed(0)) * 0.05).to(dtype)
     cpu, gpu = (QuantisedWeight.of(weight.to(device), form, dtype) for device in ("cpu", "cuda"))
     assert torch.equal(gpu.numbers.cpu(), cpu.numbers)
     assert torch.equal(gpu.scales.cpu(), cpu.scales)

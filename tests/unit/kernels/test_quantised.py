@@ -32,6 +32,21 @@ def test_nf4_has_the_numbers_of_bitsandbytes(dtype):
     assert ours.stored_bytes == weight.numel() * 9 // 16
 
 
+def test_scales_of_weights_in_bfloat16_take_two_bytes_and_lose_nothing():
+    functional = pytest.importorskip("bitsandbytes.functional")
+    weight = (torch.randn(96, 192, generator=torch.Generator().manual_seed(0)) * 0.05).bfloat16()
+    weight[3, :64] = 0
+    packed, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
+    ours = QuantisedWeight.of(weight, "nf4", torch.bfloat16)
+    assert torch.equal(ours.numbers.flatten(), packed.flatten())
+    assert (ours.scales.dtype, ours.stored_bytes) == (torch.bfloat16, weight.numel() * 17 // 32)
+    assert torch.equal(ours.dense(), functional.dequantize_4bit(packed, state))
+    stored = QuantisedWeight.of_packed(ours.numbers, state.absmax.view(96, 3), torch.bfloat16)
+    assert (stored.scales.dtype, torch.equal(stored.dense(), ours.dense())) == (torch.bfloat16, True)
+    odd = QuantisedWeight.of_packed(ours.numbers, state.absmax.view(96, 3) * 1.001, torch.bfloat16)
+    assert odd.scales.dtype == torch.float32
+
+
 def test_fp8_has_the_numbers_of_its_blocks():
     weight, form = torch.randn(3, 200, 256, generator=torch.Generator().manual_seed(0)), BlockFormat()
     expected = [

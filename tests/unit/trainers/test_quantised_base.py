@@ -78,6 +78,7 @@ def test_weights_without_adapters_reach_engines_as_floats_and_state_is_offloaded
     tensors = one.call("publish", 0).tensors
     assert {type(tensor) for tensor in tensors.values()} == {torch.Tensor}
     assert all(torch.equal(tensors[name], weight.dense()) for name, weight in base.items())
+    assert all(weight.stored_bytes == weight.numel() * 17 // 32 for weight in base.values())
     parts = {part.data_ptr() for part in one.worker._state("parameters")}
     assert all({weight.numbers.data_ptr(), weight.scales.data_ptr()} <= parts for weight in base.values())
     one.thread.close()
