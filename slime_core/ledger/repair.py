@@ -49,11 +49,11 @@ from slime_core.ledger.segments import RecordPlace, Segments
 UNREADABLE = frozenset({"STO111", "STO112", "STO121"})
 STORED = f"""
 SELECT serial, id, state, segment, offset, length, crc32 FROM samples WHERE segment IS NOT NULL
-AND (state = {FINISHED} OR coalesce(position, ?2) >= ?2 AND (step IS NULL OR step > ?1))
+AND (state = {FINISHED} OR coalesce(position, :first) >= :first AND (step IS NULL OR step > :version))
 """
 TURNS = f"""
 SELECT serial, id, state, turns.segment, turns.offset, turns.length, turns.crc32
-FROM turns JOIN samples USING (serial) WHERE state != {TRAINED} OR step > ?1
+FROM turns JOIN samples USING (serial) WHERE state != {TRAINED} OR step > :version
 """
 LATER = f"SELECT id FROM samples WHERE newest >= ? AND (state = {FINISHED} OR state = {TRAINED})"
 OPEN_ROWS = (
@@ -245,8 +245,8 @@ def _reset_unreadable(path: Path, segments: Segments, standing: ResumePoint) -> 
     owner = Owner(path)
     try:
         with closing(connect(path, owner.marks)) as db:
-            samples = list(_unreadable(db, segments, STORED, (standing.version, standing.first)))
-            turns = list(_unreadable(db, segments, TURNS, (standing.version,)))
+            samples = list(_unreadable(db, segments, STORED, {"version": standing.version, "first": standing.first}))
+            turns = list(_unreadable(db, segments, TURNS, {"version": standing.version}))
             if not (samples or turns):
                 return []
             db.execute("BEGIN IMMEDIATE")
@@ -265,7 +265,7 @@ def _reset_unreadable(path: Path, segments: Segments, standing: ResumePoint) -> 
 
 
 def _unreadable(
-    db: sqlite3.Connection, segments: Segments, query: str, parameters: tuple[int, ...]
+    db: sqlite3.Connection, segments: Segments, query: str, parameters: dict[str, int]
 ) -> Iterator[tuple[_Row, StorageError]]:
     """Payloads that the run will ask for and that cannot be read, each with why."""
     for row in (_Row(*values) for values in db.execute(query, parameters)):

@@ -61,8 +61,8 @@ WHERE state = {PENDING}
 """
 ROW = "SELECT serial, state, step FROM samples WHERE id = ? AND attempt = ?"
 LATEST = "SELECT serial, state, attempt, step FROM samples WHERE id = ? ORDER BY attempt DESC LIMIT 1"
-OLD = f"(state = {DROPPED} AND coalesce(newest, -1) < ?1 OR state = {TRAINED} AND step < ?1)"
-"""Samples that no version from ``?1`` on had a part in."""
+OLD = f"(state = {DROPPED} AND coalesce(newest, -1) < :version OR state = {TRAINED} AND step < :version)"
+"""Samples that no version from ``:version`` on had a part in."""
 
 KNOWN = f"""
 SELECT samples.id, attempt, state, coalesce(name, ''), place, step, newest, ticks, segment, offset, length, crc32
@@ -219,9 +219,9 @@ class LedgerTables:
             "UPDATE steps SET trained = 1, fingerprint = ? WHERE version = ?", (fingerprint or row[1], version)
         )
         moved = self._db.execute(
-            f"UPDATE samples SET state = {TRAINED} WHERE state = {FINISHED} AND step = ?1 "
-            "AND serial IN (SELECT serial FROM members WHERE version = ?1)",
-            (version,),
+            f"UPDATE samples SET state = {TRAINED} WHERE state = {FINISHED} AND step = :version "
+            "AND serial IN (SELECT serial FROM members WHERE version = :version)",
+            {"version": version},
         ).rowcount
         (members,) = self._db.execute("SELECT count(*) FROM members WHERE version = ?", (version,)).fetchone()
         if moved != members:
@@ -318,9 +318,9 @@ class LedgerTables:
     def _restart(self, sample: Sample) -> None:
         """Drop what earlier attempts left open, fan-out siblings too."""
         earlier = self._db.execute(
-            "SELECT serial, id, state, step FROM samples WHERE (id = ?1 OR id >= ?1 || '.' AND id < ?1 || '/') "
-            f"AND attempt < ?2 AND state != {DROPPED}",
-            (sample.id, sample.attempt),
+            "SELECT serial, id, state, step FROM samples WHERE (id = :id OR id >= :id || '.' AND id < :id || '/') "
+            f"AND attempt < :attempt AND state != {DROPPED}",
+            {"id": sample.id, "attempt": sample.attempt},
         ).fetchall()
         for serial, *row in earlier:
             self._require_open(*row, change="issued again")
@@ -414,11 +414,11 @@ def forget_payloads(db: sqlite3.Connection, before_version: int) -> None:
     """Rows of samples that were dropped or trained before a version name no payload any more, and no turns."""
     for table in ("turns", "arrays"):
         of_old = f"SELECT 1 FROM samples WHERE samples.serial = {table}.serial AND {OLD}"
-        db.execute(f"DELETE FROM {table} WHERE EXISTS ({of_old})", (before_version,))
+        db.execute(f"DELETE FROM {table} WHERE EXISTS ({of_old})", {"version": before_version})
     db.execute(
         "UPDATE samples SET segment = NULL, offset = NULL, length = NULL, crc32 = NULL "
         f"WHERE segment IS NOT NULL AND {OLD}",
-        (before_version,),
+        {"version": before_version},
     )
 
 

@@ -8,11 +8,12 @@ the tables.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from slime_cli.main import main
 from slime_cli.plan_measured import beside
 from slime_core.testing.models import char_tokenizer
 
@@ -25,7 +26,7 @@ SHAPE = {
 }  # fmt: skip
 REWARD = "async def reward(args, sample, **kwargs):\n    return float(len(set(sample.tokens)) % 2)\n"
 LORA = ["--lora-rank", "32"]
-SGLANG, MEGATRON = ["--rollout-engine", "sglang"], ["--train-backend", "megatron"]
+SGLANG, MEGATRON = ["--rollout-engine", "sglang"], ["--train-backend", "megatron", "--plugin", "models"]
 CASES = {
     "fsdp-embedded": [],
     "fsdp-embedded-recomputed": ["--gradient-checkpointing", "--max-tokens-per-gpu", "16384"],
@@ -37,12 +38,12 @@ CASES = {
     "megatron-sglang": [*MEGATRON, *SGLANG],
     "megatron-sglang-lora": [*MEGATRON, *SGLANG, *LORA],
 }
+PROMPT = 256  # tokens
 EXACT = {"train", "rollout"}  # the phases that decide whether a run fits
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_was_planned_is_what_is_measured(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_was_planned_is_what_is_measured(case: str, tmp_path: Path) -> None:
     answer = planned_run(tmp_path, CASES[case])
     print(json.dumps({name: answer[name] for name in ("memory", "seconds", "lengths")}, indent=1))
     for row in answer["memory"]:
@@ -53,17 +54,30 @@ def test_what_was_planned_is_what_is_measured(case: str, tmp_path: Path, monkeyp
 
 
 def planned_run(root: Path, flags: list[str]) -> dict:
-    """A run of six steps of 64 answers of 512 tokens, and what it measured beside its plan."""
+    """A run of six steps of 64 answers of 512 tokens to prompts of 256, and what it measured beside its plan."""
     model = root / "model"
     model.mkdir(exist_ok=True)
     char_tokenizer().save_pretrained(str(model))
     (model / "config.json").write_text(json.dumps(SHAPE))
-    (root / "rows.jsonl").write_text("".join(json.dumps({"question": f"{n}+1=" * 20}) + "\n" for n in range(64)))
+    questions = ((f"{n}+1=" * PROMPT)[:PROMPT] for n in range(64))
+    (root / "rows.jsonl").write_text("".join(json.dumps({"question": text}) + "\n" for text in questions))
     (root / "own_reward.py").write_text(REWARD)
-    words = ["run", "--hf-checkpoint", str(model), "--init-weights", "random", "--dtype", "bfloat16"]
+    words = [
+        sys.executable,
+        "-m",
+        "slime_cli.main",
+        "run",
+        "--hf-checkpoint",
+        str(model),
+        "--init-weights",
+        "random",
+        "--dtype",
+        "bfloat16",
+    ]
     words += ["--prompt-data", str(root / "rows.jsonl"), "--input-key", "question"]
     words += ["--custom-rm-path", "own_reward.py:reward", "--num-rollout", "6", "--rollout-batch-size", "8"]
-    words += ["--n-samples-per-prompt", "8", "--rollout-max-response-len", "512", "--rollout-max-context-len", "768"]
+    words += ["--n-samples-per-prompt", "8", "--rollout-max-response-len", "512"]
+    words += ["--rollout-max-context-len", str(PROMPT + 512)]
     words += ["--rollout-slots", "64", "--save-interval", "0", "--lr", "1e-6", "--run-dir", str(root / "run")]
-    assert main([*words, *flags]) == 0
+    subprocess.run([*words, *flags], cwd=root, check=True)  # a process of its own, whose memory is the run's
     return beside(root / "run")

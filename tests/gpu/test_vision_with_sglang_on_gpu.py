@@ -38,6 +38,7 @@ def write_shape(path):
     config = json.loads((path / "model" / "config.json").read_text())
     config |= {"tie_word_embeddings": True, "dtype": "bfloat16"}
     config["text_config"] |= TEXT
+    config["text_config"].pop("layer_types")
     config["vision_config"] |= TOWER
     (path / "model" / "config.json").write_text(json.dumps(config))
     file = path / "model" / "preprocessor_config.json"
@@ -124,22 +125,13 @@ def test_the_3b_shape_trains_with_sglang_on_one_gpu(place, slime, tmp_path):
 
 
 def test_a_small_model_learns_to_count_through_sglang(place, slime, tmp_path):
-    """The example's recipe: a warm-up, then GRPO."""
+    """The example's recipe: a warm-up, then GRPO. SGLang's kernels take no float32; in bfloat16 the band is wide."""
     enlarged_counting(tmp_path)
     _, found = place
     words = [f"sglang.{name}={json.dumps(value)}" for name, value in SERVER.items()]
     words += [f"sglang.env.{name}={json.dumps(value)}" for name, value in found.env.items()]
-    flags = (
-        "--device",
-        "cuda",
-        "--dtype",
-        "bfloat16",
-        "--colocate",
-        "--rollout-engine",
-        "sglang",
-        "--sglang-python",
-        found.python,
-    )
+    flags = ["--device", "cuda", "--dtype", "bfloat16", "--canary-band", "0.1", "--colocate"]
+    flags += ["--rollout-engine", "sglang", "--sglang-python", found.python]
     done = slime("run", "recipe.toml", *flags, *words, "--run-dir", "run", timeout=540)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -170,8 +170,12 @@ def delta_rule(
     strength: torch.Tensor,
     lengths: Sequence[int],
 ) -> torch.Tensor:
-    """`gated_delta_rule`, on a GPU in half precision by flash-linear-attention's kernel where that is installed."""
-    if not v.is_cuda or v.dtype == torch.float32 or find_spec("fla") is None:
+    """`gated_delta_rule`, on a GPU in half precision by flash-linear-attention's kernel where that is installed.
+
+    Its products take heads of 16 to 256 numbers.
+    """
+    sizes = all(width % 16 == 0 and width <= 256 for width in (k.shape[-1], v.shape[-1]))
+    if not v.is_cuda or v.dtype == torch.float32 or not sizes or find_spec("fla") is None:
         return gated_delta_rule(q, k, v, fading, strength, lengths)
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
