@@ -6,6 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 from cluster_case import keeps
+from forked_channel import start_forked
 
 from durability.ledger_contract import LEDGER_CHECKS
 from slime_core.clusters.ranks import RankTrainer
@@ -98,7 +99,7 @@ def test_two_ranks_of_the_fsdp_trainer(tmp_path):
     )
 
     async def run():
-        ranks = RankTrainer(config, load_plugins(config), world=2, run_dir=tmp_path)
+        ranks = RankTrainer(config, load_plugins(config), world=2, run_dir=tmp_path, start=start_forked)
         async with ranks as trainer:
             for check in TRAINER_CHECKS:
                 await check(

@@ -4,6 +4,7 @@ import asyncio
 import os
 
 import pytest
+from forked_channel import start_forked
 
 from slime_core.clusters.ranks import RankTrainer
 from slime_core.config.load import load_config
@@ -30,7 +31,7 @@ def test_a_rank_that_sees_another_folder_is_named(tmp_path):
     )
     (tmp_path / "other" / "checkpoints").mkdir(parents=True)
     run_dir = tmp_path / "run"
-    ranks = OtherView(config, load_plugins(config), world=2, run_dir=run_dir)
+    ranks = OtherView(config, load_plugins(config), world=2, run_dir=run_dir, start=start_forked)
     ranks.other = tmp_path / "other"
 
     async def run():

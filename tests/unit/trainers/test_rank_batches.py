@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import trainer_bench as made
+from forked_channel import start_forked
 
 from slime_core.algorithms.shared.terms import role_columns
 from slime_core.clusters.channel import ProcessChannel, decode, encode
@@ -52,7 +53,8 @@ async def trained(model, run_dir, plugins=(), megatron=None, **train):
     channels = []
 
     async def start(number, child):
-        channels.append(await Counting.start(child))
+        forks = train.get("train_backend") != "megatron"  # which wants a Python of its own
+        channels.append(await (start_forked(number, child, Counting) if forks else Counting.start(child)))
         return channels[-1]
 
     given = {"rollout": {"hf_checkpoint": str(model)}, "train": {**TRAIN, **train}, "plugins": plugins, "seed": 3}

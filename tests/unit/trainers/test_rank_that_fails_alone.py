@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import trainer_bench as made
+from forked_channel import start_forked
 
+from slime_core.clusters.channel import start_here
 from slime_core.clusters.ranks import RankTrainer
 from slime_core.config.schema import Config
 from slime_core.errors import PluginError, TrainerError
@@ -68,7 +70,8 @@ def failing(tmp_path, monkeypatch, install_plugin):
         config = Config.model_validate(
             given | {"megatron": BACKENDS[backend], "cluster": {"device": "cpu", "cpu_threads": 1}}
         )
-        ranks = RankTrainer(config, load_plugins(config), world=2, run_dir=tmp_path / "run")
+        start = start_here if BACKENDS[backend] else start_forked  # Megatron wants a Python of its own
+        ranks = RankTrainer(config, load_plugins(config), world=2, run_dir=tmp_path / "run", start=start)
         return asyncio.run(_fail(ranks, config, method, *args))
 
     return fail

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import trainer_bench as made
+from forked_channel import start_forked
 from safetensors.torch import load_file, save_file
 
 from slime_core import durable
@@ -20,8 +21,8 @@ from slime_core.durable import Disk
 from slime_core.errors import StorageError, TrainerError
 from slime_core.plugins import load_plugins
 from slime_core.testing import tiny_model
-from slime_core.trainers.fsdp import checkpoint as files
-from slime_core.trainers.fsdp.checkpoint import StatePart
+from slime_core.trainers.fsdp import state_files as files
+from slime_core.trainers.fsdp.checkpoint import StatePart, writers
 from slime_core.trainers.fsdp.slices import KEY, slices_metadata
 from slime_core.trainers.offload import BLOCK, FileLayout, HostStaging
 
@@ -208,10 +209,10 @@ def test_ranks_with_copies_write_about_the_same():
     ]
     for copies in (1, 2, 3):
         parts = [replace(part, copy=(0, copies)) for part in parts]
-        writer = files.writers(parts)
+        writer = writers(parts)
         loads = [sum(size for name, size in sizes.items() if writer[name] == copy) for copy in range(copies)]
         assert max(loads) <= max(900, 1804 / copies + 4)
-        assert writer == files.writers(list(reversed(parts)))
+        assert writer == writers(list(reversed(parts)))
 
 
 def test_tensors_cross_the_borders_of_blocks(tmp_path, monkeypatch):
@@ -282,7 +283,7 @@ def test_the_number_of_ranks_may_change_and_change_back(bench, tmp_path):
     async def two():
         cluster = {"device": "cpu", "cpu_threads": 1}
         config = made.config_of(folder, **SETTINGS).model_copy(update={"cluster": ClusterSection(**cluster)})
-        ranks = RankTrainer(config, load_plugins(config), world=2, run_dir=tmp_path / "run")
+        ranks = RankTrainer(config, load_plugins(config), world=2, run_dir=tmp_path / "run", start=start_forked)
         async with ranks as trainer:
             await trainer.begin(config)
             await trainer.restore(tmp_path / "one")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import trainer_bench as made
+from forked_channel import start_forked
 from safetensors.torch import load_file, save_file
 
 from slime_convert.adapter_to_hf import adapter_to_hf
@@ -19,7 +20,7 @@ from slime_core.plugins import load_plugins
 from slime_core.testing import tiny_model
 from slime_core.testing.families import family_model
 from slime_core.trainers import base_checksums
-from slime_core.trainers.fsdp import checkpoint as files
+from slime_core.trainers.fsdp import state_files as files
 
 pytestmark = pytest.mark.unit
 
@@ -160,7 +161,9 @@ def test_ranks_save_their_shards_of_adapters_and_one_rank_goes_on_from_them(benc
     async def two():
         config = made.config_of(folder, **LORA)
         config = config.model_copy(update={"cluster": ClusterSection(device="cpu", cpu_threads=1)})
-        async with RankTrainer(config, load_plugins(config), world=2, run_dir=tmp_path / "run") as trainer:
+        async with RankTrainer(
+            config, load_plugins(config), world=2, run_dir=tmp_path / "run", start=start_forked
+        ) as trainer:
             await trainer.begin(config)
             await trainer.restore(tmp_path / "one")
             assert await trainer.fingerprint() == one.call("fingerprint")

@@ -19,7 +19,7 @@ from slime_convert.saved_adapters import adapter_folder, has_adapters, merged_ch
 from slime_convert.source import ANOTHER, manifest_of, origin_of, step_of
 from slime_core import durable
 from slime_core.errors import ConfigError, StorageError
-from slime_core.trainers.fsdp import checkpoint as files
+from slime_core.trainers.fsdp import state_files as files
 from slime_core.trainers.fsdp.slices import SavedTensor
 from slime_core.weights import prediction_layers
 from slime_core.weights.build import Fit, misfit, skeleton

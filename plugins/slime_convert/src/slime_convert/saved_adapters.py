@@ -21,7 +21,7 @@ from slime_core.lora.folder import CONFIG, PREFIX, SHOWN, WEIGHTS, BaseForm, Fac
 from slime_core.lora.layers import LoraExperts
 from slime_core.lora.spec import LoraSpec
 from slime_core.trainers import base_checksums
-from slime_core.trainers.fsdp import checkpoint as files
+from slime_core.trainers.fsdp import state_files as files
 from slime_core.trainers.fsdp.slices import SavedTensor
 from slime_core.weights.shards import header, read_header
 
