@@ -19,7 +19,7 @@ pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "quickstart.md"
 STOPPED = 75
-SHORT = {"20s": "6s"}  # for the witness: long enough for a checkpoint of the warm-up
+SHORT = {"20s": "3s"}  # for the witness: long enough for a checkpoint of the warm-up
 
 
 def commands(page):

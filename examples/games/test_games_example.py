@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.nightly]
 
 BEFORE, LEARNT = 0.1, 0.8  # mean reward of the first step at most, of the last three at least
 

@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -21,17 +19,10 @@ SMALL = (
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(zygote, tmp_path_factory):
     """One small finished run: its folder, and what the process said."""
     cwd = tmp_path_factory.mktemp("finished")
-    done = subprocess.run(
-        [sys.executable, "-m", "slime_cli.main", "run", *SMALL],
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = zygote.slime(tmp_path_factory.mktemp("said"), "run", *SMALL, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return cwd / "runs" / "arithmetic-0", done
 

@@ -151,6 +151,7 @@ def test_a_free_run_generates_while_it_trains_within_the_bound(policy, work):
     assert all(s.weight_versions == sorted(s.weight_versions) for s in spans)
 
 
+@pytest.mark.nightly  # `test_engine_process.py` kills one alone, `test_restarts.py` a rank of a run
 def test_a_killed_engine_ends_the_run_with_5_and_a_resumed_one_has_the_weights_of_one_never_disturbed(
     whole, work, capfd
 ):

@@ -38,6 +38,7 @@ def test_a_function_that_is_not_there_is_told(cli, monkeypatch):
 
 
 def test_a_service_that_is_away_ends_with_the_engines_code(cli, monkeypatch):
+    monkeypatch.setattr("slime_buffer.generator.WAIT", 0.2)
     monkeypatch.setenv("SLIME_BUFFER_TOKEN", "x" * 20)
     done = cli("buffer", "generate", "http://127.0.0.1:9", "--function", "json:loads", "--patience", "0", "--json")
     assert done.code == 5

@@ -287,9 +287,9 @@ def test_an_agent_that_hangs_fails_its_own_sample(context, issue):
         if session.sample.id == "main/5-1":
             await asyncio.Event().wait()
 
-    group = asyncio.run(converse(issue(3), context("one|"), agent, agent_timeout=5))
+    group = asyncio.run(converse(issue(3), context("one|"), agent, agent_timeout=3))
     assert [sample.status for sample in group.samples] == ["completed", "failed", "completed"]
-    assert "agent_timeout = 5 s" in group.samples[1].metadata["chat"]["failed"]
+    assert "agent_timeout = 3 s" in group.samples[1].metadata["chat"]["failed"]
 
 
 def test_an_agent_that_rages_harms_no_other(context, issue, monkeypatch):

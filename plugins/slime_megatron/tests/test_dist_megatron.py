@@ -61,17 +61,17 @@ MODELS = {
     ),
 }  # fmt: skip
 LOADS = {
-    "dense": [{}, {"tp": 2}, {"pp": 2}],
+    "dense": [{"tp": 2}],
     "tied": [{"tp": 2}, {"pp": 2}],
-    "stacked-experts": [{"tp": 2, "etp": 2}, {"ep": 2}, {"pp": 2}],
-    "mixed": [{"ep": 2}, {"tp": 2, "etp": 2}],
-    "latent": [{"tp": 2, "etp": 2}, {"pp": 2}, {"ep": 2}],
+    "stacked-experts": [{"tp": 2, "etp": 2}],
+    "mixed": [{"ep": 2}],
+    "latent": [{"tp": 2, "etp": 2}, {"pp": 2}],
 }
 APART = {"singleton_local_shards": True}
 SAVES = {
-    "dense": [({"tp": 2}, None), ({"pp": 2}, None), ({"tp": 2}, APART), ({"tp": 2}, {"non_homogeneous_layers": True})],
-    "tied": [({"tp": 2}, None), ({"pp": 2}, None)],
-    "stacked-experts": [({"tp": 2, "etp": 2}, None), ({"ep": 2}, APART)],
+    "dense": [({"tp": 2}, APART), ({"tp": 2}, {"non_homogeneous_layers": True})],
+    "tied": [({"pp": 2}, None)],
+    "stacked-experts": [({"tp": 2, "etp": 2}, None)],
     "mixed": [({"ep": 2}, None)],
     "latent": [({"tp": 2, "etp": 2}, None), ({"pp": 2}, APART)],
 }

@@ -101,7 +101,7 @@ def written(value, draw):
 
 def test_the_exact_path_says_what_math_verify_says():
     draw, told = random.Random(9), 0
-    for _ in range(700):
+    for _ in range(300):
         value = Fraction(
             draw.randrange(-(10 ** draw.randint(1, 7)), 10 ** draw.randint(1, 7)),
             draw.choice((1, 1, 2, 7, 10, 1000, 10**6)),
@@ -114,7 +114,7 @@ def test_the_exact_path_says_what_math_verify_says():
         told += 1
         assert found == (value == other), (label, answer)
         assert found == alone(label, answer), (label, answer)
-    assert told > 300
+    assert told > 130
 
 
 @pytest.mark.parametrize(

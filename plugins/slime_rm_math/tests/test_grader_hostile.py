@@ -196,7 +196,8 @@ def test_the_corpus_has_a_hundred_answers():
     assert len(set(SLOW.values())) == len(SLOW)
 
 
-def test_no_hostile_answer_takes_two_seconds_and_every_neighbour_is_graded():
+@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.nightly)])
+def test_no_hostile_answer_takes_two_seconds_and_every_neighbour_is_graded(stride):
     equal = Equivalence(workers=2, seconds=0.25, memory_mb=512)
     equal.pool().start()
 
@@ -205,7 +206,7 @@ def test_no_hostile_answer_takes_two_seconds_and_every_neighbour_is_graded():
             return name, (await equal.verdict(text, "7")).outcome, (await equal.verdict(*NEIGHBOUR)).outcome
 
     async def all_of_them():
-        return [await judged(name, text) for name, text in SLOW.items()]
+        return [await judged(name, text) for name, text in list(SLOW.items())[::stride]]
 
     try:
         found = asyncio.run(all_of_them())

@@ -303,7 +303,7 @@ def test_weights_that_never_come_are_waited_for_no_longer_than_a_start(stand_in)
     async def check():
         server = stand_in()
         engine = WatchedEngine(gates={0: asyncio.Event()})
-        limits = WatchLimits(interval=0.05, timeout=3600.0, start_timeout=5.0, max_restarts=1)
+        limits = WatchLimits(interval=0.05, timeout=3600.0, start_timeout=3.0, max_restarts=1)
         async with watched([server], limits, engine, notes=notes) as (watch, _):
             kill(server)
             await until(lambda: engine.end is not None)

@@ -13,8 +13,8 @@ import pytest
 pytestmark = pytest.mark.unit
 
 
-SHORT = ("attention", "grouped", "linear", "model", "rows", "layers Qwen2 Qwen3")
-LONG = ("layers Llama", "run")
+SHORT = ("attention", "grouped", "linear", "model", "rows", "layers Qwen3")
+LONG = ("layers Llama Qwen2", "run")
 
 
 @pytest.mark.parametrize("parts", [SHORT, pytest.param(LONG, marks=pytest.mark.nightly)], ids=["short", "long"])

@@ -1,9 +1,10 @@
 """The differential oracle: one batch under our losses and those of TRL (its own code), slime, verl and OpenRLHF."""
 
 import dataclasses
+import io
 import json
-import subprocess
 import sys
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -12,27 +13,35 @@ import torch
 pytestmark = pytest.mark.unit
 
 TOOLS = Path(__file__).parents[3] / "tools" / "bench"
-COMMAND = [sys.executable, str(TOOLS / "compare_losses.py")]
 WITHIN = 1e-6
 FORMULAS = ("slime", "verl", "openrlhf")
 
 
 @pytest.fixture(scope="module")
 def found():
-    """What the tool prints for the batch of seed 0, in a process of its own."""
-    done = subprocess.run([*COMMAND, "--json"], capture_output=True, text=True, timeout=240)
-    assert done.stdout, done.stderr
-    return json.loads(done.stdout) | {"code": done.returncode}
+    """What the tool prints for the batch of seed 0."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
+        with imported(patch) as tool:
+            patch.setattr(sys, "argv", ["compare_losses.py", "--json"])
+            code = tool.main()
+    return json.loads(out.getvalue()) | {"code": code}
 
 
-@pytest.fixture
-def tool(monkeypatch):
-    monkeypatch.syspath_prepend(str(TOOLS))
+@contextmanager
+def imported(patch):
+    """The tool as a module, and none of it afterwards."""
+    patch.syspath_prepend(str(TOOLS))
     import compare_losses
 
     yield compare_losses
     for name in ("compare_losses", "comparisons", "published_losses"):
         sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def tool(monkeypatch):
+    with imported(monkeypatch) as module:
+        yield module
 
 
 def judge(rows):

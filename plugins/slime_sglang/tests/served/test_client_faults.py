@@ -256,12 +256,12 @@ def test_the_old_try_is_over_before_the_next_begins(run: Run, server: RawServer)
             await asyncio.to_thread(server.until, lambda: _running(server) > 0, "the first try runs")
 
         proxy.add(faults.begun(computing))
-        assert_right(await ask(client, request(max_new_tokens=1200)), 1200)
+        assert_right(await ask(client, request(max_new_tokens=600)), 600)
         status, body = await proxy.ended.get()
         answer = json.loads(body)
         assert status == "200"
         assert answer["meta_info"]["finish_reason"]["type"] == "abort"
-        assert len(answer["output_ids"]) < 1200
+        assert len(answer["output_ids"]) < 600
 
     run(work, timeout=100.0, context_len=2000)
 

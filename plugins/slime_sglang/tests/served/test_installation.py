@@ -61,6 +61,7 @@ def test_every_option_that_slime_sets_or_refuses_exists(installed):
     assert set(OWN) - set(installed.options) <= NOT_EVERYWHERE
 
 
+@pytest.mark.nightly
 def test_sglangs_own_parser_reads_our_words_as_they_were_meant(installed, sglang_python):
     table = {
         "mem-fraction-static": 0.4,
