@@ -91,4 +91,7 @@ def _passes(subject: Subject, slots: int) -> int:
     """What a pass that computes prompts, and one that draws for all sequences, have for a while."""
     layer, size = subject.sizes.layer, subject.itemsize
     prompts = PASS_ROWS * (3 * layer.hidden + 2 * layer.qkv + 3 * layer.inner) * size
-    return int(max(prompts, slots * subject.sizes.vocab * DRAWING))
+    tower, patch = subject.sizes.tower, 0.0
+    if tower is not None:  # of the pictures of a prompt, each token of which counts as one's
+        patch = tower.patches * (tower.passing(size) + tower.resting(layer.hidden, size))
+    return int(max(prompts, slots * subject.sizes.vocab * DRAWING, patch * subject.lengths.prompt))

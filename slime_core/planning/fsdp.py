@@ -103,7 +103,10 @@ class _Fsdp:
         self.recomputed = min(train.gradient_checkpointing_layers or sizes.layers, sizes.layers)
         self.recomputed = self.recomputed if train.gradient_checkpointing else 0
         self.parameters = -(-sizes.parameters // self.shards)
-        self.learning, self.active = self.parameters, self.parameters
+        self.tower = sizes.tower
+        frozen = self.tower.numbers if self.tower is not None and train.freeze_vision_tower else 0
+        self.learning = self.active = -(-(sizes.parameters - frozen) // self.shards)
+        self.patches = self.tower.patches * (whole.tokens - whole.rows) if self.tower is not None else 0
         if self.spec is not None:
             self.active = -(-sizes.adapter_numbers(self.spec) // self.shards)
             self.learning = self.active * max(1, len(train.lora_adapters))
@@ -113,7 +116,8 @@ class _Fsdp:
         layout = {"data parallel": self.subject.ranks // (self.context * self.tensor), "shards": self.shards}
         layout |= {"context parallel": self.context, "tensor parallel": self.tensor}
         on_host = self.train.fsdp_cpu_offload
-        offloaded = int(self._moment_bytes()) + (4 * self.learning if self.has_masters or not self.alone else 0)
+        weights = self.parameters if self.spec is None else self.learning
+        offloaded = int(self._moment_bytes()) + (4 * weights if self.has_masters or not self.alone else 0)
         offloaded += 4 * self.learning if not self.alone else 0
         inputs = self.recomputed * self.pack * self.sizes.layer.hidden * self.subject.itemsize
         host = {"optimizer": offloaded if on_host else 0}
@@ -180,24 +184,47 @@ class _Fsdp:
         if teacher is not None:
             return self.subject.itemsize * (teacher.outside() + 2 * 2 * teacher.largest_layer)
         layer = gathered_layer(self.sizes, self.train, self.subject.itemsize)
-        return self.subject.itemsize * self.sizes.outside() + 2 * 2 * layer // self.tensor
+        outside = self.sizes.outside() - (self.tower.inside if self.tower is not None else 0)
+        return self.subject.itemsize * outside + 2 * 2 * layer // self.tensor
 
     def _moments(self) -> Iterator[Moment]:
         weights, optimizer = self._weights(), self._optimizer()
         state = weights | optimizer
         gathered = {"gathered layers": self._gathered()} if not self.alone else {}
         yield Moment("rollout", state)
-        yield self._score(self.sizes).with_(state | gathered)
-        if self.teacher is not None:
-            gathered = {"gathered layers": self._gathered(self.teacher)} if not self.alone else {}
-            yield self._score(self.teacher).with_(state | gathered)
-        for moment in self._train():
+        scored, trained = ({"pictures": self._pictures(trains=trains)} for trains in (False, True))
+        for moment in self._seeing():
             yield moment.with_(state | gathered)
+        yield self._score(self.sizes).with_(state | gathered | scored)
+        if self.teacher is not None:
+            layers = {"gathered layers": self._gathered(self.teacher)}
+            yield self._score(self.teacher).with_(state | layers | scored)
+        for moment in self._train():
+            yield moment.with_(state | gathered | trained)
         windows = {}
         if self.train.fsdp_cpu_offload and not self.gpu.processor:
             windows = {"optimizer windows": min(3 * WINDOW * WINDOWS, 12 * self.learning)}
         yield Moment("update", {**state, **self._gradients(), **windows})
         yield Moment("sync", state)
+
+    def _pictures(self, *, trains: bool) -> int:
+        """Bytes of a pack's pictures while the text model passes; a tower that learns has kept its own activations.
+
+        Each token of a prompt counts as a picture's.
+        """
+        if self.tower is None:
+            return 0
+        learns = trains and self.spec is None and not self.train.freeze_vision_tower
+        size = self.subject.itemsize
+        saved = self.tower.saved(size) if learns else 0.0
+        return int(self.patches * (saved + self.tower.resting(self.sizes.layer.hidden, size)))
+
+    def _seeing(self) -> Iterator[Moment]:
+        """While the tower passes, forward and backward: nothing of the text model's layers is there."""
+        if self.tower is not None:
+            passing = int(self.patches * self.tower.passing(self.subject.itemsize))
+            yield Moment("score", {"pictures": self._pictures(trains=False) + passing})
+            yield Moment("train", {**self._gradients(), "pictures": self._pictures(trains=True) + 2 * passing})
 
     def _score(self, sizes: ModelSizes) -> Moment:
         """Of the policy's or the teacher's pass."""

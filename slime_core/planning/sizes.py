@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slime_core.lora.spec import LoraSpec
+from slime_core.planning.vision import VisionSizes
 from slime_core.weights.flops import Flops
 
 Kind = Literal["embedding", "head", "attention", "mlp", "experts", "router", "norm", "other"]
@@ -197,6 +198,11 @@ class ModelSizes:
     def adapter_numbers(self, spec: LoraSpec) -> int:
         """Numbers of one adapter: A and B of every weight [out, in], of each expert's, and DoRA's magnitudes."""
         return sum(spec.numbers(weight.shape, linear=weight.linear) for weight in self.adapted(spec))
+
+    @cached_property
+    def tower(self) -> VisionSizes | None:
+        """The part that sees; None for a model of text alone."""
+        return VisionSizes.of({weight.name: weight.shape for weight in self.weights}, self.config)
 
     @cached_property
     def kv_position(self) -> int:

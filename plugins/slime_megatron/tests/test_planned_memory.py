@@ -1,5 +1,7 @@
 """What a plan says that a Megatron rank holds is what it holds: weights, gradient buffers, masters and moments."""
 
+import json
+
 import pytest
 import torch
 from megatron_ranks import Ranks, answer, mixture, run_ranks
@@ -11,7 +13,7 @@ from slime_core.planning.gpus import GIB, gpu_of, processor
 from slime_core.planning.memory import fits
 from slime_core.planning.sizes import ModelSizes
 from slime_core.planning.time import TimePlan
-from slime_core.testing import tiny_model
+from slime_core.testing import tiny_model, tiny_vision_model
 from slime_megatron.memory import footprint
 
 pytest.importorskip("megatron.core", reason="an optional extra: pip install slime-rl[megatron]")
@@ -21,12 +23,14 @@ LAYOUTS = {
     "data": ("dense", "bfloat16", {}),
     "tensor": ("dense", "bfloat16", {"tensor_model_parallel_size": 2}),
     "stages": ("dense", "float32", {"pipeline_model_parallel_size": 2}),
+    "pictures": ("seen", "bfloat16", {}),
     "experts": ("moe", "bfloat16", {"expert_model_parallel_size": 2}),
 }
 
 
 def test_ranks_hold_the_predicted_bytes(zygote, tmp_path):
     tiny_model(tmp_path / "dense")
+    tiny_vision_model(tmp_path / "seen")
     mixture(tmp_path / "moe")
     ranks = run_ranks(zygote, tmp_path, planned_beside_held, 2, tmp_path)
     for name in LAYOUTS:  # stages differ: the plan is of the one that needs most, activations included
@@ -69,6 +73,19 @@ def test_two_adapters_are_planned_with_twice_the_bytes_of_one():
     assert two["base"] == one["base"]
 
 
+def test_a_teacher_is_divided_as_the_policy_is(tmp_path):
+    from measured import QWEN3_4B, policy_step
+
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
+    flags = ["--train-backend", "megatron", "megatron.tensor_model_parallel_size=2", "--actor-num-gpus-per-node", "2"]
+    config, lengths = policy_step(1024, 4, *flags, "--teacher-load", str(tmp_path), "--opd-kl-coef", "0.1")
+    (device,) = fits(config, QWEN3_4B, gpu_of("h200"), lengths=lengths).devices
+    matrices = 2560 * (4096 + 2 * 1024) + 4096 * 2560 + 3 * 2560 * 9728
+    rows = 152064  # of the embedding, filled up to a multiple of 2 * 128
+    numbers = 36 * (matrices // 2 + 2 * 2560 + 2 * 128) + rows // 2 * 2560 + 2560
+    assert {moment.bytes["teacher"] for moment in device.phases.values()} == {2 * numbers}
+
+
 def test_a_layout_that_does_not_divide_is_refused_with_every_reason():
     from measured import QWEN3_4B, policy_step
 
@@ -106,11 +123,12 @@ def _components(rank, root, name):
     owned = {tensor.data_ptr() for tensor in parameters}
     states = [t for t in worker.actor.states() if isinstance(t, torch.Tensor) and t.numel() > 1]
     held = {
-        "parameters": sum(p.nbytes for p in parameters),
-        "gradients": sum(p.main_grad.nbytes for p in parameters),
+        "parameters": sum(p.nbytes for p in parameters if p.requires_grad),
+        "vision tower": sum(p.nbytes for p in parameters if not p.requires_grad),
+        "gradients": sum(p.main_grad.nbytes for p in parameters if p.requires_grad),
         "optimizer": sum(t.nbytes for t in states if t.data_ptr() not in owned),
     }
-    return {"held": held, "planned": {name: planned[name] for name in held}}
+    return {"held": held, "planned": {name: planned.get(name, 0) for name in held}}
 
 
 if __name__ == "__main__":

@@ -5,13 +5,19 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import trainer_bench as made
+from pictures import arrays_of
+from torch.autograd.graph import saved_tensors_hooks
 
 from slime_core.engines.local import LocalEngine
+from slime_core.media.features import features
 from slime_core.planning.gpus import GIB, processor
 from slime_core.planning.memory import MemoryPlan, fits
-from slime_core.testing import tiny_model
+from slime_core.planning.sizes import ModelSizes
+from slime_core.testing import tiny_model, tiny_vision_model
 from slime_core.testing.families import family_config, family_model
 from slime_core.threads import TorchThread
 from slime_core.types import GenerateRequest, SamplingParams, WeightUpdate
@@ -97,6 +103,41 @@ def test_a_trainer_holds_a_teacher_of_another_shape_as_predicted(tmp_path: Path)
     teacher = tiny_model(tmp_path / "teacher", "llama", hidden=96)
     policy = tiny_model(tmp_path / "model")
     check_trainer(policy, dtype="bfloat16", opd_kl_coef=0.1, teacher_load=str(teacher))
+
+
+@pytest.mark.parametrize("freeze", [True, False], ids=["frozen", "learning"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "smolvlm"])
+def test_a_vision_model_holds_and_keeps_the_predicted_bytes(tmp_path: Path, family: str, freeze: bool) -> None:
+    folder = tiny_vision_model(tmp_path / "model", family)
+    check_trainer(folder, dtype="bfloat16", freeze_vision_tower=freeze)
+    if not freeze:
+        tower = ModelSizes.of(folder).tower
+        assert tower is not None
+        patches, size = kept_by_tower(folder, family)
+        assert patches * tower.saved(2) == pytest.approx(size, rel=0.06)
+
+
+def kept_by_tower(folder: Path, family: str) -> tuple[int, int]:
+    """Patches of some pictures, and bytes that the tower's pass over them in bfloat16 keeps for the backward pass."""
+    hf = ModelFolder.open(folder).build_model("bfloat16")
+    count = 32
+    sizes = [(1, 1)] * count if family == "smolvlm" else [(8, count // 8)]
+    arrays = {
+        name: torch.from_numpy(array) for name, array in arrays_of(family, np.random.default_rng(0), sizes).items()
+    }
+    arrays["pixel_values"] = arrays["pixel_values"].bfloat16()
+    weights = {p.untyped_storage().data_ptr() for p in hf.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        features(hf, "images", arrays)
+    pixels = arrays["pixel_values"]
+    patches = count * (pixels.shape[-1] // 8) ** 2 if family == "smolvlm" else len(pixels)
+    return patches, sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in weights)
 
 
 @pytest.mark.nightly

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from measured import QWEN3_4B, policy_step
 
 from slime_core.config.schema import Config
 from slime_core.planning.gpus import GIB, GPUS, gpu_of
-from slime_core.planning.memory import fits
+from slime_core.planning.memory import fits, with_keys
 from slime_core.planning.sizes import ModelSizes
+from slime_core.testing import tiny_vision_model
 from slime_core.testing.families import family_config
 from slime_core.weights.build import skeleton
 
 pytestmark = pytest.mark.unit
+NUMBERS = 4022468096
+"""Of QWEN3_4B: 36 layers of 2560 * (4096 + 2 * 1024) + 4096 * 2560 + 3 * 2560 * 9728 and norms, and the embedding."""
 ONE_LONG = ("--gradient-checkpointing", "--fsdp-cpu-offload", "--activation-offload")
 
 
@@ -57,6 +63,37 @@ def test_a_plan_has_the_most_of_all_stages() -> None:
     assert long.devices[0].phases["rollout"].bytes["KV cache"] == 16 * position * pages
     assert short.devices[0].phases["rollout"].bytes["KV cache"] == 16 * position * pages
     assert plan.short == max(stage.short for stage in plan.stages)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "place", "size"),
+    [
+        (1, "trainer", 2 * NUMBERS),
+        (2, "trainer", NUMBERS),
+        (1, "engine", 2 * (NUMBERS + 1024 * 2 * 36 * 1024)),  # with keys and values of its longest text
+    ],
+)
+def test_a_teacher_has_its_weights(tmp_path: Path, ranks: int, place: str, size: int) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
+    flags = ["--teacher-load", str(tmp_path), "--teacher-place", place, "--opd-kl-coef", "0.1"]
+    config, lengths = policy_step(1024, 4, *flags, "--actor-num-gpus-per-node", str(ranks))
+    config = with_keys(config, {"rollout.debug_train_only": False, "rollout.rollout_batch_size": 4})
+    plan = fits(config, QWEN3_4B, gpu_of("h200"), lengths=lengths)
+    assert {moment.bytes["teacher"] for moment in plan.devices[0].phases.values()} == {size}
+
+
+@pytest.mark.parametrize("freeze", [True, False])
+def test_a_pack_has_the_pictures_of_its_prompts(tmp_path: Path, freeze: bool) -> None:
+    """4 patches of 3 * 2 * 14 * 14 pixels a token of a prompt of 64, and features of the text model's width."""
+    folder = tiny_vision_model(tmp_path / "model", weights=False)
+    config, lengths = policy_step(256, 1, "--freeze-vision-tower" if freeze else "--no-freeze-vision-tower")
+    plan = fits(config, folder, gpu_of("h200"), lengths=lengths)
+    held = 64 * (4 * 4 * 1176 + 2 * 64)
+    kept = {moment.bytes.get("pictures") for moment in plan.trainer.moments if moment.phase == "train"}
+    assert (held in kept) == freeze
+    assert min(kept) == (held if freeze else held + 64 * 4 * plan.subject.sizes.tower.saved(2))
+    assert max(kept) > min(kept)  # while the tower passes
+    assert held in {moment.bytes.get("pictures") for moment in plan.trainer.moments if moment.phase == "score"}
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "qwen3-moe", "smollm3", "gemma2", "gpt-oss"])

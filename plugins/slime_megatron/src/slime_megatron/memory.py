@@ -16,6 +16,7 @@ from slime_core.lora.spec import LoraSpec
 from slime_core.planning.activations import TokenCosts, head_bytes, spread_of
 from slime_core.planning.batch import BatchPlan, PackSize
 from slime_core.planning.footprint import Moment, Subject, TrainerFootprint
+from slime_core.planning.vision import VisionSizes
 from slime_megatron.layout import Layout, check
 from slime_megatron.settings import VOCABULARY_MULTIPLE
 
@@ -125,19 +126,42 @@ class _Stage:
         state = self._weights() | self._gradients() | self._optimizer()
         yield Moment("rollout", state)
         yield from (Moment(phase, state) for phase in ("update", "sync"))  # type: ignore[arg-type]
+        scored, trained, passing = self._pictures()
+        yield Moment("score", {**state, "pictures": scored + passing})
+        yield Moment("train", {**state, "pictures": trained + 2 * passing})
         costs, tokens, sizes = self._costs(), self._pack.tokens, self.subject.sizes
         block, matrix = self._head()
         copies = {"reference": 2 * state["reference"]} if "reference" in state else {}
-        passing = tokens * (costs.forward + 2 * sizes.layer.hidden * self.subject.itemsize)
-        yield Moment("score", {**state, **copies, "activations": int(passing), "logits": block})
+        passing = int(tokens * (costs.forward + 2 * sizes.layer.hidden * self.subject.itemsize))
+        yield Moment("score", {**state, **copies, "activations": passing, "logits": block, "pictures": scored})
         recomputed, layers = self._recomputed(), self._layers()
         saved = (layers - recomputed) * costs.saved + recomputed * costs.input
         under_way = self._under_way()
         activations = int(tokens * (saved * under_way + sizes.layer.hidden * (4 + 2 * self.subject.itemsize)))
+        state = {**state, "pictures": trained}
         yield Moment("train", {**state, "activations": activations, "logits": block + matrix})
         last = costs.backward + (costs.saved if recomputed and recomputed == layers else 0.0)
         output = self.subject.itemsize * self._vocabulary() * sizes.layer.hidden if self._is_last() else 0
         yield Moment("train", {**state, "activations": int(activations + tokens * last), "logits": output})
+
+    @property
+    def _tower(self) -> VisionSizes | None:
+        """On the ranks of the first stage, whole."""
+        return self.subject.sizes.tower if self.number == 0 else None
+
+    @property
+    def _learns_to_see(self) -> bool:
+        return self._spec is None and not self.subject.config.train.freeze_vision_tower
+
+    def _pictures(self) -> tuple[int, int, int]:
+        """Bytes of a micro-batch's pictures, with what a tower that learns keeps, and of the tower's pass."""
+        if self._tower is None:
+            return 0, 0, 0
+        size, pack = self.subject.itemsize, self._pack
+        patches = self._tower.patches * (pack.tokens - pack.rows)
+        resting = self._tower.resting(self.subject.sizes.layer.hidden, size)
+        saved = self._tower.saved(size) if self._learns_to_see else 0.0
+        return int(patches * resting), int(patches * (resting + saved)), int(patches * self._tower.passing(size))
 
     def _layers(self) -> int:
         return self.layout.stages(self.subject.sizes.layers)[self.number]
@@ -158,6 +182,7 @@ class _Stage:
         experts = sum(w.count for w in inside if w.kind == "experts") * of_stage / (layout.ep * layout.etp)
         dense = sum(w.count / (1 if w.kind in WHOLE else layout.tp) for w in inside if w.kind != "experts") * of_stage
         matrices = int(self.number == 0) + int(self._is_last() and not (sizes.tied and layout.pp == 1))
+        dense += self._tower.numbers if self._tower is not None and self._learns_to_see else 0
         dense += matrices * self._vocabulary() * sizes.layer.hidden + (sizes.layer.hidden if self._is_last() else 0)
         return int(dense), int(experts)
 
@@ -172,10 +197,12 @@ class _Stage:
         return count * self.subject.sizes.adapter_numbers(self._spec) * self._layers() // self.subject.sizes.layers
 
     def _weights(self) -> dict[str, int]:
-        count, teacher = sum(self._counts()), self._teacher()
+        count, frozen = sum(self._counts()), self._teacher()
+        if self._tower is not None and not self._learns_to_see:
+            frozen["vision tower"] = self.subject.itemsize * self._tower.numbers
         if self._spec is not None:
-            return {"base": self.subject.itemsize * count, "adapters": 4 * self._adapters(), **teacher}
-        weights = {"parameters": self.subject.itemsize * count, **teacher}
+            return {"base": self.subject.itemsize * count, "adapters": 4 * self._adapters(), **frozen}
+        weights = {"parameters": self.subject.itemsize * count, **frozen}
         if "reference" in self.subject.needs:
             weights["reference"] = self.subject.itemsize * count
         if "values" in self.subject.needs:
