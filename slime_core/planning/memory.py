@@ -208,7 +208,7 @@ def fits(
         needs: None looks at the core's own estimators and losses.
 
     Raises:
-        ConfigError: as the backends' layouts say, CFG04 no layer has adapters.
+        ConfigError: as the backends' layouts say, CFG04 no layer has adapters, or is what is named.
         OSError, ValueError: a config.json that cannot be read.
     """
     limit = float(getattr(config.cluster, "gpu_memory_limit", 0))
@@ -223,6 +223,14 @@ def fits(
             where="train.lora_target_modules",
             why=f"targets are {', '.join((*spec.target_modules, *spec.target_parameters))}",
             fix="leave lora_target_modules out: all-linear",
+        )
+    if spec is not None and (unknown := sizes.unknown_names(spec)):
+        raise ConfigError(
+            f"no layer of {sizes.config.model_type} is {', '.join(unknown)}",
+            code="CFG04",
+            where="train.lora_target_modules, train.lora_exclude_modules, train.lora_target_parameters",
+            why="linear layers and stacked experts are named, by ends of their names",
+            fix="leave them out, or name others, such as q_proj or layers.0.mlp.up_proj",
         )
     lengths_of: LengthsOf = (lambda *_: lengths) if isinstance(lengths, Lengths) else lengths or assumed_lengths
     paths = {stage.train.teacher_load for stage in stages(config)} - {""}

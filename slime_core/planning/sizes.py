@@ -195,6 +195,16 @@ class ModelSizes:
             )
         )
 
+    def unknown_names(self, spec: LoraSpec) -> list[str]:
+        """Targets and exclusions that no layer is, of a family whose layers are known here."""
+        if self.config.model_type not in KNOWN:
+            return []
+        adapted = self.adapted(spec)
+        linear = [weight.name.removesuffix(".weight") for weight in adapted if weight.linear]
+        stacks = [weight.name for weight in adapted if not weight.linear]
+        layers = [w.name.rpartition(".")[0] for w in self.weights if w.linear or w.kind in ("experts", "router")]
+        return [*spec.unmatched(linear, stacks), *spec.unused_exclusions([*layers, "lm_head"])]
+
     def adapter_numbers(self, spec: LoraSpec) -> int:
         """Numbers of one adapter: A and B of every weight [out, in], of each expert's, and DoRA's magnitudes."""
         return sum(spec.numbers(weight.shape, linear=weight.linear) for weight in self.adapted(spec))

@@ -68,8 +68,10 @@ def test_all_gpus_are_planned_and_the_last_resort_is_one_that_is_left(cli, large
         (("--gpu", "h100", "--response-tokens", "9,3"), "--response-tokens 9,3 is not a length"),
         (("--gpu", "h100", "--lr", "-1", "--kl-coef", "-2"), "2 problems in the configuration"),
         (("--gpu", "h100", "--lora-rank", "8", "--lora-target-modules", "qq_proj"), "no layer of qwen3 is a target"),
+        (("--gpu", "h100", "--lora-rank", "8", "--lora-exclude-modules", "o_porj"), "no layer of qwen3 is o_porj"),
+        (("--gpu", "h100", "--lora-rank", "8", "--lora-target-modules", "q_proj", "v"), "no layer of qwen3 is v"),
     ],
-    ids=["a gpu", "lengths", "two keys", "no target of adapters"],
+    ids=["a gpu", "lengths", "two keys", "no target of adapters", "no layer to leave out", "one of two targets"],
 )
 def test_what_cannot_be_planned_is_refused(cli, large, words, text):
     done = cli("plan", *large, *words)

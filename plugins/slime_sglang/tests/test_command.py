@@ -101,6 +101,7 @@ def test_keys_of_slime_become_options():
 
 
 FP8 = BlockFormat((64, 64), ("lm_head",)).table()
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 INT4 = {
     "format": "pack-quantized",
     "config_groups": {"a": {"weights": {"num_bits": 4, "symmetric": True, "group_size": 32}}},
@@ -116,6 +117,7 @@ INT4 = {
         (INT4, "fp8", {"quantization_config": BlockFormat().table()}),
         (FP8, "none", {"quantization_config": None}),
         (INT4, "auto", {"quantization_config": None}),
+        (NF4, "auto", {"quantization_config": None}),
     ],
 )
 def test_servers_are_told_how_weights_are_sent_where_their_folder_says_otherwise(tmp_path, stored, kind, overrides):
