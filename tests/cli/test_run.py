@@ -52,6 +52,8 @@ def test_the_directory_holds_everything_that_is_documented(finished):
     }
     config = tomllib.loads((path / "config.toml").read_text())
     assert config["rollout"]["rollout_batch_size"] == 4
+    assert config["rollout"]["rollout_slots"] == 64
+    assert "auto: 64 sequences at once (as on any processor)" in finished[1].stderr
     assert config["cluster"]["cpu_threads"] == 1
     assert [stage["name"] for stage in config["stage"]] == ["warmup", "grpo"]
     info = json.loads((path / "run.json").read_text())

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,8 @@ def test_a_recipe_trains_under_the_cap(case, tmp_path):
     steps = [line["metrics"] for line in lines if line["kind"] == "step"]
     print(f"{case}: peak {peak / GIB:.2f} GiB", *[line for line in text.splitlines() if "auto:" in line], sep="\n")
     assert len(steps) == 2
+    slots = tomllib.loads((tmp_path / "run" / "config.toml").read_text())["rollout"]["rollout_slots"]
+    assert f"{slots} sequences at once" in text
     assert peak / GIB < limit
 
 

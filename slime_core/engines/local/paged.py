@@ -25,6 +25,7 @@ from slime_core.engines.local.scheduler import Scheduler
 from slime_core.engines.local.slots import free_memory, up
 from slime_core.errors import EngineError
 from slime_core.memory import is_out_of_memory
+from slime_core.notices import notice
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -277,6 +278,9 @@ class PagedScheduler(Scheduler):
                 if not is_out_of_memory(error) or wish == least:
                     raise
             wish = max(least, wish // 2)
+            notice(
+                "fewer pages", f"memory ran out: keys and values of {wish * PAGE} tokens, fewer sequences run at once"
+            )
 
     def _resize(self, pages: int, tokens: int) -> None:
         """A pool of so many pages, and room for so many tokens a sequence; again, where memory ran out halfway."""

@@ -1,7 +1,6 @@
 """Ids and log-probs of a request, bit for bit: alone, among others, refilled, permuted, padded, packed, continued."""
 
 import asyncio
-import logging
 import random
 from dataclasses import replace
 
@@ -99,7 +98,6 @@ def test_a_long_neighbour_changes_nothing(bench, ask):
 @pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
 def test_a_cache_that_grows_or_loses_slots_changes_nothing(bench, ask, monkeypatch, caplog, name):
     """Memory for ten sequences of 300 tokens: slots grow with the long sequence, then the others lose theirs."""
-    caplog.set_level(logging.INFO)
 
     async def go(b):
         asked = [*requests(ask, b.folder.vocab_size, 16, seed=5), ask("long", [9] * 20, new=400)]
@@ -120,7 +118,7 @@ def test_a_cache_that_grows_or_loses_slots_changes_nothing(bench, ask, monkeypat
             assert lengths
             assert (roomy._scheduler.sequences, roomy._scheduler.tokens) == (20, 512)
             assert tight._scheduler.sequences < 10
-            assert "of 20 slots" in caplog.text
+            assert "of 20 sequences" in caplog.text
             await tight.load(b.update(1))
             await tight.generate(asked[0])
             assert tight._scheduler.sequences == 20, "shorter requests get all slots again"
