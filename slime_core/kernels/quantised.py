@@ -310,9 +310,10 @@ def _nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
     blocks = weight.view(*weight.shape[:-1], -1, FORMS["nf4"].block)
     scales = blocks.abs().amax(-1)
     shares = (blocks * (1 / scales.clamp(min=1e-38))[..., None]).clamp(-1, 1)
-    indices = (
-        torch.bucketize(shares, (values[1:] + values[:-1]) / 2, out_int32=True).to(torch.uint8).view(weight.shape)
-    )
+    indices = torch.zeros(shares.shape, dtype=torch.uint8, device=weight.device)
+    for border in ((values[1:] + values[:-1]) / 2).tolist():  # twice as fast as a search on a processor
+        indices += shares > border
+    indices = indices.view(weight.shape)
     return indices[..., ::2] << 4 | indices[..., 1::2], scales
 
 
