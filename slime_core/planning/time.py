@@ -1,6 +1,7 @@
 """Expected seconds of a step by phase, and what each is bound by: a roofline with measured shares of the peaks.
 
-    train     operations of `weights.flops` / (peak * share) + what activations write and read + a pass's launches
+    train     operations of `weights.flops` / (peak * share) + what activations write and read + a pass's launches;
+              under adapters a third of the products with weights is spared, and each layer's outputs are added to
     update    bytes that AdamW reads and writes / bandwidth, or over the bus where masters lie in main memory
     sync      copies of the weights by the way they go; swap: state to main memory and back
 
@@ -11,9 +12,10 @@ optimizer from the passes); for other GPUs they are assumed the same, which ``me
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from slime_core.lora.spec import LoraSpec
 from slime_core.planning.activations import TokenCosts
 from slime_core.planning.batch import BatchPlan
 from slime_core.planning.decoding import Decoding
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 PRODUCTS = 0.545  # share of the peak in forward and backward passes
 STREAMING = 0.8  # share of bandwidth that kernels without products reach
 TRAFFIC = 4  # times that what a layer keeps is written and read, both passes
+LOW_RANK = 25  # bytes an output of a layer with an adapter, and token: forward and backward passes of low rank
 LAUNCH = 4.5e-4  # seconds a layer and micro-batch, forward and backward, where kernels are too small to hide it
 ADAMW = 40  # bytes a parameter: norm 4, scaling 8, masters 8, moments 16, gradient 4 (`fsdp.adamw`), copies
 IPC, NCCL_SHARE, DISK = 0.08, 0.3, 1.6e9  # seconds of an update by CUDA IPC, share of a link, bytes/s of a disk
@@ -69,6 +72,7 @@ class _Step:
         self.plan, self.subject = plan, plan.subject
         self.gpu, self.sizes, self.lengths = self.subject.gpu, self.subject.sizes, self.subject.lengths
         self.batch = BatchPlan.of(self.subject.config, self.lengths)
+        self.spec = LoraSpec.of(self.subject.config.train)
         self.bottlenecks: dict[str, str] = {}
 
     def time(self) -> TimePlan:
@@ -113,9 +117,14 @@ class _Step:
         self.bottlenecks["rollout"] = decoding.bottleneck(at_once, self.lengths.prompt + self.lengths.response / 2)
         return decoding.generate(samples, self.lengths, slots, prompts)
 
-    def _operations(self) -> float:
-        """Of all forward and backward passes of a step: prompts once for each sample of a pack."""
+    def _operations(self, spared: float = 0.0) -> float:
+        """Of all forward and backward passes of a step: prompts once for each sample of a pack.
+
+        Args:
+            spared: share of the products with weights
+        """
         flops, n = self.sizes.flops, self.subject.config.rollout.n_samples_per_prompt
+        flops = replace(flops, token=(1 - spared) * flops.token)
         prompt, length = self.lengths.prompt, self.lengths.mean
         prompts = self.batch.samples / n
         return prompts * flops.sequence(prompt) + self.batch.samples * flops.sequence(length, prompt)
@@ -127,14 +136,23 @@ class _Step:
     def _passes(self, trainer: TrainerFootprint, part: float) -> float:
         """Seconds of a ``part`` of forward and backward passes over the step's samples, on one GPU."""
         ranks, micros = self.subject.ranks, self._micros(trainer)
-        products = part * self._operations() / ranks / (self.gpu.bf16 * PRODUCTS)
+        spared = 1 / 3 / part if self.spec is not None and part >= 1 else 0.0  # frozen weights have no gradient
+        products = part * self._operations(spared) / ranks / (self.gpu.bf16 * PRODUCTS)
         form = "fused" if trainer.exact else "plain"
         costs = TokenCosts.of(self.sizes.layer, form)  # type: ignore[arg-type]
         tokens = self.batch.computed / ranks
         written = part * TRAFFIC * costs.saved * tokens * self.sizes.layers / (self.gpu.bandwidth * STREAMING)
+        written += part * LOW_RANK * self._adapted_outputs() * tokens / (self.gpu.bandwidth * STREAMING)
         launches = part * LAUNCH * self.sizes.layers / trainer.pipeline * micros * self.batch.optimizer_steps
         bubble = 1 + (trainer.pipeline - 1) / micros
         return max(products + written, launches) * bubble
+
+    def _adapted_outputs(self) -> int:
+        """Of a token, in all layers with adapters."""
+        if self.spec is None:
+            return 0
+        experts = self.sizes.layer.top_k
+        return sum(one.shape[-2] * (experts if one.kind == "experts" else 1) for one in self.sizes.adapted(self.spec))
 
     def _train(self, trainer: TrainerFootprint) -> float:
         seconds = self._passes(trainer, 1 + trainer.recomputed / 3)
@@ -162,7 +180,8 @@ class _Step:
     def _update(self, trainer: TrainerFootprint) -> float:
         """Of all optimizer steps."""
         shards = trainer.layout.get("shards") or trainer.data * trainer.pipeline
-        parameters = self.sizes.parameters / max(1, min(shards, self.subject.ranks))
+        learning = self.sizes.parameters if self.spec is None else self.sizes.adapter_numbers(self.spec)
+        parameters = learning / max(1, min(shards, self.subject.ranks))
         seconds = ADAMW * parameters / (self.gpu.bandwidth * STREAMING)
         bus = trainer.moved / 2 / self.gpu.host_link
         self.bottlenecks["update"] = "the bus to main memory" if bus > seconds else "memory bandwidth"

@@ -71,7 +71,7 @@ PARTS = [
     Part("sglang", "vision", 1, 600),
     Part("sglang", "fp8", 1, 580),
     Part("sglang", "replay", 1, 580),
-    Part("megatron", "moe", 1, 1160),
+    Part("megatron", "moe", 1, 340),
     Part("sglang", "repeats", 1, 330),
     Part("sglang", "sync-graphs", 1, 190),
     Part("megatron", "gaps-fsdp", 1, 450),

@@ -45,11 +45,8 @@ for part in "${@:-functional}"; do
         long) step megatron-long 400 python3 tools/bench/bench_policy_step.py --length 16384 --sequences 2 --limit 95 --backend megatron fsdp plain ;;
         experts) step experts-one 70 python3 tools/bench/bench_experts.py
             step experts-many 80 python3 tools/bench/bench_experts.py --experts 16 --ranks 8 --tokens 65536 ;;
-        moe) for backend in fsdp megatron; do
-            step "moe-$backend" 580 env OMP_NUM_THREADS=32 python3 tools/bench/bench_policy_step.py --preset qwen3-30b-a3b \
-                --layers 12 --sequences 64 --backend $backend --warm-up 1 --rounds 2 --limit 500 \
-                $([ $backend = fsdp ] && echo --offload state || echo --set optimizer_cpu_offload=true)
-        done ;;
+        moe) step moe 330 python3 tools/bench/bench_policy_step.py --preset qwen3-30b-a3b --layers 12 --sequences 64 \
+            --backend fsdp --set train.optimizer=adamw_8bit --warm-up 1 --rounds 2 --limit 280 ;;
         convert) step convert 400 python3 tools/bench/bench_convert.py --gb 8 --folder "${DISK:-/tmp}" ;;
         core) tests core 300 $(core) ${CORE_K:+-k "$CORE_K"} ;;
         full) tests full-device 120 tests/gpu/test_checkpoint_on_gpu.py -k full_device ;;
