@@ -72,7 +72,7 @@ class FewBits:
             )
             return self._shards.stored(name) if same else None
         parts = self._layout.parts(name, shape) if self._stored_alone else ()
-        whole: tuple[torch.Tensor, ...] = ()
+        full: tuple[torch.Tensor, ...] = ()
         for part in parts:
             names = (part.name, part.name.removeprefix(self._layout.prefix))
             numbers = next((self._shards.stored(one) for one in names if one in self._infos), None)
@@ -80,10 +80,10 @@ class FewBits:
                 return None
             if part.shape == shape:
                 return numbers
-            whole = whole or tuple(one.new_empty(*shape[:-1], one.shape[-1]) for one in numbers)
-            for one, rows in zip(whole, numbers):
+            full = full or tuple(one.new_empty(*shape[:-1], one.shape[-1]) for one in numbers)
+            for one, rows in zip(full, numbers):
                 part.cut(one).copy_(rows)
-        return (whole[0], whole[1]) if whole else None
+        return (full[0], full[1]) if full else None
 
 
 def quantise(

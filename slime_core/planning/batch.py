@@ -75,9 +75,9 @@ class BatchPlan:
         samples = math.ceil(self.samples / self.optimizer_steps / data)
         size = min(samples, math.ceil(samples / self.micro_batches(tokens, data)))
         responses, alike = size * lengths.response, lengths.p95 <= lengths.response
-        whole = responses + math.ceil(size / prompts) * lengths.prompt
+        packed = responses + math.ceil(size / prompts) * lengths.prompt
         longest = samples * (lengths.longest - lengths.prompt) + math.ceil(samples / prompts) * lengths.prompt
         most = min(tokens, math.ceil(longest))
-        if alike and whole <= tokens:
-            return PackSize(math.ceil(whole), math.ceil(responses))
+        if alike and packed <= tokens:
+            return PackSize(math.ceil(packed), math.ceil(responses))
         return PackSize(most, math.ceil(most * lengths.response / max(1.0, lengths.mean)))

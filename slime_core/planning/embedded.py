@@ -71,11 +71,11 @@ def _slots_of(subject: Subject, slots: int, most: int) -> tuple[int, int, int, i
 def _own_weights(subject: Subject, *, live: bool) -> int:
     """Weights that the engine does not share with the trainer's live storage."""
     sizes, train, gpu = subject.sizes, subject.config.train, subject.gpu
-    whole = subject.itemsize * sizes.parameters
+    nbytes = subject.itemsize * sizes.parameters
     if not live:
-        return whole
+        return nbytes
     if gpu.processor:
-        return whole if sizes.fused and whole <= FUSE_BYTES else 0
+        return nbytes if sizes.fused and nbytes <= FUSE_BYTES else 0
     if (spec := LoraSpec.of(train)) is not None:  # a merged copy of what adapters change, or their base itself
         auto = train.base_weights == "auto"
         changed = sum(w.count for w in sizes.adapted(spec)) if auto else quantised_numbers(sizes)

@@ -96,9 +96,9 @@ class _Fsdp:
         self.tokens = max(most, -(-subject.lengths.longest // self.context))
         data, batch = subject.ranks // (self.context * self.tensor), BatchPlan.of(config, subject.lengths)
         samples = config.rollout.n_samples_per_prompt
-        whole = batch.pack(self.tokens * self.context, data, subject.lengths, samples)
-        self.pack = -(-whole.tokens // self.context)
-        self.rows = -(-whole.rows // self.context)
+        pack = batch.pack(self.tokens * self.context, data, subject.lengths, samples)
+        self.pack = -(-pack.tokens // self.context)
+        self.rows = -(-pack.rows // self.context)
         self.several = batch.micro_batches(self.tokens * self.context, data) > 1
         self.recomputed = min(train.gradient_checkpointing_layers or sizes.layers, sizes.layers)
         self.recomputed = self.recomputed if train.gradient_checkpointing else 0
@@ -266,15 +266,15 @@ class _Fsdp:
         """
         sizes, tokens, size = self.sizes, self.pack, self.subject.itemsize
         hidden, costs, several = sizes.layer.hidden, self._costs(), self.several
-        whole = sizes.layers - self.recomputed
+        stored = sizes.layers - self.recomputed
         inputs = 0.0 if self.train.activation_offload else costs.input
-        saved = whole * costs.saved + self.recomputed * inputs
+        saved = stored * costs.saved + self.recomputed * inputs
         last_norm = hidden * (4 + 2 * size)
         block, matrix = self._head(self.rows)
         loss = {"activations": int(tokens * (saved + last_norm)), "logits": block + matrix}
         yield Moment("train", {**self._gradients(None if several else 0), **loss})
         again = costs.saved if self.recomputed else 0.0  # of the first layers, which are recomputed first
-        last = saved + costs.backward + (again if not whole else 0.0)
+        last = saved + costs.backward + (again if not stored else 0.0)
         first = again + (inputs if self.recomputed else costs.saved) + costs.backward
         output = 0 if self.spec else size * sizes.vocab * hidden  # gradient, until that of the embedding is there
         gradients = {"logits": output, "layer gradients": self._layer_gradients()}

@@ -53,18 +53,18 @@ def estimated(batch: Batch, columns: dict[str, Columns], plugins: Plugins, train
     names = train.lora_adapters
     if len(names) < 2:
         return plugins.advantage(batch, columns, train)
-    whole: Columns = {}
+    combined: Columns = {}
     for _, places in members(batch, names):
         rows = rows_of(batch.response_offsets, places)
         part = {role: {name: values[rows] for name, values in by_name.items()} for role, by_name in columns.items()}
-        put(whole, plugins.advantage(take(batch, places), part, train).columns, rows, len(batch.loss_mask))
-    return replace(batch, columns={**batch.columns, **whole})
+        put(combined, plugins.advantage(take(batch, places), part, train).columns, rows, len(batch.loss_mask))
+    return replace(batch, columns={**batch.columns, **combined})
 
 
-def put(whole: Columns, columns: Columns, rows: NDArray[np.int64], size: int) -> None:
+def put(combined: Columns, columns: Columns, rows: NDArray[np.int64], size: int) -> None:
     """Put the columns of some rows at their places among ``size``; the others are 0."""
     for name, values in columns.items():
-        whole.setdefault(name, np.zeros((size, *values.shape[1:]), values.dtype))[rows] = values
+        combined.setdefault(name, np.zeros((size, *values.shape[1:]), values.dtype))[rows] = values
 
 
 class AdapterTrainer:
@@ -78,12 +78,12 @@ class AdapterTrainer:
 
     async def score(self, batch: Batch, roles: frozenset[Role]) -> dict[str, Columns]:
         """See `protocols.Trainer`; a sample that no adapter made has zeros."""
-        whole: dict[str, Columns] = {}
+        combined: dict[str, Columns] = {}
         for _, places in members(batch, self._names):
             rows = rows_of(batch.response_offsets, places)
             for role, columns in (await self._trainer.score(take(batch, places), roles)).items():
-                put(whole.setdefault(role, {}), columns, rows, len(batch.loss_mask))
-        return whole
+                put(combined.setdefault(role, {}), columns, rows, len(batch.loss_mask))
+        return combined
 
     async def step(self, batch: Batch) -> dict[str, float]:
         """See `protocols.Trainer`: the metrics of each adapter as ``ADAPTER/METRIC``, and those of all together."""

@@ -12,7 +12,6 @@ from slime_core.testing import tiny_model
 from slime_core.testing.families import family_model
 from slime_core.threads import TorchThread
 from slime_core.trainers.fsdp import FsdpTrainer
-from slime_core.trainers.optimizer_step import LossSums
 from slime_core.weights.folder import ModelFolder
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "trainers"))
@@ -48,18 +47,6 @@ def gpu_trainer(tmp_path):
         thread.close()
 
 
-def gradients_of(worker, batch, fused):
-    """Of the first optimizer step, which is not made."""
-    (rank_batch,) = worker.partitioner().partition(batch)
-    sums, before = LossSums(rank_batch, worker.device), worker.policy.fused
-    worker.policy.fused = fused
-    worker.run_backward(worker.packs(rank_batch)[0], sums)
-    grads = {name: grad.double().clone() for name, grad in worker.actor.gradients().items()}
-    worker.zero_grad()
-    worker.policy.fused = before
-    return sums.totals, grads
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("tokens", [0, 60])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -68,8 +55,8 @@ def test_written_out_layers_have_the_models_own_loss_and_gradients(gpu_trainer, 
     worker, call = gpu_trainer(family, dtype, max_tokens_per_gpu=tokens, gradient_checkpointing=recompute)
     assert worker.policy.fused
     batch = made.batch_of()
-    totals, grads = call(gradients_of, worker, batch, True)
-    own_totals, own_grads = call(gradients_of, worker, batch, False)
+    totals, grads = call(made.gradients_of, worker, batch, True)
+    own_totals, own_grads = call(made.gradients_of, worker, batch, False)
     assert totals["loss"] == pytest.approx(own_totals["loss"], abs=NEAR[dtype] / 10)
     assert list(grads) == list(own_grads)
     whole = torch.stack([grad.norm() for grad in own_grads.values()]).norm()  # that of a key's bias is noise around 0

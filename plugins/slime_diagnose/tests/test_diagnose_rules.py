@@ -286,10 +286,10 @@ def test_another_package_adds_the_page_s_rule_and_one_that_fails_is_a_note(
     entries = EntryPoints(EntryPoint(name, value, rules.GROUP) for name, value in values.items())
     monkeypatch.setattr(rules, "entry_points", lambda group: entries.select(group=group))
     rules.installed_rules.cache_clear()
-    findings = {finding.rule: finding for finding in rules.findings_of(history({"data/prompts": 40.0}))}
+    of_page = {finding.rule: finding for finding in rules.findings_of(history({"data/prompts": 40.0}))}
     rules.installed_rules.cache_clear()
-    assert findings["few-prompts"].summary.startswith("few prompts")
-    assert findings["broken"].summary.startswith("the rule failed: AttributeError")
+    assert of_page["few-prompts"].summary.startswith("few prompts")
+    assert of_page["broken"].summary.startswith("the rule failed: AttributeError")
 
 
 def test_the_page_has_a_row_for_every_rule_in_order() -> None:

@@ -104,6 +104,20 @@ def config_of(folder, **train):
     return Config.model_validate({"rollout": rollout, "train": {"dtype": "float32", "lr": 1e-3, **train}, "seed": 3})
 
 
+def gradients_of(worker, batch, fused):
+    """Loss and gradients of the first optimizer step, which is not made, with the layers written out or the model's own."""
+    from slime_core.trainers.optimizer_step import LossSums
+
+    (rank_batch,) = worker.partitioner().partition(batch)
+    sums, before = LossSums(rank_batch, worker.device), worker.policy.fused
+    worker.policy.fused = fused
+    worker.run_backward(worker.packs(rank_batch)[0], sums)
+    grads = {name: grad.double().clone() for name, grad in worker.actor.gradients().items()}
+    worker.zero_grad()
+    worker.policy.fused = before
+    return sums.totals, grads
+
+
 class Bench:
     """A trainer's worker for direct calls: gradients and parameters as plain tensors by name."""
 

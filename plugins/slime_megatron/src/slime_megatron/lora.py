@@ -230,8 +230,8 @@ class StageAdapter:
     @torch.no_grad()
     def factors(self) -> dict[str, Factors]:
         """Whole factors by weight, in the order of the model, on rank 0; nothing on the others; a collective."""
-        whole = stream(self.tensors.sources())
-        values = self.stacked({one.name: one.cut(tensor) for (one,), tensor in whole if dist.get_rank() == 0})
+        gathered = stream(self.tensors.sources())
+        values = self.stacked({one.name: one.cut(tensor) for (one,), tensor in gathered if dist.get_rank() == 0})
         of_weight: dict[str, list[Tensor]] = {}
         for name, (weight, _, expert) in self._origins.items():  # the first expert's name stands for all
             if values and expert <= 0:
@@ -278,12 +278,12 @@ class StageAdapter:
         rounded: bool,
     ) -> Tensor:
         """A whole tensor of megatron-core's on rank 0, its parts merged as transformers has them; a collective."""
-        whole = source.gather()
+        weight = source.gather()
         gathered = [[factors[one.megatron].gather() for one in place.factors] for place in placed]
         if dist.get_rank():
-            return whole
-        at_once, dtype = placed[0].part.index < 0, whole.dtype if rounded else torch.float32
-        parts = [whole] if at_once else part(entry, whole, self.base.sizes)
+            return weight
+        at_once, dtype = placed[0].part.index < 0, weight.dtype if rounded else torch.float32
+        parts = [weight] if at_once else part(entry, weight, self.base.sizes)
         for place, tensors in zip(placed, gathered, strict=True):
             cuts = [factors[one.megatron].parts[0].cut for one in place.factors]
             a, b, *magnitude = (cut(tensor) for cut, tensor in zip(cuts, tensors, strict=True))
