@@ -161,17 +161,22 @@ def work(tmp_path_factory):
     return folder
 
 
-def run(work, *args):
-    """`slime ARGS` in a process of its own, in which Megatron-core runs."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-        "PYTHONPATH": os.pathsep.join([str(ON_CPU), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
-    }
-    command = [str(Path(sys.executable).parent / "slime"), *args]
-    done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
+@pytest.fixture(scope="module")
+def run(work, zygote, tmp_path_factory):
+    """`slime ARGS` in a process of its own, where Megatron-core runs in it or in its ranks."""
+    path = os.pathsep.join([str(ON_CPU), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
+
+    def run(*args):
+        if "--actor-num-gpus-per-node" in args:  # the ranks are processes that read PYTHONPATH
+            done = zygote.slime(tmp_path_factory.mktemp("said"), *args, cwd=work, hung=280, **environment)
+        else:
+            command = [str(Path(sys.executable).parent / "slime"), *args]
+            env = {**os.environ, **environment}
+            done = subprocess.run(command, cwd=work, env=env, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    return run
 
 
 def steps(folder):
@@ -199,7 +204,7 @@ TRIED = [pytest.param("one", marks=pytest.mark.nightly), "tensor", pytest.param(
 
 
 @pytest.fixture(scope="module")
-def trained(work):
+def trained(work, run):
     """The run of a layout, made once."""
     made = set()
 
@@ -207,7 +212,7 @@ def trained(work):
         if layout not in made:
             watched = FUNCTIONS if layout == "tensor" else []
             words = ("--train-backend", "megatron", *LAYOUTS[layout], *watched)
-            run(work, "run", "both.toml", "--run-dir", layout, *words)
+            run("run", "both.toml", "--run-dir", layout, *words)
             made.add(layout)
         return work / layout
 
@@ -246,7 +251,7 @@ def test_functions_by_path_are_called_in_each_rank_with_its_own_args(work, train
 
 
 @pytest.mark.nightly
-def test_a_run_on_pictures_has_the_losses_of_fsdp(work, zygote, tmp_path_factory):
+def test_a_run_on_pictures_has_the_losses_of_fsdp(work, run, zygote, tmp_path_factory):
     """Pictures of odd sizes, one, two and none a prompt; the tower learns, on both tensor-parallel ranks alike."""
     tiny_vision_model(work / "sees", "qwen2_5_vl")
     draw, rows = np.random.default_rng(3), []
@@ -260,7 +265,7 @@ def test_a_run_on_pictures_has_the_losses_of_fsdp(work, zygote, tmp_path_factory
     words, said = ("run", "pictures.toml", "--run-dir"), tmp_path_factory.mktemp("said")
     done = zygote.slime(said, *words, "pictures-fsdp", cwd=work, path=(), hung=280)
     assert done.returncode == 0, done.stderr
-    run(work, *words, "pictures", "--train-backend", "megatron", *LAYOUTS["tensor"])
+    run(*words, "pictures", "--train-backend", "megatron", *LAYOUTS["tensor"])
     agree(steps(work / "pictures"), steps(work / "pictures-fsdp"))
     first, last = (load_file(work / name / "model.safetensors") for name in ("sees", "pictures/final"))
     assert first.keys() == last.keys()
@@ -294,14 +299,14 @@ def test_the_last_checkpoint_becomes_the_folder_that_the_run_ends_in(work, train
 
 
 @pytest.mark.nightly
-def test_a_folder_in_fp8_has_the_first_loss_of_fsdp_and_is_rolled_out_in_fp8(work, zygote, tmp_path_factory):
+def test_a_folder_in_fp8_has_the_first_loss_of_fsdp_and_is_rolled_out_in_fp8(work, run, zygote, tmp_path_factory):
     """Both read the same weights; later ones may round to neighbours of e4m3, and then other tokens are drawn."""
     fp8_model(work / "fp8", work / "model")
     words = ("run", "both.toml", "--hf-checkpoint", "fp8", "--rollout-quantization", "fp8")
     said = tmp_path_factory.mktemp("said")
     done = zygote.slime(said, *words, "--run-dir", "fp8-fsdp", cwd=work, path=(), hung=280)
     assert done.returncode == 0, done.stderr
-    run(work, *words, "--run-dir", "fp8-megatron", "--train-backend", "megatron", *LAYOUTS["tensor"])
+    run(*words, "--run-dir", "fp8-megatron", "--train-backend", "megatron", *LAYOUTS["tensor"])
     both = [
         [one["metrics"] for one in steps(work / name) if one["kind"] == "step"]
         for name in ("fp8-fsdp", "fp8-megatron")

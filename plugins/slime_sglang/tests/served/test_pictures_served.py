@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ class Reference:
         short = self.tokenizer.encode("12+3=" + "".join(f" ab{mark} cd" for _ in files), add_special_tokens=False)
         inputs = {"images": files}
         sample = Sample(id=name, tokens=self.media.expand(short, inputs), multimodal_inputs=inputs if files else None)
-        params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+        params = SamplingParams(max_new_tokens=8, ignore_eos=True)
         media = await self.media.request(sample)
         return GenerateRequest(id=name, tokens=sample.tokens, params=params, seed=5, media=media)
 
@@ -94,14 +94,14 @@ async def exchange(server: Any, folders: list[Path], path: Path, count: int) -> 
     """Requests with the weights of one folder, then with those of the other."""
     async with serving(server, folders[0], path, []) as engine:
         assert "multimodal" in engine.abilities
-        for version, folder in enumerate(folders, 1):
+        for version, (folder, counts) in enumerate(zip(folders, ((2, 3, 0), (2,)), strict=True), 1):
             await load(engine, folder, version, count)
-            await compare(engine, Reference(folder), path)
+            await compare(engine, Reference(folder), path, counts)
 
 
-async def compare(engine: SglangEngine, reference: Reference, path: Path) -> None:
-    """Requests at once, with two pictures, three and none, whole and continued; then their scores."""
-    requests = [await reference.request(f"r{n}", pictures(path, n)) for n in (2, 3, 0)]
+async def compare(engine: SglangEngine, reference: Reference, path: Path, counts: Sequence[int]) -> None:
+    """Requests at once, with so many pictures each, whole and continued; then their scores."""
+    requests = [await reference.request(f"r{n}", pictures(path, n)) for n in counts]
     answers = await asyncio.gather(*map(engine.generate, requests))
     for request, done in zip(requests, answers, strict=True):
         tokens = [*request.tokens, *done.tokens]
