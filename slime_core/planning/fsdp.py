@@ -106,7 +106,7 @@ class _Fsdp:
         self.tower = sizes.tower
         frozen = self.tower.numbers if self.tower is not None and train.freeze_vision_tower else 0
         self.learning = self.active = -(-(sizes.parameters - frozen) // self.shards)
-        self.patches = self.tower.patches * (whole.tokens - whole.rows) if self.tower is not None else 0
+        self.patches = self.tower.patches * (pack.tokens - pack.rows) if self.tower is not None else 0
         if self.spec is not None:
             self.active = -(-sizes.adapter_numbers(self.spec) // self.shards)
             self.learning = self.active * max(1, len(train.lora_adapters))
