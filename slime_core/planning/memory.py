@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from slime_core.planning.gpus import Gpu
 
 MARGIN, ESTIMATED_MARGIN = 0.07, 0.13
-"""Of the predicted bytes: what was measured beyond them; more under adapters, and where activations are an estimate."""
+"""Of the predicted bytes: what was measured beyond them; more under adapters, and of estimated activations."""
 ASSUMED_PROMPT = 256  # tokens, where nothing says how long prompts are
 
 
