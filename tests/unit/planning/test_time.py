@@ -35,7 +35,9 @@ ONE_LONG = ("--gradient-checkpointing", "--fsdp-cpu-offload", "--activation-offl
         pytest.param(16384, 2, (), 12634, id="fsdp, 16k tokens"),
         pytest.param(65536, 1, ONE_LONG, 4390, id="64k tokens, all recomputed, state on the host"),
         pytest.param(8192, 4, ("--lora-rank", "32"), 4 * 8192 / 1.722, id="adapters, 4 sequences"),
-        pytest.param(1024, 8, ("--lora-rank", "32", "--max-tokens-per-gpu", "8192"), 8192 / 0.380, id="adapters, short"),
+        pytest.param(
+            1024, 8, ("--lora-rank", "32", "--max-tokens-per-gpu", "8192"), 8192 / 0.380, id="adapters, short"
+        ),
         pytest.param(1024, 8, ("--max-tokens-per-gpu", "8192"), 8192 / 0.504, id="fsdp, short"),
     ],
 )
