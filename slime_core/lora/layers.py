@@ -37,7 +37,7 @@ def _itself(tensor: Tensor) -> Tensor:
 def delta(a: Tensor, b: Tensor, scaling: float) -> Tensor:
     """scaling B A in float32, or wider where they are: [out, in], or [E, out, in] of experts."""
     wide = torch.promote_types(a.dtype, torch.float32)
-    return (b.to(wide) @ a.to(wide)).mul_(scaling)
+    return (scaling * b.to(wide)) @ a.to(wide)
 
 
 def merged(
