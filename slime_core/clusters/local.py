@@ -31,7 +31,8 @@ from slime_core.clusters.ranks import RankTrainer
 from slime_core.config.load import stages
 from slime_core.errors import ConfigError
 from slime_core.ledger.ledger import SqliteLedger
-from slime_core.lora.served import served_adapters
+from slime_core.lora.folder import BaseForm
+from slime_core.lora.served import base_form, served_adapters
 from slime_core.notices import notice
 from slime_core.plugins.backends import cluster_of, engine_of, trainer_of
 from slime_core.protocols import RunComponents, Serving
@@ -268,12 +269,26 @@ async def local_serving(config: Config) -> AsyncIterator[Serving]:
         thread = TorchThread(config.cluster.cpu_threads)
         stack.callback(thread.close)
         engine = await stack.enter_async_context(embedded_engine(config, folder, thread))
-        model = await thread.run(folder.build_model, dtype="float32", seed=config.seed)
-        update = WeightUpdate(version=0, epoch=0, transport="tensors", tensors=dict(model.state_dict()))
+        names = config.train.lora_adapters
+        form = base_form(Path(adapters), names) if adapters else BaseForm()
+        tensors = await thread.run(_weights, folder, config.seed, form)
+        update = WeightUpdate(version=0, epoch=0, transport="tensors", tensors=tensors)
         if adapters:
-            update.adapters = served_adapters(Path(adapters), config.train.lora_adapters)
+            update.adapters = served_adapters(Path(adapters), names)
         await engine.load(update)
         yield Serving(engines=engine, tokenizer=folder.tokenizer(), vocab_size=folder.vocab_size)
+
+
+def _weights(folder: ModelFolder, seed: int, form: BaseForm) -> dict[str, Any]:
+    """A folder's weights as floats, with the values that they had in the few bits of ``form``."""
+    from slime_core.kernels.quantised import dense
+    from slime_core.lora.base_weights import quantise
+    from slime_core.trainers.fsdp.adapters import outside_of
+
+    model: Any = folder.build_model(form.dtype or "float32", seed)
+    if form.form != "auto":
+        quantise(model, form.form, model.device, folder.tensors(), outside_of(model))
+    return {name: dense(tensor) for name, tensor in model.state_dict().items()}
 
 
 def _not_beside(config: Config, adapters: str) -> ConfigError:

@@ -60,7 +60,9 @@ class BaseForm:
 
 
 def read_base_form(path: Path) -> BaseForm:
-    """What the adapter in a folder was trained on, as far as its header says so; TOK47 a damaged file."""
+    """What an adapter was trained on, as far as its header says so; TOK46 no file, TOK47 a damaged one."""
+    if not (path / WEIGHTS).is_file():
+        raise _no_weights(path)
     metadata = read_metadata(path / WEIGHTS)
     form, dtype = metadata.get("base_weights"), metadata.get("dtype")
     return BaseForm(form, dtype) if form in ("nf4", "fp8") and dtype in ("float32", "bfloat16") else BaseForm()

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from slime_core.lora.folder import CONFIG, PREFIX, WEIGHTS, read_spec
+from slime_core.lora.folder import CONFIG, PREFIX, WEIGHTS, BaseForm, read_base_form, read_spec
 from slime_core.lora.spec import DEFAULT
 from slime_core.types import AdapterUpdate
 from slime_core.weights.shards import Shards, read_header
@@ -19,9 +19,21 @@ def served_adapters(path: Path, names: Sequence[str]) -> dict[str, AdapterUpdate
         ConfigError: CFG05 no such folder.
         DataError: TOK00, TOK46 a folder that is not one of an adapter, or of a kind that is not computed here.
     """
+    return {name: _update(folder) for name, folder in _folders(path, names).items()}
+
+
+def base_form(path: Path, names: Sequence[str]) -> BaseForm:
+    """What the adapters were trained on, arguments as of :func:`served_adapters`; the same of all.
+
+    Raises:
+        DataError: TOK46, TOK47 an adapter folder without weights, or with damaged ones.
+    """
+    return read_base_form(next(iter(_folders(path, names).values())))
+
+
+def _folders(path: Path, names: Sequence[str]) -> dict[str, Path]:
     first = next(iter(names), DEFAULT)
-    folders = {first: path} if (path / CONFIG).is_file() else {name: path / name for name in names}
-    return {name: _update(folder) for name, folder in folders.items()}
+    return {first: path} if (path / CONFIG).is_file() else {name: path / name for name in names}
 
 
 def base_of(path: Path) -> str:

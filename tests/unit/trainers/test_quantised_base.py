@@ -1,9 +1,11 @@
 """Adapters over a base in 4 or 8 bits: float64 gradients, what engines get, folders in fp8, and two ranks."""
 
+import asyncio
 import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import splits
 import torch
@@ -13,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from slime_convert.adapter_to_hf import adapter_to_hf
 from slime_convert.folder_writing import How
 from slime_convert.fsdp_to_hf import fsdp_to_adapter, fsdp_to_hf
+from slime_core.clusters.local import local_serving
+from slime_core.config.sections.cluster import ClusterSection
 from slime_core.engines.local.joined import JoinedLinear
 from slime_core.engines.local.served import ServedModel
 from slime_core.engines.local.twin import Twin
@@ -167,6 +171,27 @@ def test_conversions_merge_into_the_base_that_the_run_trained_on(folder, family,
     other = tiny_model(tmp_path / "deeper", hidden=128, layers=3)
     with pytest.raises(TrainerError, match="are not what the run started with"):
         fsdp_to_hf(tmp_path / "state", tmp_path / "no", other, How())
+
+
+def test_adapters_are_evaluated_on_the_base_that_they_were_trained_on(folder, tmp_path):
+    one = made.Bench(folder, lora_rank=4, base_weights="nf4")
+    splits.fill_adapters(one.worker)
+    one.call("export", tmp_path / "final")
+    one.thread.close()
+
+    async def scores(path, **train):
+        config = made.config_of(path, **train, rollout={"rollout_max_context_len": 64})
+        async with local_serving(
+            config.model_copy(update={"cluster": ClusterSection(device="cpu", cpu_threads=1)})
+        ) as serving:
+            return await serving.engines.score(list(range(3, 40)), 1)
+
+    load = {"lora_rank": 4, "lora_sync": "adapter", "lora_load": str(tmp_path / "final" / "adapter")}
+    expected = asyncio.run(scores(tmp_path / "final"))
+    assert np.abs(asyncio.run(scores(folder, **load)) - expected).max() < 1e-4
+    file = tmp_path / "final" / "adapter" / "adapter_model.safetensors"
+    save_file(load_file(file), file)  # it no longer says what it was trained on
+    assert np.abs(asyncio.run(scores(folder, **load)) - expected).max() > 1e-2
 
 
 def test_a_model_of_other_sizes_is_refused(tmp_path):
