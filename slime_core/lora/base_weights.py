@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class FewBits:
         self._infos = dict(shards.infos) if shards is not None else {}
         self._shards = shards
         self._stored_alone = form == "nf4" and any(isinstance(one.stored, Nf4Weight) for one in self._infos.values())
+        self._numbers = lru_cache(maxsize=2)(self._stored)  # experts of a layer are asked for one after another
         self.weights = {
             f"{name}.{key}": (module, key)
             for name, module in model.named_modules()
@@ -51,10 +53,18 @@ class FewBits:
     def _fits(self, weight: torch.Tensor) -> bool:
         return not weight.shape[-1] % FORMS[self.form].block and weight.shape[-2] >= FEW_ROWS
 
-    def of(self, name: str, weight: torch.Tensor, device: torch.device) -> QuantisedWeight | None:
-        """The weight of a name on the device; None where it stays floats. It computes in the dtype of ``weight``."""
-        numbers = self._stored(name, weight.shape)
+    def of(self, name: str, weight: torch.Tensor, device: torch.device, first: int = 0) -> QuantisedWeight | None:
+        """The weight of a name on the device; None where it stays floats. It computes in the dtype of ``weight``.
+
+        Args:
+            weight: whole, or of an expert, whose row 0 is row ``first`` of the stack's rows
+        """
+        module, key = self.weights[name]
+        numbers = self._numbers(name, getattr(module, key).shape)
         if numbers is not None:
+            if numbers[0].ndim > weight.ndim:
+                numbers = (numbers[0].flatten(0, 1), numbers[1].flatten(0, 1))
+                numbers = (numbers[0][first : first + len(weight)], numbers[1][first : first + len(weight)])
             make = QuantisedWeight.of_packed if self.form == "nf4" else QuantisedWeight.of_blocks
             return make(*numbers, weight.dtype).to(device)  # type: ignore[return-value]
         return None if self._stored_alone else QuantisedWeight.of(weight.to(device), self.form, weight.dtype)
@@ -103,14 +113,19 @@ def quantise(
             module._parameters[key] = nn.Parameter(quantised, requires_grad=False)
             count += 1
     if not count:
-        raise ConfigError(
-            f"no weight of {type(model).__name__} can be held in {form}",
-            code="CFG04",
-            where="train.base_weights",
-            why=f"a linear layer or experts of {FEW_ROWS} rows or more whose columns are a multiple of "
-            f"{FORMS[form].block} are",
-            fix="--base-weights auto",
-        )
+        raise none_fits(model, form)
+
+
+def none_fits(model: Any, form: str) -> ConfigError:
+    """CFG04."""
+    return ConfigError(
+        f"no weight of {type(model).__name__} can be held in {form}",
+        code="CFG04",
+        where="train.base_weights",
+        why=f"a linear layer or experts of {FEW_ROWS} rows or more whose columns are a multiple of "
+        f"{FORMS[form].block} are",
+        fix="--base-weights auto",
+    )
 
 
 def _weights(module: nn.Module) -> Iterator[str]:

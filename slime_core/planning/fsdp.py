@@ -17,7 +17,7 @@ from slime_core.planning.batch import BatchPlan
 from slime_core.planning.footprint import Moment, Subject, TrainerFootprint
 
 if TYPE_CHECKING:
-    from slime_core.planning.sizes import ModelSizes
+    from slime_core.planning.sizes import ModelSizes, Weight
 
 MOST_TOKENS = 32768  # of a micro-batch: more do not make a GPU faster
 ALIGNED = 64  # numbers, see `fsdp.masters`
@@ -51,9 +51,14 @@ def stored_bytes(sizes: ModelSizes, train: Any, itemsize: int) -> float | None:
     return {"nf4": 0.5 + (4 if packed else itemsize) / 64, "fp8": 1 + 4 / 128}.get(train.base_weights)
 
 
+def quantised_weights(sizes: ModelSizes) -> list[Weight]:
+    """Weights of a base that may have few bits: linear layers and experts."""
+    return [w for w in sizes.weights if w.layer >= 0 and (w.linear or w.kind == "experts")]
+
+
 def quantised_numbers(sizes: ModelSizes) -> int:
-    """Numbers of a base that may have few bits: linear layers and experts."""
-    return sum(w.count for w in sizes.weights if w.layer >= 0 and (w.linear or w.kind == "experts"))
+    """How many numbers these weights have."""
+    return sum(weight.count for weight in quantised_weights(sizes))
 
 
 def gathered_layer(sizes: ModelSizes, train: Any, itemsize: int) -> int:

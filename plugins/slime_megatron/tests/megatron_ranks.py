@@ -150,20 +150,20 @@ def offloaded(worker):
     return [left, equal(before, list(worker._tensors("optimizer")))]
 
 
-def mixture(folder):
-    """A mixture of experts with the tokenizer of the tests' small dense model."""
+def mixture(folder, hidden=64, width=16):
+    """A mixture of experts, each so wide, with the tokenizer of the tests' small dense model."""
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
     from slime_core.testing import tiny_model
 
-    tiny_model(folder)
+    tiny_model(folder, hidden=hidden)
     source = json.loads((folder / "config.json").read_text())
     names = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "eos_token_id")
     torch.manual_seed(4)
     config = Qwen3MoeConfig(
         **{name: source[name] for name in (*names, "pad_token_id")},
         bos_token_id=None, num_hidden_layers=2, intermediate_size=48, max_position_embeddings=256,
-        mlp_only_layers=[0], num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+        mlp_only_layers=[0], num_experts=4, num_experts_per_tok=2, moe_intermediate_size=width,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 

@@ -51,13 +51,6 @@ pytestmark = pytest.mark.unit
             id="two-numbers-of-ranks-that-share-a-sequence",
         ),
         pytest.param(
-            ["--lora-rank", "8", "--base-weights", "nf4"],
-            "train_backend = megatron with base_weights = nf4",
-            "leave base_weights out",
-            "command line: --train-backend, command line: --base-weights",
-            id="a-base-in-4-bits",
-        ),
-        pytest.param(
             ["--lora-rank", "8", "--enable-mtp-training"],
             "megatron.enable_mtp_training with lora_rank",
             "leave enable_mtp_training out",

@@ -58,6 +58,22 @@ def test_a_policy_step_is_predicted_as_it_was_measured(length, sequences, flags,
     assert length * sequences / TimePlan.of(plan).total == pytest.approx(tokens_per_second, rel=0.15)
 
 
+def test_a_base_in_4_bits_is_planned_as_fsdp_holds_it():
+    from measured import QWEN3_4B, policy_step
+
+    def planned(*flags):
+        config, lengths = policy_step(8192, 4, "--lora-rank", "32", "--base-weights", "nf4", *flags)
+        trainer = fits(config, QWEN3_4B, gpu_of("h200"), lengths=lengths).trainer
+        return next(moment.bytes["base"] for moment in trainer.moments)
+
+    base = planned("--train-backend", "megatron")
+    assert base == pytest.approx(planned(), rel=0.001)
+    halves = planned(
+        "--train-backend", "megatron", "megatron.tensor_model_parallel_size=2", "--actor-num-gpus-per-node=2"
+    )
+    assert halves == pytest.approx(base / 2, rel=0.001)
+
+
 def test_two_adapters_are_planned_with_twice_the_bytes_of_one():
     from measured import QWEN3_4B, policy_step
 

@@ -24,7 +24,7 @@ LAYOUTS = {  # model, flags, keys of [train]
     "context": ("dense", {"context_parallel_size": 2}, {}),
     "data, overlapped": ("dense", OVERLAPPED, {}),
 }
-RARE = ("context", "data, overlapped")
+RARE = ("interleaved", "context", "data, overlapped")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_two_adapters_in_a_run_are_those_of_two_runs(pair, layout):
 
 
 @pytest.mark.nightly
-def test_they_are_so_with_sequences_shared_and_with_gradients_summed_beside_passes(root, zygote, tmp_path):
+def test_they_are_so_in_stages_with_shared_sequences_and_with_gradients_summed_beside_passes(root, zygote, tmp_path):
     found = run_ranks(zygote, tmp_path, two_ranks, 2, root, RARE)
     for layout in RARE:
         are_apart(found, layout)

@@ -24,6 +24,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from slime_core.kernels.grouped import add_gradient, gradient, multiply, weighted_swiglu
+from slime_core.kernels.quantised import QuantisedWeight
 
 Held = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -75,6 +76,8 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         """Have frozen weights at equal distances, where no gradient buffer has them so."""
         for name in ("linear_fc1", "linear_fc2"):
             weights = [getattr(expert, name).weight for expert in self.local_experts]
+            if isinstance(weights[0], QuantisedWeight):  # each is made floats for its product
+                continue
             for weight, place in zip(weights, torch.stack(weights), strict=True):
                 weight.data = place
 
@@ -263,7 +266,7 @@ def _accumulate(weights: Sequence[Any], grad: torch.Tensor, rows: torch.Tensor, 
 
 def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """Matrices as [E, out, in]: a view where they lie at equal distances, as in megatron-core's buffers, or a copy."""
-    view = at_equal_distances(weights)
+    view = None if isinstance(weights[0], QuantisedWeight) else at_equal_distances(weights)
     return torch.stack(tuple(weights)) if view is None else view
 
 

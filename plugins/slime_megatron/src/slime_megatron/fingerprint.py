@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from slime_core.kernels.quantised import dense
 from slime_core.trainers.fingerprint import BLOCK, all_sums, digest, table
 from slime_megatron.masters import Master, masters
 from slime_megatron.places import BITS, ShardPiece, share
@@ -77,7 +78,7 @@ def base_sums(tensors: Tensors) -> dict[str, list[int]]:
     number = {name: n for n, name in enumerate(names)}
     total = torch.zeros(len(names), 2, dtype=torch.int64, device=next(iter(base.by_name.values())).tensor.device)
     for local in base.by_name.values():
-        piece, values = piece_of(local), local.tensor.detach().reshape(-1)
+        piece, values = piece_of(local), dense(local.tensor.detach()).reshape(-1)
         begin, end = share(0, values.numel(), piece.width, *local.replicas)
         if begin < end:
             places = [number[spot.name] for spot in spots(local.entry, base)]

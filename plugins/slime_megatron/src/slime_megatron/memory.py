@@ -16,6 +16,7 @@ from slime_core.lora.spec import LoraSpec
 from slime_core.planning.activations import TokenCosts, head_bytes, spread_of
 from slime_core.planning.batch import BatchPlan, PackSize
 from slime_core.planning.footprint import Moment, Subject, TrainerFootprint
+from slime_core.planning.fsdp import quantised_weights, stored_bytes
 from slime_core.planning.vision import VisionSizes
 from slime_megatron.layout import Layout, check
 from slime_megatron.settings import VOCABULARY_MULTIPLE
@@ -138,7 +139,7 @@ class _Stage:
         saved = (layers - recomputed) * costs.saved + recomputed * costs.input
         under_way = self._under_way()
         activations = int(tokens * (saved * under_way + sizes.layer.hidden * (4 + 2 * self.subject.itemsize)))
-        state = {**state, "pictures": trained}
+        state = {**state, "pictures": trained, "gradients": state["gradients"] + self._dequantised()}
         yield Moment("train", {**state, "activations": activations, "logits": block + matrix})
         last = costs.backward + (costs.saved if recomputed and recomputed == layers else 0.0)
         output = self.subject.itemsize * self._vocabulary() * sizes.layer.hidden if self._is_last() else 0
@@ -196,12 +197,30 @@ class _Stage:
         count = max(1, len(self.subject.config.train.lora_adapters))
         return count * self.subject.sizes.adapter_numbers(self._spec) * self._layers() // self.subject.sizes.layers
 
+    def _few_bits(self) -> list[float]:
+        """Numbers of each weight that a base in 4 or 8 bits has so, on a rank; of all stages."""
+        sizes, train = self.subject.sizes, self.subject.config.train
+        ranks = {True: self.layout.ep * self.layout.etp, False: self.layout.tp}
+        weights = quantised_weights(sizes) if train.base_weights != "auto" else ()
+        return [weight.count / ranks[weight.kind == "experts"] for weight in weights]
+
+    def _saved(self) -> int:
+        """Bytes that a base in 4 or 8 bits does without."""
+        sizes, itemsize = self.subject.sizes, self.subject.itemsize
+        stored = stored_bytes(sizes, self.subject.config.train, itemsize) or itemsize
+        return int((itemsize - stored) * sum(self._few_bits()) * self._layers() / sizes.layers)
+
+    def _dequantised(self) -> int:
+        """Bytes of the largest layer's weights as the floats of a product: two of transformers', or a stack twice."""
+        return int(2 * self.subject.itemsize * max(self._few_bits(), default=0))
+
     def _weights(self) -> dict[str, int]:
         count, frozen = sum(self._counts()), self._teacher()
         if self._tower is not None and not self._learns_to_see:
             frozen["vision tower"] = self.subject.itemsize * self._tower.numbers
         if self._spec is not None:
-            return {"base": self.subject.itemsize * count, "adapters": 4 * self._adapters(), **frozen}
+            base = self.subject.itemsize * count - self._saved()
+            return {"base": base, "adapters": 4 * self._adapters(), **frozen}
         weights = {"parameters": self.subject.itemsize * count, **frozen}
         if "reference" in self.subject.needs:
             weights["reference"] = self.subject.itemsize * count

@@ -30,6 +30,7 @@ from slime_convert.tower import build_tower
 from slime_core.trainers.compiling import Choice, pays
 from slime_core.trainers.optimizer_step import to_device
 from slime_megatron.accumulating import provide
+from slime_megatron.few_bits import quantise
 from slime_megatron.lora import StageAdapter
 from slime_megatron.packing import make_pack, owned
 from slime_megatron.passes import Passes
@@ -359,6 +360,8 @@ def build_model(
     model = Model(stage, Tensors(stage.chunks, bridge, folder.config, multiple=multiple, entries=entries), device)
     model.passes.ahead = settings.ahead
     model.fill(stored(folder, seed))
+    if settings.base_weights != "auto":
+        quantise(stage, model.tensors, folder, settings.base_weights, seed)
     if settings.lora is not None:
         model.adapters = StageAdapter.attach(
             stage, model.tensors, folder, settings.lora, names=settings.adapters, seed=seed

@@ -57,4 +57,6 @@ def settings_of(folder: ModelFolder, bridge: Bridge, run: ModelContext) -> Megat
         table = {name: value for name, value in table.items() if name not in UNEVEN}
     if not sizes.experts:
         table = {name: value for name, value in table.items() if not name.startswith(("expert_", "moe_"))}
-    return replace(settings(bridge, folder.config, table, run.train, run.world, run.device.type), lora=None)
+    return replace(
+        settings(bridge, folder.config, table, run.train, run.world, run.device.type), lora=None, base_weights="auto"
+    )

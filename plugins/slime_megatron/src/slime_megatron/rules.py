@@ -73,13 +73,6 @@ def conflicts(config: Config) -> Iterator[Problem]:
 def _of_adapters(config: Config, table: Mapping[str, Any]) -> Iterator[Problem]:
     """What adapters of Megatron's layers cannot have."""
     train, lora = config.train, "train.lora_rank"
-    if train.base_weights != "auto":
-        yield conflict(
-            f"train_backend = megatron with base_weights = {train.base_weights}",
-            ["train.train_backend", "train.base_weights"],
-            why="Megatron's layers have a base in the dtype of compute",
-            fix="--train-backend fsdp   or leave base_weights out",
-        )
     reasons = {
         "enable_mtp_training": "the layer that predicts further ahead is of the base, which does not change",
         "moe_shared_expert_overlap": "adapters of shared experts sum over ranks within their layers",

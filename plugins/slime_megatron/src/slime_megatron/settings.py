@@ -84,6 +84,7 @@ class MegatronSettings:
     lora: LoraSpec | None = None  # of the policy's adapters; None trains the whole model
     adapters: tuple[str, ...] = (DEFAULT,)  # their names
     adapter_load: str = ""  # the folder that they start from
+    base_weights: str = "auto"  # what their base is held in
     notices: tuple[str, ...] = ()
 
     @property
@@ -165,6 +166,7 @@ def settings(
         lora=LoraSpec.of(train),
         adapters=train.lora_adapters or (DEFAULT,),
         adapter_load=train.lora_load,
+        base_weights=train.base_weights,
         notices=(*options.notices, *notices, *unused(options)),
     )
 

@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 
 from slime_convert.bridge import Bridge, Entry, Sizes, join, part, shard, unshard
 from slime_core.errors import TrainerError
+from slime_core.kernels.quantised import dense
 from slime_core.weights.folder_layout import FolderLayout
 from slime_core.weights.transports.buckets import TensorPart, TensorSource
 from slime_megatron.convert.dist_keys import AHEAD, AHEAD_LAYER, apart
@@ -196,7 +197,7 @@ class Tensors:
         rank, whole = dist.get_rank(), torch.empty(0)
         copy = self.by_name.get(entry.megatron)
         if copy is not None:
-            local = copy.tensor.detach().contiguous()
+            local = dense(copy.tensor.detach()).contiguous()
             shards = [torch.empty_like(local) for _ in range(copy.group.size())]
             if len(shards) > 1 and entry.kind != "whole":
                 dist.all_gather(shards, local, group=copy.group)

@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 
 from slime_convert.bridges import find_bridge
 from slime_core.context import Context
+from slime_core.kernels.quantised import stored_parts
 from slime_core.lora.folder import to_peft
 from slime_core.seeds import seed_of
 from slime_core.trainers.data_parallel import DataParallelRank, RankBatch
@@ -279,7 +280,8 @@ class MegatronWorker(Worker):
         learners = self.learners()
         if what == "parameters":
             stages = dict.fromkeys(learner.stage for learner in learners)  # adapters share one
-            tensors = [*(p for stage in stages for p in stage.parameters()), *self.frozen.tensors()]
+            parameters = (p.detach() for stage in stages for p in stage.parameters())
+            tensors = [*(part for p in parameters for part in stored_parts(p)), *self.frozen.tensors()]
         elif what == "optimizer":
             tensors = [tensor for learner in learners for tensor in learner.states()]
         else:
