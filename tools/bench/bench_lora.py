@@ -3,6 +3,7 @@
     python tools/bench/bench_lora.py --model /tmp/smollm2/model --length 512 --sequences 4      # on a CPU
     python tools/bench/bench_lora.py --device cuda --preset qwen3-4b --length 8192 --sequences 4
     python tools/bench/bench_lora.py --device cuda --layers 18 --length 1024 --sequences 8 --tokens 8192   # 80 GB
+    python tools/bench/bench_lora.py --device cuda --length 8192 --peak     # what lies in memory when it is fullest
     python tools/bench/bench_lora.py --device cuda --rank 8 32 128 --set train.lora_target_modules=q_proj,v_proj
 
 Each way has a process of its own, one after the other. On a CPU seconds are those of the process on its one thread,
@@ -21,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import memory_peak
 import torch
 from bench_policy_step import make_batch, make_folder
 from sglang_place import scratch
@@ -65,6 +67,10 @@ def measure(args: argparse.Namespace) -> None:
 
     steps = [seconds(lambda: worker.step(batch)) for _ in range(args.warm_up + args.rounds)][args.warm_up :]
     peak = torch.cuda.max_memory_allocated() / 2**30 if args.device == "cuda" else resident()
+    if args.peak:
+        with memory_peak.recorded() as lines:
+            worker.step(batch)
+        print(*lines, sep="\n", file=sys.stderr)
     updates = [seconds(lambda: worker.publish(1)) for _ in range(3)]
     count = sum(p.numel() for name, p in worker.actor.parameters().items() if name not in worker.policy.frozen())
     row = {"seconds": min(steps), "update": min(updates), "memory": peak, "parameters": count}
@@ -89,6 +95,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=0, help="of a micro-batch; 0 is the length")
     parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--peak", action="store_true", help="of a GPU: which lines hold its memory at the peak")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warm-up", type=int, default=1)
     parser.add_argument("--set", nargs="*", default=[], help="more of the config, of adapters alone")
