@@ -198,9 +198,12 @@ class Run:
         verify_step: int = 0,
     ) -> None:
         from slime_core.clusters.machine import preload, resolve_machine
+        from slime_core.notices import notices_to
 
         self.settings, self.session, self.signals, self.verify_step = settings, session, signals, verify_step
-        self.config = resolve_machine(settings.config)
+        self._notices: list[str] = []  # said once the run directory is named
+        with notices_to(self._notices.append):
+            self.config = resolve_machine(settings.config)
         preload(self.config)
         self._began, self._limit = time.monotonic(), limit
 
@@ -251,6 +254,8 @@ class Run:
             watched(run_dir.path, self.config.cluster.hang_timeout),
             reporting(self.settings, run_dir, self.config, self.session, resumed, clock) as (report, first_rewards),
         ):
+            for text in self._notices:
+                report.note(text)
             check_machine(self.config, report.note)
             keep_plan(self.config, self.settings.plugins, run_dir.path)
             started = time.monotonic()

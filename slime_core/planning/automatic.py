@@ -70,6 +70,8 @@ def with_plan(config: Config, gpu: Gpu, lengths: LengthsOf | None = None) -> tup
         return plain, ""
     if not any(stage.devices for stage in plan.stages):
         return plain, ""
+    if plan.fits and not (slots or _switches(config)):
+        return plain, ""
     best = _seated(plan, slots)
     if not (best.plan.fits or gpu.processor):
         best = _fitting(

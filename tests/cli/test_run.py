@@ -14,7 +14,7 @@ pytestmark = pytest.mark.integration
 
 SMALL = (
     *("--plugin", "rm_math", "--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--cpu-threads", "1"),
-    *("--heldout-rows", "6", "--rollout-slots", "16", "--num-rollout", "2", "stage.warmup.num_rollout=1"),
+    *("--heldout-rows", "6", "--rollout-slots", "auto", "--num-rollout", "2", "stage.warmup.num_rollout=1"),
 )
 
 
