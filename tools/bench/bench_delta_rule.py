@@ -16,6 +16,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
+
 from slime_megatron.linear_attention import delta_rule, gated_delta_rule
 
 NAMES = ("out", "q", "k", "v", "fading", "strength")
@@ -23,7 +24,7 @@ Rule = Callable[..., torch.Tensor]
 
 
 def inputs(args: argparse.Namespace, dtype: torch.dtype) -> list[torch.Tensor]:
-    """q, k, v [T, heads, width] in ``dtype``; fading in float32 and strength [T, heads]: the same numbers each time."""
+    """q, k, v [T, heads, width] in ``dtype``; fading (float32) and strength [T, heads]: always the same numbers."""
     draw = torch.Generator(args.device).manual_seed(0)
     shape = (sum(args.lengths), args.heads)
     rows = [torch.randn(*shape, args.width, device=args.device, generator=draw).to(dtype) for _ in range(3)]
