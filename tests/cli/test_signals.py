@@ -154,10 +154,12 @@ def phases(install_plugin):
         ("start 1", {0}),  # trackers open: nothing is loaded yet
         ("evaluation 1", {0}),
         ("rollout 6", {1}),
-        ("filter 4", {1, 2}),
+        pytest.param("filter 4", {1, 2}, marks=pytest.mark.nightly),
         ("batch 2", {2}),  # between journal and optimizer step
         ("step_done 1", {1}),
-        ("figures 3", {2, 3}),  # with the evaluation before the first step, the second step's
+        pytest.param(
+            "figures 3", {2, 3}, marks=pytest.mark.nightly
+        ),  # with the evaluation before the first step, the second step's
         ("checkpoint 2", {2}),  # once at the start, then while version 2 is being saved
         ("checkpoint 3", {4}),
     ],

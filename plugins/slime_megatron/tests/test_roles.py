@@ -35,6 +35,8 @@ LAYOUTS = {
     "tensor": (2, TENSOR | {"num_layers": 2}),
     "pipeline": (2, PIPELINE),
 }
+TRIED = ["one", "tensor", pytest.param("pipeline", marks=pytest.mark.nightly)]
+"""By day stages have their witness in `test_learning_with_pictures.py`."""
 LARGER = {
     "data": (2, {}),
     "context": (2, {"context_parallel_size": 2}),
@@ -206,7 +208,7 @@ def agree(found, columns, metrics, wanted):
         assert mine == pytest.approx(theirs, rel=2e-4, abs=2e-6)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", TRIED)
 def test_all_models_score_and_learn_as_those_of_the_other_backend(ranks, fsdp, layout):
     (found, columns), (metrics, wanted) = ranks(layout), fsdp
     agree(found, columns, metrics, wanted)
@@ -218,7 +220,7 @@ def test_all_models_score_and_learn_as_those_of_the_other_backend(ranks, fsdp, l
     assert found["metrics"][-1].keys() >= {"critic_lr", "critic_grad_norm", "value_loss", "explained_variance"}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", TRIED)
 def test_verification_finds_the_gradient_of_the_slow_way_and_changes_nothing(ranks, layout):
     found, _ = ranks(layout)
     errors = found["verify"]
@@ -231,7 +233,7 @@ def test_verification_finds_the_gradient_of_the_slow_way_and_changes_nothing(ran
     assert found["unchanged"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", TRIED)
 def test_memory_is_given_and_comes_back_bit_for_bit(ranks, layout):
     found, _ = ranks(layout)
     assert found["parked"] == {
@@ -244,7 +246,7 @@ def test_memory_is_given_and_comes_back_bit_for_bit(ranks, layout):
     assert "not ['weights']" in release
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", TRIED)
 def test_a_plugin_is_told_by_every_hook_and_may_set_the_rate_of_a_step(ranks, layout):
     found, _ = ranks(layout)
     calls = found["hooks"]
@@ -261,7 +263,7 @@ def test_a_plugin_is_told_by_every_hook_and_may_set_the_rate_of_a_step(ranks, la
     assert found["frozen"] == [False, True]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", TRIED)
 def test_models_that_do_not_fit_are_refused(ranks, layout):
     refused = ranks(layout)[0]["refused"]
     assert {name: code for name, (code, _) in refused.items()} == {

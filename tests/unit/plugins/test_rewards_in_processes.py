@@ -119,7 +119,7 @@ def test_a_reward_in_a_process_answers_as_one_beside_the_loop_does(alive, source
     assert not lives(pid)
 
 
-@pytest.mark.parametrize("harm", ["spin", "backtrack", "swallow"])
+@pytest.mark.parametrize("harm", ["spin", "backtrack", pytest.param("swallow", marks=pytest.mark.nightly)])
 def test_a_reward_that_hangs_in_its_process_is_killed_and_the_next_one_is_judged(alive, harm):
     """Even one that holds the interpreter's lock, and one that swallows every exception."""
     plugins, ctx = alive(TYPE, seconds=1.0)

@@ -1,9 +1,12 @@
 """slime's train.py and train_async.py: its flags become ours, MODEL_ARGS are held against config.json."""
 
 import json
-import subprocess
+import os
+import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
@@ -38,17 +41,27 @@ def place(tmp_path_factory):
     return path
 
 
-def door(place, name, *words):
+@pytest.fixture
+def door(place, monkeypatch, capsys):
+    """`python tools/NAME WORDS`, in this process: most of its seconds would go into imports."""
     rest = (
         *("--hf-checkpoint", "model", "--init-weights", "random", "--prompt-data", "rows.jsonl"),
         *("--custom-rm-path", "judge.py:reward", "--num-rollout", "100", "--rollout-max-response-len", "256"),
         *("--rollout-engine", "local", "--dry-run", "--json"),
     )
-    command = [sys.executable, str(TOOLS / name), *words, *rest]
-    return subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=200, check=False)
+
+    def run(name, *words):
+        monkeypatch.chdir(place)
+        monkeypatch.setattr(sys, "argv", [name, *words, *rest])
+        with patch.dict(os.environ), pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(TOOLS / name), run_name="__main__")
+        said = capsys.readouterr()
+        return SimpleNamespace(returncode=ended.value.code, stdout=said.out, stderr=said.err)
+
+    return run
 
 
-def test_train_takes_a_script_of_slimes_and_plans_the_model_of_the_config(place, monkeypatch):
+def test_train_takes_a_script_of_slimes_and_plans_the_model_of_the_config(door, monkeypatch):
     monkeypatch.setenv("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "1")
     words = (
         *("--actor-num-gpus-per-node", "8", "--colocate", *QWEN3, "--save", "/models/x", "--save-interval", "20"),
@@ -62,7 +75,7 @@ def test_train_takes_a_script_of_slimes_and_plans_the_model_of_the_config(place,
         *("--hidden-dropout", "0.0", "--accumulate-allreduce-grads-in-fp32", "--attention-softmax-in-fp32"),
         *("--attention-backend", "flash", "--rollout-top-k", "-1"),
     )
-    done = door(place, "train.py", *words)
+    done = door("train.py", *words)
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     assert plan["machine"]["train_backend"] == "megatron"
@@ -82,11 +95,11 @@ def test_train_takes_a_script_of_slimes_and_plans_the_model_of_the_config(place,
     assert "notice: OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1: slime rounds weights to int4" in done.stderr
 
 
-def test_flags_that_disagree_with_the_config_are_named_and_nothing_starts(place):
+def test_flags_that_disagree_with_the_config_are_named_and_nothing_starts(door):
     wrong = [*QWEN3]
     wrong[wrong.index("1000000")] = "10000"
     wrong[wrong.index("28")] = "36"
-    done = door(place, "train.py", "--n-samples-per-prompt", "2", *wrong)
+    done = door("train.py", "--n-samples-per-prompt", "2", *wrong)
     assert (done.returncode, done.stdout.count("\n") < 12) == (2, True)
     text = done.stdout + done.stderr
     assert "--rotary-base 10000.0 disagrees with the model folder" in text
