@@ -26,7 +26,7 @@ from slime_core.lora.spec import DEFAULT, LoraSpec
 from slime_core.seeds import seed_of
 
 Tensor = torch.Tensor
-Whole = Callable[[Tensor], Tensor]
+Gather = Callable[[Tensor], Tensor]
 ALIGNED = 16  # bytes that an axis of a grouped product on a GPU is a multiple of
 
 
@@ -146,11 +146,11 @@ class LoraLinear(nn.Linear):
         return y if self.bias is None else y + self.bias
 
     @torch.no_grad()
-    def merged(self, key: str, adapter: str, dtype: torch.dtype | None = None, whole: Whole = _itself) -> Tensor:
-        """The weight that an engine without adapters computes with; ``whole`` gathers shards."""
-        magnitude = whole(self.lora_magnitude_vector[adapter]) if self.adapters.spec.use_dora else None
-        factors = whole(self.lora_A[adapter]), whole(self.lora_B[adapter])
-        return merged(whole(self.base_weight()), *factors, self.adapters.spec.scaling, magnitude, dtype=dtype)
+    def merged(self, key: str, adapter: str, dtype: torch.dtype | None = None, gather: Gather = _itself) -> Tensor:
+        """The weight that an engine without adapters computes with; ``gather`` makes shards whole."""
+        magnitude = gather(self.lora_magnitude_vector[adapter]) if self.adapters.spec.use_dora else None
+        factors = gather(self.lora_A[adapter]), gather(self.lora_B[adapter])
+        return merged(gather(self.base_weight()), *factors, self.adapters.spec.scaling, magnitude, dtype=dtype)
 
 
 def add_low(y: Tensor, low: Tensor, b: Tensor, scaling: float) -> Tensor:
@@ -211,10 +211,10 @@ class LoraExperts(nn.Module):
         return y + _by_expert(_by_expert(rows, a, ends), b, ends) * self.adapters.spec.scaling
 
     @torch.no_grad()
-    def merged(self, key: str, adapter: str, dtype: torch.dtype | None = None, whole: Whole = _itself) -> Tensor:
-        """The stack of weights that an engine without adapters computes with; ``whole`` gathers shards."""
-        weight, scaling = whole(getattr(self, key)), self.adapters.spec.scaling
-        a, b = (whole(_dict(factors, key)[adapter]) for factors in (self.lora_A, self.lora_B))
+    def merged(self, key: str, adapter: str, dtype: torch.dtype | None = None, gather: Gather = _itself) -> Tensor:
+        """The stack of weights that an engine without adapters computes with; ``gather`` makes shards whole."""
+        weight, scaling = gather(getattr(self, key)), self.adapters.spec.scaling
+        a, b = (gather(_dict(factors, key)[adapter]) for factors in (self.lora_A, self.lora_B))
         if not self.is_transposed:
             return merged(weight, a, b, scaling, dtype=dtype)
         return merged(weight.transpose(1, 2), a, b, scaling, dtype=dtype).transpose(1, 2)
