@@ -63,6 +63,13 @@ def test_an_architecture_without_a_bridge_is_named_with_all_that_are_known(load)
     assert "did you mean 'theirs'?" in error.value.fix
 
 
+def test_a_family_that_is_refused_by_name_says_why(load):
+    with pytest.raises(ConfigError, match="qwen3_vl_moe") as error:
+        find_bridge(load(one=claiming("one", "mine")), config("qwen3_vl_moe"))
+    assert "each matrix transposed" in error.value.why
+    assert 'train_backend = "fsdp"' in error.value.fix
+
+
 def test_without_a_plugin_of_bridges_the_error_says_which_to_load(load):
     with pytest.raises(ConfigError, match="no plugin has a bridge for") as error:
         find_bridge(load(deaf=""), config("qwen3"))

@@ -11,6 +11,11 @@ from slime_core.plugins.load import LoadedPlugin
 
 HOOK = "slime_model_bridge"
 PARTS = ("entries", "megatron", "sizes")
+REFUSED = {
+    "qwen3_vl_moe": "its folders hold all experts of a layer in one tensor, each matrix transposed, so an expert's "
+    "rows are columns of the file, and a table of rows reads and writes rows",
+}
+"""Families that have no bridge although their layers would, and why."""
 
 
 def find_bridge(loaded: Iterable[LoadedPlugin], hf_config: Any) -> Any:
@@ -48,6 +53,7 @@ def _none(plugins: list[LoadedPlugin], hf_config: Any, family: str) -> ConfigErr
         f"no plugin has a bridge for {named} (model_type '{family}')",
         code="CFG200",
         where="config.json: model_type",
-        why=f"asked: {', '.join(str(plugin.provider) for plugin in plugins) or 'none, for none is loaded'}{names}",
+        why=REFUSED.get(family)
+        or f"asked: {', '.join(str(plugin.provider) for plugin in plugins) or 'none, for none is loaded'}{names}",
         fix="\n".join(filter(None, [near, load, train])),
     )
