@@ -192,7 +192,7 @@ LAYOUTS |= {
 RARE = (
     "adapter",
     *("tensor, gradients within products", "pipeline", "pipeline, interleaved, tensor", "tensor, whole experts"),
-    *("grouped", "grouped tensor", "grouped tensor, expert, expert tensor"),
+    *("grouped", "grouped tensor", "grouped tensor, expert", "grouped tensor, expert, expert tensor"),
 )
 """Layouts whose parts other layouts prove one by one."""
 

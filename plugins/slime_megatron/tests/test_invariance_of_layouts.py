@@ -37,7 +37,7 @@ ADAPTERS = {  # of layouts, whose errors are those of an adapter's gradient
     "halves of experts, grouped, adapter": ("experts", GROUPED | {"expert_tensor_parallel_size": 2}),
 }
 LAYOUTS |= ADAPTERS
-RARE = ("data, adapter", "data", "pipeline", "experts", "experts, grouped", "halves of experts, grouped")
+RARE = ("data, adapter", "data", "pipeline", "context", "experts", "experts, grouped", "halves of experts, grouped")
 """Layouts whose parts other layouts prove one by one."""
 
 
