@@ -25,8 +25,13 @@ def slime(folder, *words):
 
 
 def test_two_agents_learn_opposite_jobs(tmp_path):
+    learn_opposite_jobs(tmp_path)
+
+
+def learn_opposite_jobs(tmp_path, *words):
+    """Run the example, with flags, and a step of it again."""
     recipe = str(ROOT / "examples" / "two_adapters" / "recipe.toml")
-    slime(tmp_path, "run", recipe, "--run-dir", "run", "--save-interval", "10", "--verify-step", "2", *MACHINE)
+    slime(tmp_path, "run", recipe, "--run-dir", "run", "--save-interval", "10", "--verify-step", "2", *MACHINE, *words)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [row["metrics"] for row in rows if row["kind"] == "step"]
     print({name: steps[-1][name] for name in ("up/reward/mean", "down/reward/mean", "up/loss", "down/grad_norm")})

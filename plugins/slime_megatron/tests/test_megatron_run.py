@@ -272,6 +272,28 @@ def test_a_run_on_pictures_has_the_losses_of_fsdp(work, run, zygote, tmp_path_fa
     assert not torch.equal(first["visual.patch_embed.proj.weight"], last["visual.patch_embed.proj.weight"])
 
 
+@pytest.mark.nightly
+def test_a_run_of_two_adapters_has_the_losses_of_fsdp_and_ends_with_both(work, run, zygote, tmp_path_factory):
+    recipe = str(Path(__file__).parents[3] / "examples" / "two_adapters" / "recipe.toml")
+    words = ("run", recipe, "--plugin", "models", "--num-rollout", "2", "--adam-eps", "1e-3", "--run-dir")
+    done = zygote.slime(tmp_path_factory.mktemp("said"), *words, "adapters-fsdp", cwd=work, path=(), hung=280)
+    assert done.returncode == 0, done.stderr
+    run(*words, "adapters", "--train-backend", "megatron", *LAYOUTS["tensor"])
+    rows, others = (
+        [row for row in steps(work / name) if row["kind"] == "step"] for name in ("adapters", "adapters-fsdp")
+    )
+    agree(rows, others)
+    for row, other in zip(rows, others, strict=True):
+        for name in ("up/loss", "down/loss", "up/grad_norm", "down/grad_norm"):
+            assert row["metrics"][name] == pytest.approx(other["metrics"][name], rel=5e-3, abs=1e-4), name
+    for name in ("up", "down"):
+        one, other = (
+            load_file(work / run / "final" / "adapter" / name / "adapter_model.safetensors")
+            for run in ("adapters", "adapters-fsdp")
+        )
+        assert one.keys() == other.keys()
+
+
 def convert(*args):
     """`slime convert ARGS`."""
     from slime_cli.main import main
