@@ -228,16 +228,15 @@ class FsdpPolicy(nn.Module):
         """Whether fused layers give the model's own numbers and gradients; False where none is known."""
         if not any(map(self._fuse, layers(self.hf))):
             return False
-        results, compute = [], trial.layer if trial.tokens.is_cuda else trial.packed
-        modules = [layers(self.hf)[0]] if trial.tokens.is_cuda else [text_of(self.hf), self.hf.get_output_embeddings()]
+        results, first = [], layers(self.hf)[0]
         idle = self.adapters.idle() if self.adapters is not None else ()
-        parameters = {p: None for module in modules for p in module.parameters() if p.requires_grad and p not in idle}
+        parameters = [p for p in first.parameters() if p.requires_grad and p not in idle]
         tolerance = TOLERANCE if next(self.hf.parameters()).dtype == torch.float32 else HALF_TOLERANCE
         try:
             for self.fused in (False, True):
                 with trial_values(self.adapters), torch.enable_grad():
-                    out = compute()
-                    grads = torch.autograd.grad(out.square().mean(), list(parameters))
+                    out = trial.layer()
+                    grads = torch.autograd.grad(out.square().mean(), parameters)
                 results.append((out.detach(), *grads))
         except Exception as error:  # of a compiler, say
             if not trial.tokens.is_cuda:
