@@ -14,7 +14,6 @@ sys.path.append(str(HERE))
 
 from megatron_ranks import EVERYTHING, PPO, Ranks, equal, optimizer_states, weights  # noqa: E402
 from test_families import FAMILIES, LAYOUTS, draw  # noqa: E402
-from test_two_adapters_on_gpu import learn_opposite_jobs  # noqa: E402
 
 from slime_core.testing import tiny_model  # noqa: E402
 
@@ -196,7 +195,10 @@ def test_state_on_the_gpu_is_offloaded_and_comes_back(offloads):
 
 
 @pytest.mark.parametrize("base", ["auto", "nf4"])
-def test_two_adapters_learn_over_a_base_in_bfloat16_and_in_4_bits(base, tmp_path):
+def test_two_adapters_learn_over_a_base_in_bfloat16_and_in_4_bits(base, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    from test_two_adapters_on_gpu import learn_opposite_jobs  # not of the ranks, which run this file
+
     learn_opposite_jobs(tmp_path, "--train-backend", "megatron", "--plugin", "models", "--base-weights", base)
 
 
