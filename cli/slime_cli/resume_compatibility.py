@@ -15,6 +15,7 @@ from typing import Any
 
 from slime_core.config.fields import core_keys
 from slime_core.config.problems import error_of
+from slime_core.config.recipe import without_slots_of_stages
 from slime_core.config.schema import SECTIONS, Config
 from slime_core.config.sections import ResumeClass, Verdict, fact
 from slime_core.config.stages import stage_name, stages
@@ -63,6 +64,7 @@ def compare(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[ConfigChange
     Raises:
         ConfigError: CFG01 to CFG03, where the saved one is not a config of this version.
     """
+    was = without_slots_of_stages(was)
     before, after = stages(_config(was)), stages(_config(now))
     names = [stage_name(stage) for stage in before], [stage_name(stage) for stage in after]
     if names[0] != names[1]:

@@ -61,6 +61,8 @@ def read_recipe(path: Path) -> Recipe:
     origins = Origins({key: f"{shown}:{line}" for key, line in lines.items()} or {(): shown})
     check_version(written, origins)
     _move_trackers(written)
+    if (path.parent / "run.json").is_file():
+        written = without_slots_of_stages(written)
     data, problems, secrets = resolve_env(written, origins)
     raise_all(problems)
     return Recipe(data=data, path=path.absolute(), origins=origins, secrets=secrets, written=written)
@@ -73,6 +75,18 @@ def _move_trackers(data: dict[str, Any]) -> None:
         keys = {name: report.pop(name) for name in ("use_wandb", "wandb_project", "wandb_group") if name in report}
         if keys.get("use_wandb"):
             data.setdefault("plugin", {}).setdefault("trackers", {}).update(keys)
+
+
+def without_slots_of_stages(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables without ``rollout_slots`` of stages, which runs of earlier versions saved and did not read."""
+    tables, key = data.get("stage"), "rollout_slots"
+    if not isinstance(tables, list | tuple):
+        return dict(data)
+    stages = [{name: value for name, value in table.items() if name != key} for table in tables]
+    for stage in stages:
+        if isinstance(stage.get("rollout"), dict):
+            stage["rollout"] = {name: value for name, value in stage["rollout"].items() if name != key}
+    return {**data, "stage": stages}
 
 
 def check_version(data: Mapping[str, Any], origins: Origins) -> None:

@@ -83,6 +83,12 @@ def test_a_changed_key_gets_the_verdict_of_its_class(flags, key, verdict):
     assert changed(*flags) == {key: verdict}
 
 
+def test_slots_that_an_earlier_version_saved_for_a_stage_are_no_change():
+    now = dumped(Config(stage=({"name": "a"}, {"name": "b", "rollout": {}})))
+    tables = [{"name": "a", "rollout_slots": 8}, {"name": "b", "rollout": {"rollout_slots": 9}}]
+    assert compare(now | {"stage": tables}, now) == []
+
+
 def test_tables_of_plugins_and_backends_are_unsafe():
     was = Config(plugin={"math": {"digits": 2, "seed": 1}}, sglang={"tp": 1})
     now = Config(plugin={"math": {"digits": 3, "seed": 1}, "other": {"x": 1}}, sglang={"tp": 2})

@@ -198,3 +198,10 @@ def test_runs_of_earlier_versions_have_their_trackers_keys_moved(recipe):
         "report": {"save_keep": 3},
         "plugin": {"trackers": {"use_wandb": True, "wandb_project": "old"}},
     }
+
+
+def test_slots_of_stages_are_forgotten_in_runs_of_earlier_versions_and_refused_elsewhere(recipe, refused):
+    file = recipe('[[stage]]\nname = "a"\nrollout_slots = 8\n[stage.rollout]\nrollout_slots = 9\n')
+    assert refused(file).code == "CFG04"
+    (file.parent / "run.json").write_text("{}")
+    assert load_config(file).stage == ({"name": "a", "rollout": {}},)
