@@ -3,10 +3,10 @@
 A row is one token of one sequence. Row i writes its key and value at (slot, position) and attends to positions
 0..position of its slot. Every row, of a prompt or of a decode step, goes through products of the same shape:
 
-    [G, d] x [d, L] -> mask, softmax -> [G, 256] x [256, d] + [G, 256] x [256, d] + ...     G query heads a kv head
+    [G, d] x [d, L] -> mask, softmax -> [G, 128] x [128, d] + [G, 128] x [128, d] + ...     G query heads a kv head
 
 with L a multiple of 32. Columns past the row's position add exact zeros, and the second product is cut into pieces of
-256 because longer sums are blocked by their length (measured; the fused kernel is not invariant at one query row).
+128 because longer sums are blocked by their length (measured; the fused kernel is not invariant at one query row).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from slime_core.engines.local.media import RowMedia
 
-PIECE = 256
+PIECE = 128
 """Longest sum of the second product."""
 
 QUERY_BLOCK = 128
@@ -355,7 +355,7 @@ def _capped(scores: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def _sum(weights: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """[B, G, L] x [B, L, d], in pieces of 256 columns added in order."""
+    """[B, G, L] x [B, L, d], in pieces of 128 columns added in order."""
     length = v.shape[1]
     if length <= PIECE:
         return torch.bmm(weights, v, out=out)
