@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
 
 from slime_core.config.problems import Problem, conflict
 from slime_core.config.sections import FIGURES, KIND, MACHINE, MODEL, Section, key
@@ -20,6 +22,11 @@ TAKEN = (
     *("task", "time", "tokens", "train", "verify"),
 )
 """First words of metrics' names, before which an adapter's metrics have its name."""
+
+Export = Annotated[
+    Literal["auto", "merged", "adapter"],
+    BeforeValidator(lambda value: "auto" if value == "both" else value),  # as config.toml of older runs has it
+]
 
 
 class LoraKeys(Section):
@@ -44,7 +51,7 @@ class LoraKeys(Section):
     lora_sync: Literal["merged", "adapter"] = of_lora(
         "merged", "What engines get: whole weights with adapters merged, or adapters alone.", MACHINE
     )
-    lora_export: Literal["auto", "merged", "adapter"] = of_lora(
+    lora_export: Export = of_lora(
         "auto", "What final/ has: a model with the adapter merged, adapter folders, or, of one adapter, both.", FIGURES
     )
     lora_adapters: tuple[str, ...] = of_lora((), "Names of several adapters in one run; empty: one, default.", KIND)

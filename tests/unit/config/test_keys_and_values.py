@@ -108,6 +108,10 @@ def test_a_secret_of_the_wrong_type_is_not_printed(recipe, refused):
     assert "abcdefgh" not in str(error)
 
 
+def test_a_value_that_configs_of_older_runs_have_is_the_one_that_took_its_place(recipe):
+    assert load_config(recipe('train.lora_export = "both"\n')).train.lora_export == "auto"
+
+
 def test_key_names_are_unique_over_all_sections():
     names = [name for section in SECTIONS for name in section_model(section).model_fields]
     assert len(names) == len(set(names))

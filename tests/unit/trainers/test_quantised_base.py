@@ -1,6 +1,7 @@
 """Adapters over a base in 4 or 8 bits: float64 gradients, what engines get, folders in fp8, and two ranks."""
 
 import asyncio
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from slime_convert.adapter_to_hf import adapter_to_hf
 from slime_convert.folder_writing import How
 from slime_convert.fsdp_to_hf import fsdp_to_adapter, fsdp_to_hf
+from slime_core.checkpoint.manifest import MANIFEST
 from slime_core.clusters.local import local_serving
 from slime_core.config.sections.cluster import ClusterSection
 from slime_core.engines.local.joined import JoinedLinear
@@ -32,6 +34,7 @@ from slime_core.testing.models import fp8_model
 from slime_core.threads import TorchThread
 from slime_core.trainers.fsdp import FsdpTrainer
 from slime_core.trainers.fsdp.blocks import layers
+from slime_core.trainers.fsdp.state_files import STATE
 from slime_core.weights.folder import ModelFolder
 
 pytestmark = pytest.mark.integration
@@ -153,6 +156,10 @@ def test_conversions_merge_into_the_base_that_the_run_trained_on(folder, family,
         adapter_to_hf(tmp_path / adapter, tmp_path / "merged", base, How(force=True, dtype=dtype))
         merged_folder = load_file(tmp_path / "merged" / "model.safetensors")
         assert all(torch.equal(tensor, final[name]) for name, tensor in merged_folder.items())
+    state = json.loads((tmp_path / "state" / STATE).read_text())
+    assert state.pop("base_weights") == form
+    (tmp_path / "state" / STATE).write_text(json.dumps(state))  # as older checkpoints are
+    (tmp_path / "state" / MANIFEST).write_text(json.dumps({"config": {"train": {"base_weights": form}}}))
     fsdp_to_hf(tmp_path / "state", tmp_path / "floats", base, How(), form="auto")
     floats = load_file(tmp_path / "floats" / "model.safetensors")
     name = "model.layers.0.self_attn.q_proj.weight"

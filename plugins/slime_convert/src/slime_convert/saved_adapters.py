@@ -14,6 +14,7 @@ from slime_convert.adapter_to_hf import merge
 from slime_convert.folder_writing import Done, How, check_apart, write_folder
 from slime_convert.job import Job, PlannedFile
 from slime_convert.rows import MemoryRows, StoredRows, TensorRows, blocks, cast, nbytes
+from slime_convert.source import manifest_of, step_of
 from slime_convert.trained_base import AdaptedModel, TrainedBase
 from slime_core import durable
 from slime_core.errors import ConfigError
@@ -62,7 +63,8 @@ class SavedAdapter:
                 fix="   or   ".join(f"--adapter {one}" for one in names[:SHOWN]),
             )
         chosen = name or names[0]
-        base = BaseForm(state.get("base_weights", "auto"), state["dtype"])
+        of_run = manifest_of(step_of(trainer)).get("config", {}).get("train", {})  # older states do not say it
+        base = BaseForm(state.get("base_weights") or of_run.get("base_weights", "auto"), state["dtype"])
         return cls(chosen, state["lora"], files.tensors_of(trainer, files.kinds_of(chosen)[0]), base)
 
     @property
