@@ -225,19 +225,13 @@ class FsdpPolicy(nn.Module):
         return number, count
 
     def _fusing_changes_nothing(self, trial: PolicyTrial) -> bool:
-        """Whether fused layers give the model's own numbers and gradients; False where none is known."""
+        """Whether each fused layer gives its own numbers and gradients; False where none is known."""
         if not any(map(self._fuse, layers(self.hf))):
             return False
-        results, first = [], layers(self.hf)[0]
-        idle = self.adapters.idle() if self.adapters is not None else ()
-        parameters = [p for p in first.parameters() if p.requires_grad and p not in idle]
         tolerance = TOLERANCE if next(self.hf.parameters()).dtype == torch.float32 else HALF_TOLERANCE
         try:
-            for self.fused in (False, True):
-                with trial_values(self.adapters), torch.enable_grad():
-                    out = trial.layer()
-                    grads = torch.autograd.grad(out.square().mean(), parameters)
-                results.append((out.detach(), *grads))
+            with trial_values(self.adapters), torch.enable_grad():
+                alike = all(self._fused_alike(trial, layer, tolerance) for layer in layers(self.hf))
         except Exception as error:  # of a compiler, say
             if not trial.tokens.is_cuda:
                 raise
@@ -245,10 +239,17 @@ class FsdpPolicy(nn.Module):
             return False
         finally:
             self.fused = False
-        if all(close(one, other, tolerance) for one, other in zip(*results)):
-            return True
-        log.warning("fused layers are left out, training is slower: their numbers are not those of the model's own")
-        return False
+        if not alike:
+            log.warning("fused layers are left out, training is slower: their numbers are not the model's own")
+        return alike
+
+    def _fused_alike(self, trial: PolicyTrial, layer: nn.Module, tolerance: float) -> bool:
+        idle = self.adapters.idle() if self.adapters is not None else ()
+        parameters, results = [p for p in layer.parameters() if p.requires_grad and p not in idle], []
+        for self.fused in (False, True):
+            out = trial.layer(layer)
+            results.append((out.detach(), *torch.autograd.grad(out.square().mean(), parameters)))
+        return all(close(one, other, tolerance) for one, other in zip(*results))
 
     def _try_picture(self) -> None:
         """Compare the log-probs of a picture and text with those of transformers' own forward.

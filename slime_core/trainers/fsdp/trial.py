@@ -13,7 +13,7 @@ from torch import nn
 from slime_core.media.features import own_logits, picture_probe
 from slime_core.media.positions import MediaLayout
 from slime_core.trainers.fsdp.attention import NAME, PackSegments, register
-from slime_core.trainers.fsdp.blocks import layers, text_of
+from slime_core.trainers.fsdp.blocks import text_of
 from slime_core.trainers.media import PackMedia, PlacedItem
 from slime_core.trainers.vision import PackPixels
 
@@ -60,8 +60,8 @@ class PolicyTrial:
         """Logits of all sequences as one pack."""
         return self._logits(slice(None), segments=self.segments)
 
-    def layer(self) -> torch.Tensor:
-        """What the first layer makes of numbers drawn for it: a gradient of the whole model may have no room."""
+    def layer(self, layer: nn.Module) -> torch.Tensor:
+        """What a layer makes of numbers drawn for it: a gradient of the whole model may have no room."""
         size = int(self.hf.config.get_text_config().hidden_size)
         numbers = torch.arange(len(self.tokens) * size, device=self.tokens.device)
         x = torch.sin(numbers.float()).to(self.hf.get_input_embeddings().weight.dtype).view(1, -1, size)
@@ -69,9 +69,8 @@ class PolicyTrial:
         axes = MediaLayout.of(self.hf.config)
         three = positions[None].expand(3, -1, -1) if axes is not None and axes.three_axes else positions
         tables = text_of(self.hf).rotary_emb(x, position_ids=three)
-        out = layers(self.hf)[0](x, attention_mask=None, position_ids=positions, position_embeddings=tables,
-                                 segments=self.segments)  # fmt: skip
-        return out  # type: ignore[no-any-return]
+        known = {"position_ids": positions, "position_embeddings": tables, "segments": self.segments}
+        return layer(x, attention_mask=None, **known)  # type: ignore[no-any-return]
 
     def packing(self) -> str:
         """Why sequences cannot be packed, or an empty string; the model then uses segment attention."""

@@ -181,6 +181,6 @@ def test_targets_that_no_layer_is_end_the_start(bench, tmp_path):
 
 
 def test_a_layer_is_tried_in_the_dtype_of_its_base(adapted):
-    """A GPU tries written-out layers by the first layer alone."""
     worker = adapted(dtype="bfloat16").worker
-    assert PolicyTrial(worker.policy.hf).layer().dtype == torch.bfloat16
+    assert PolicyTrial(worker.policy.hf).layer(worker.policy.hf.model.layers[1]).dtype == torch.bfloat16
+    assert worker.policy.fused
