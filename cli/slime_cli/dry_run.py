@@ -179,7 +179,7 @@ def print_plan(plan: dict[str, Any]) -> None:
                 "evaluation": ", ".join(f"{s['name']} ({s['prompts']})" for s in stage["eval_sets"]) or "none",
             }
         )
-    print_resources(plan["resources"], "what it takes (the last stage)")
+    print_resources(plan["resources"], "what it takes")
     heading("routing")
     print_table(["hook", "task", "provider"], [[r["hook"], r["task"], r["provider"]] for r in plan["routing"]])
 

@@ -145,7 +145,9 @@ def print_plan(plan: Mapping[str, Any], title: str) -> None:
     print_pairs(_head(plan))
     if len(plan["stages"]) > 1:
         heading("stages; the tables have the most of all, batch and seconds are those of the fullest")
-        rows = [[one["name"], gib(one["peak"]), MARKS[one["phase"]], gib(one["short"])] for one in plan["stages"]]
+        rows = [
+            [one["name"], gib(one["peak"]), MARKS.get(one["phase"], ""), gib(one["short"])] for one in plan["stages"]
+        ]
         print_table(["", "GiB at the peak", "in", "GiB missing"], rows)
     for device in plan["devices"]:
         _print_memory(device)
@@ -197,6 +199,8 @@ def _print_memory(device: Mapping[str, Any]) -> None:
 
 
 def _verdict(plan: Mapping[str, Any]) -> dict[str, str]:
+    if not plan["devices"]:
+        return {"verdict": "nothing is planned: no stage trains or generates with backends that tell their memory"}
     device = max(plan["devices"], key=lambda one: one["short"] or one["peak"] - one["room"])
     room = f"{gib(device['room'])} GiB beside {gib(CONTEXT)} of the CUDA context"
     margin = f"a margin of {device['margin']:.0%}"

@@ -134,6 +134,7 @@ def plans(settings: Settings, config: Config | None = None, folder: ModelFolder 
     """
     from slime_core.backends import Planning
     from slime_core.clusters.machine import resolve_machine
+    from slime_core.notices import notices_to
     from slime_core.plugins.backends import cluster_of, engine_of, trainer_of
 
     stage = settings.config
@@ -141,8 +142,10 @@ def plans(settings: Settings, config: Config | None = None, folder: ModelFolder 
     planned = {kind: backend.plan for kind, backend in backends.items() if backend.plan is not None}
     if not planned:
         return {}
+    with notices_to(lambda _: None):  # whoever runs it says what was chosen
+        config = config or resolve_machine(stage)
     planning = Planning(
-        config=config or resolve_machine(stage),
+        config=config,
         origins=settings.loaded.origins,
         plugins=settings.plugins,
         folder=folder,

@@ -148,6 +148,8 @@ def _line(plain: Config, first: MemoryPlan, best: Advice, *, slots: bool) -> str
     if slots:
         count = config.rollout.rollout_slots
         words.append(f"{count} sequence{'s' * (count > 1)} at once ({best.text})")
+    if not words:
+        return ""
     peak = max((device.peak for device in plan.devices), key=lambda moment: moment.total)
     text = f"auto: {', '.join(words)}: {peak.total / GIB:.1f} of {gpu.room / GIB:.1f} GiB at most ({peak.phase})"
     changed = {key for key in (*OPEN, TOKENS_KEY) if _value(config, key) != _value(plain, key)}

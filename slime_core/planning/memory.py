@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 MARGIN, ESTIMATED_MARGIN = 0.07, 0.13
 """Of the predicted bytes: what was measured beyond them; more under adapters, and of estimated activations."""
+SHARED = "trainer and engine"
+"""Role of a GPU."""
 ASSUMED_PROMPT = 256  # tokens, where nothing says how long prompts are
 
 
@@ -127,11 +129,13 @@ class MemoryPlan:
 
     @property
     def devices(self) -> tuple[DeviceMemory, ...]:
-        """Kinds of GPUs by role, over all stages."""
+        """Kinds of GPUs by role, over all stages: a GPU that both share is the trainer's where nothing generates."""
         by_role: dict[str, list[DeviceMemory]] = {}
-        for device in (device for stage in self.stages for device in stage.devices):
-            by_role.setdefault(device.role, []).append(device)
-        return tuple(_merged(devices) for devices in by_role.values())
+        devices = [device for stage in self.stages for device in stage.devices]
+        shared = any(device.role == SHARED for device in devices)
+        for device in devices:
+            by_role.setdefault(SHARED if shared and device.role == "trainer" else device.role, []).append(device)
+        return tuple(_merged(role, devices) for role, devices in by_role.items())
 
     @property
     def fits(self) -> bool:
@@ -153,10 +157,10 @@ class MemoryPlan:
         return tuple(dict.fromkeys(texts))
 
 
-def _merged(devices: Sequence[DeviceMemory]) -> DeviceMemory:
+def _merged(role: str, devices: Sequence[DeviceMemory]) -> DeviceMemory:
     """One kind of GPU over all stages."""
     moments = [moment for device in devices for moment in device.phases.values()]
-    return replace(devices[0], phases=peaks(moments), margin=max(device.margin for device in devices))
+    return replace(devices[0], role=role, phases=peaks(moments), margin=max(device.margin for device in devices))
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -327,7 +331,7 @@ def _placed(subject: Subject, trainer: TrainerFootprint | None, engine: EngineFo
         sent = {"weight update": trainer.publish if engine.staging else 0}
         moments = [moment.with_(sent) for moment in trainer.moments]
         return [("trainer", ranks, moments), ("engine", engine.engines * engine.gpus, alone)]
-    return [("trainer and engine", ranks, list(_together(subject, trainer, engine)))]
+    return [(SHARED, ranks, list(_together(subject, trainer, engine)))]
 
 
 def _served_teacher(subject: Subject) -> int:

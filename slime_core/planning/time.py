@@ -61,8 +61,8 @@ class TimePlan:
 
     @classmethod
     def of(cls, plan: MemoryPlan) -> TimePlan | None:
-        """Of a memory plan; None on a processor, whose rates are not known."""
-        if plan.subject.gpu.processor:
+        """Of a memory plan; None on a processor, whose rates are not known, and where nothing is planned."""
+        if plan.subject.gpu.processor or not plan.fullest.devices:
             return None
         return _Step(plan).time()
 

@@ -53,6 +53,16 @@ def test_what_is_auto_is_chosen_as_a_run_would_choose_it(cli, large):
     assert "gradient_checkpointing = true" in done.out
 
 
+def test_a_run_that_only_generates_is_planned_beside_a_stage_that_only_trains(cli, large, tmp_path):
+    (tmp_path / "r.toml").write_text('[[stage]]\nname = "a"\nloss_type = "sft_loss"\n[[stage]]\nname = "b"\n')
+    words = ["plan", str(tmp_path / "r.toml"), *large, "--gpu", "h100", "--debug-rollout-only"]
+    done = cli(*words, "--rollout-slots", "64")
+    assert done.code == 0
+    assert "engine weights" in done.out
+    assert "auto:" not in done.out  # nothing was left to choose
+    assert "nothing is planned" in cli(*words, "--loss-type", "sft_loss").out
+
+
 def test_all_gpus_are_planned_and_the_last_resort_is_one_that_is_left(cli, large):
     answer = json.loads(cli("plan", *large, "--gpu", "h100", "--gpus", "9", "--json").out)
     assert sum(device["count"] for device in answer["devices"]) == 9
@@ -81,7 +91,7 @@ def test_what_cannot_be_planned_is_refused(cli, large, words, text):
 def test_a_dry_run_has_the_rows_of_the_plan(cli, own):
     done = cli("run", *own.flags, "--dry-run", "--device", "cpu")
     assert done.code == 0, done.err
-    for text in ("what it takes (the last stage)", "gradients", "verdict", "KV cache"):
+    for text in ("what it takes", "gradients", "verdict", "KV cache"):
         assert text in done.out
 
 

@@ -45,6 +45,14 @@ def test_a_step_of_92_gib_fits_an_h200_and_no_gpu_without_a_margin() -> None:
     assert 10 * GIB < short < 25 * GIB
 
 
+def test_a_stage_that_only_trains_has_the_gpus_of_the_others() -> None:
+    rollout, stages = {"hf_checkpoint": "/", "rollout_max_response_len": 64}, [{"name": "rl"}]
+    warmup = {"name": "warmup", "loss_type": "sft_loss"}
+    run = Config.model_validate({"rollout": rollout, "stage": [warmup, *stages]})
+    (device,) = fits(run, QWEN3_4B, gpu_of("h200")).devices
+    assert (device.role, device.count) == ("trainer and engine", 1)
+
+
 def test_a_plan_has_the_most_of_all_stages() -> None:
     """A stage of long responses without a reference, then one of short responses with it."""
     rollout = {"hf_checkpoint": "/", "rollout_slots": 16, "rollout_max_response_len": 8192}
