@@ -13,7 +13,7 @@ from slime_core.weights.shards import Shards, read_header
 
 
 def served_adapters(path: Path, names: Sequence[str]) -> dict[str, AdapterUpdate]:
-    """The adapter of a folder, under the first of ``names``, or those of ``names``, which have a folder there each.
+    """The adapter of a folder, under each of ``names``, or those of ``names``, which have a folder there each.
 
     Raises:
         ConfigError: CFG05 no such folder.
@@ -32,8 +32,8 @@ def base_form(path: Path, names: Sequence[str]) -> BaseForm:
 
 
 def _folders(path: Path, names: Sequence[str]) -> dict[str, Path]:
-    first = next(iter(names), DEFAULT)
-    return {first: path} if (path / CONFIG).is_file() else {name: path / name for name in names}
+    one = (path / CONFIG).is_file()
+    return {name: path if one else path / name for name in names or (DEFAULT,)}
 
 
 def base_of(path: Path) -> str:

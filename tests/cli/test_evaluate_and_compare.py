@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slime_core.lora.folder import factors_of, write_adapter
 from slime_core.lora.layers import attach
+from slime_core.lora.served import served_adapters
 from slime_core.lora.spec import LoraSpec
 
 pytestmark = pytest.mark.integration
@@ -124,6 +125,8 @@ def test_an_adapter_folder_is_evaluated_beside_its_base(cli, sets):
         questions = json.loads(records(f"eval-{name}")["greedy-000000.json"])["questions"]
         answers[name] = [question["scores"] for question in questions]
     assert answers["adapter"] == answers["merged"] == answers["run"] != answers["model"]
+    under_each = served_adapters(sets / "adapter", several["lora_adapters"])
+    assert list(under_each) == several["lora_adapters"], "whichever a set is of, this one answers"
     shutil.rmtree(sets / "run" / "final")
     for name in several["lora_adapters"]:
         shutil.copytree(sets / "adapter", sets / "run" / "final" / "adapter" / name)
