@@ -69,8 +69,8 @@ class PolicyTrial:
         axes = MediaLayout.of(self.hf.config)
         three = positions[None].expand(3, -1, -1) if axes is not None and axes.three_axes else positions
         tables = text_of(self.hf).rotary_emb(x, position_ids=three)
-        known = {"position_ids": positions, "position_embeddings": tables, "segments": self.segments}
-        return layer(x, attention_mask=None, **known)  # type: ignore[no-any-return]
+        arguments = {"position_ids": positions, "position_embeddings": tables, "segments": self.segments}
+        return layer(x, attention_mask=None, **arguments)  # type: ignore[no-any-return]
 
     def packing(self) -> str:
         """Why sequences cannot be packed, or an empty string; the model then uses segment attention."""
