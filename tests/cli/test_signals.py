@@ -96,7 +96,7 @@ def shared_memory():
     process of ours uses, and files of their own) until somebody sweeps: they are not a run's.
     """
     names = {entry.name for entry in Path("/dev/shm").glob("*") if entry.is_file()}
-    return sorted(name for name in names - mapped_by_others() if not name.startswith(("sem.mp-", "sglang_")))
+    return sorted(name for name in names - mapped_by_others() if not name.startswith(("sem.mp-", "sglang_", "sgl_")))
 
 
 def mapped_by_others():
