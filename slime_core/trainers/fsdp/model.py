@@ -45,7 +45,7 @@ from slime_core.trainers.fsdp.places import DevicePlace, HostPlace
 from slime_core.trainers.fsdp.ranks import FsdpRanks, check_packs
 from slime_core.trainers.fsdp.shards import copy_of, local, own_runs, shard_modules
 from slime_core.trainers.fsdp.tensor_parallel import split_products
-from slime_core.trainers.fsdp.trial import HALF_TOLERANCE, TOLERANCE, PolicyTrial, close, picture_logits
+from slime_core.trainers.fsdp.trial import PolicyTrial, close, close_in_half, picture_logits
 from slime_core.trainers.optimizer_step import LossSums, MicroBatchLoss, Schedule
 from slime_core.trainers.vision import PackPixels, tower_of
 from slime_core.weights.routers import Routers
@@ -226,12 +226,12 @@ class FsdpPolicy(nn.Module):
 
     def _fusing_changes_nothing(self, trial: PolicyTrial) -> bool:
         """Whether each fused layer gives its own numbers and gradients; False where none is known."""
-        if not any(map(self._fuse, layers(self.hf))):
+        fusible = [layer for layer in layers(self.hf) if self._fuse(layer)]
+        if not fusible:
             return False
-        tolerance = TOLERANCE if next(self.hf.parameters()).dtype == torch.float32 else HALF_TOLERANCE
         try:
             with trial_values(self.adapters), torch.enable_grad():
-                alike = all(self._fused_alike(trial, layer, tolerance) for layer in layers(self.hf))
+                alike = all(self._fused_alike(trial, layer) for layer in fusible)
         except Exception as error:  # of a compiler, say
             if not trial.tokens.is_cuda:
                 raise
@@ -243,13 +243,14 @@ class FsdpPolicy(nn.Module):
             log.warning("fused layers are left out, training is slower: their numbers are not the model's own")
         return alike
 
-    def _fused_alike(self, trial: PolicyTrial, layer: nn.Module, tolerance: float) -> bool:
+    def _fused_alike(self, trial: PolicyTrial, layer: nn.Module) -> bool:
         idle = self.adapters.idle() if self.adapters is not None else ()
         parameters, results = [p for p in layer.parameters() if p.requires_grad and p not in idle], []
         for self.fused in (False, True):
-            out = trial.layer(layer)
-            results.append((out.detach(), *torch.autograd.grad(out.square().mean(), parameters)))
-        return all(close(one, other, tolerance) for one, other in zip(*results))
+            x, out = trial.layer(layer)
+            results.append((out.detach(), *torch.autograd.grad(out.square().mean(), [x, *parameters])))
+        alike = close if next(self.hf.parameters()).dtype == torch.float32 else close_in_half
+        return all(map(alike, *results))
 
     def _try_picture(self) -> None:
         """Compare the log-probs of a picture and text with those of transformers' own forward.

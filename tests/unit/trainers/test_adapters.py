@@ -182,5 +182,14 @@ def test_targets_that_no_layer_is_end_the_start(bench, tmp_path):
 
 def test_a_layer_is_tried_in_the_dtype_of_its_base(adapted):
     worker = adapted(dtype="bfloat16").worker
-    assert PolicyTrial(worker.policy.hf).layer(worker.policy.hf.model.layers[1]).dtype == torch.bfloat16
+    tried = PolicyTrial(worker.policy.hf).layer(worker.policy.hf.model.layers[1])
+    assert {tensor.dtype for tensor in tried} == {torch.bfloat16}
     assert worker.policy.fused
+
+
+def test_layers_without_adapters_beside_those_that_have_some_are_fused(bench):
+    one = bench(lora_rank=4, lora_target_modules=(r".*layers\.1\..*(q_proj|up_proj)",))
+    assert one.worker.policy.fused
+    one.thread.call(splits.fill_adapters, one.worker)
+    report = one.call("verify", batch_of())
+    assert max(report["gradient_error"], report["loss_error"]) < 1e-5
