@@ -113,6 +113,8 @@ def evaluate(
     if adapters:
         _check_named(Path(adapters), config.train.lora_adapters)
     served = {"lora_load": adapters, "lora_sync": "adapter" if adapters else "merged"}
+    if own_config is None or arguments.recipe != str(own_config):  # not the config that the adapter was trained by
+        served["base_weights"] = "auto"
     config = config.model_copy(update={"train": config.train.model_copy(update=served)})
     if not (config.eval.eval_prompt_data or config.eval.eval_tasks or config.eval.eval_function_path):
         raise ConfigError(

@@ -271,6 +271,8 @@ async def local_serving(config: Config) -> AsyncIterator[Serving]:
         engine = await stack.enter_async_context(embedded_engine(config, folder, thread))
         names = config.train.lora_adapters
         form = base_form(Path(adapters), names) if adapters else BaseForm()
+        if adapters and form.form == "auto" != config.train.base_weights:  # adapters of older runs do not say it
+            form = BaseForm(config.train.base_weights, config.train.dtype)
         tensors = await thread.run(_weights, folder, config.seed, form)
         update = WeightUpdate(version=0, epoch=0, transport="tensors", tensors=tensors)
         if adapters:

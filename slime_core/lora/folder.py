@@ -239,7 +239,7 @@ def _no_adapter(path: Path, key: str) -> DataError:
         f"{path.name} is not an adapter folder: it has no {CONFIG}",
         code="TOK00",
         where=f"{key} = {path.absolute()}",
-        fix=f"name {'   or   '.join(map(str, named[:SHOWN]))}" if named else fix,
+        fix=f"name {'   or   '.join(map(str, dict.fromkeys(named[:SHOWN])))}" if named else fix,
     )
 
 

@@ -199,6 +199,7 @@ def test_adapters_are_evaluated_on_the_base_that_they_were_trained_on(folder, tm
     file = tmp_path / "final" / "adapter" / "adapter_model.safetensors"
     save_file(load_file(file), file)  # it no longer says what it was trained on
     assert np.abs(asyncio.run(scores(folder, **load)) - expected).max() > 1e-2
+    assert np.abs(asyncio.run(scores(folder, **load, base_weights="nf4")) - expected).max() < 1e-4
 
 
 def test_a_model_of_other_sizes_is_refused(tmp_path):

@@ -136,6 +136,8 @@ def test_an_adapter_that_a_checkpoint_does_not_have_is_not_converted(bench, tmp_
             with pytest.raises(ConfigError, match=words) as raised:
                 convert(tmp_path / place, tmp_path / "out", lora.folder.path, How(), "solver")
             assert raised.value.code == "CFG05"
+    with pytest.raises(ConfigError, match="of full training"):
+        fsdp_to_hf(tmp_path / "full", tmp_path / "out", lora.folder.path, How(), form="nf4")
 
 
 def test_sums_of_a_base_do_not_depend_on_how_it_is_stored_or_cut(monkeypatch):

@@ -84,7 +84,7 @@ def fsdp_to_hf(
         DataError: TOK46 parameters that are not those of the origin's model. ConfigError: CFG05, no origin.
     """
     step, trainer = _places(checkpoint)
-    if has_adapters(trainer) or adapter:
+    if has_adapters(trainer) or adapter or form:
         _check_marks(step, set(trainer.glob("adapter.*")), manifest_of(step), full=how.verify)
         return merged_checkpoint(trainer, target, origin or origin_of(step), adapter, how, form)
     try:
