@@ -40,7 +40,8 @@ async def start_forked(_: int, child: Child, kind: type[ProcessChannel] = Proces
     child.log.parent.mkdir(parents=True, exist_ok=True)
     parent_end, child_end = socket.socketpair()
     with child_end:
-        words = child.module, child_end, child.log, dict(child.env), child.folder
+        env = {**os.environ, **child.env}  # of now: the server has that of its own start
+        words = child.module, child_end, child.log, env, child.folder or Path.cwd()
         process = FORKS.Process(target=become, args=words, daemon=True)
         process.start()
     channel = kind(Forked(process), child.log)  # type: ignore[arg-type]
@@ -48,13 +49,14 @@ async def start_forked(_: int, child: Child, kind: type[ProcessChannel] = Proces
     return channel
 
 
-def become(module: str, calls: socket.socket, log: Path, env: Mapping[str, str], folder: Path | str | None) -> None:
+def become(module: str, calls: socket.socket, log: Path, env: Mapping[str, str], folder: Path | str) -> None:
     """In the fork: the program that a channel would start."""
     os.setpgid(0, 0)
+    os.environ.clear()
     os.environ.update(env)
     out = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(out, 1)
     os.dup2(out, 2)
-    os.chdir(folder or ".")
+    os.chdir(folder)
     sys.argv = [module, str(calls.detach()), str(os.getppid())]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
