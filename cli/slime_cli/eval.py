@@ -109,7 +109,7 @@ def evaluate(
     if arguments.recipe is None and own_config is not None:
         arguments.recipe = str(own_config)
     loaded = load_words(arguments, session, data_keys=OWN_SETS)
-    config = resolve_machine(stages(loaded.config)[-1])
+    config = resolve_machine(stages(loaded.config)[-1], trains=False)
     if adapters:
         _check_named(Path(adapters), config.train.lora_adapters)
     served = {"lora_load": adapters, "lora_sync": "adapter" if adapters else "merged"}

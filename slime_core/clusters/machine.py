@@ -18,6 +18,7 @@ from slime_core.memory import machine_memory
 from slime_core.notices import notice
 from slime_core.planning import automatic
 from slime_core.planning.gpus import processor
+from slime_core.planning.memory import with_keys
 from slime_core.plugins.backends import cluster_of, engine_of
 
 if TYPE_CHECKING:
@@ -27,8 +28,11 @@ if TYPE_CHECKING:
 BF16_FLAGS = {"avx512_bf16", "amx_bf16"}  # processors whose bfloat16 products are faster than float32
 
 
-def resolve_machine(config: Config) -> Config:
+def resolve_machine(config: Config, *, trains: bool = True) -> Config:
     """The config with device, dtype, cpu_threads and ``auto`` settled for this machine, or for those of its cluster.
+
+    Args:
+        trains: False where an engine has the GPU for itself, as in an evaluation
 
     Raises:
         ConfigError: CFG04 a GPU is asked for, or needed, and there is none; CFG17 no Ray cluster that could be asked
@@ -56,10 +60,11 @@ def resolve_machine(config: Config) -> Config:
     )
     if cluster_of(config).remote:
         return automatic.without_plan(config)
-    config, line = automatic.with_plan(config, _kind_of(device))
+    key, only = "rollout.debug_rollout_only", config.rollout.debug_rollout_only
+    config, line = automatic.with_plan(with_keys(config, {key: only or not trains}), _kind_of(device))
     if line:
         notice("auto", line)
-    return config
+    return with_keys(config, {key: only})
 
 
 def _kind_of(device: str) -> Gpu:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 
 import pytest
 
@@ -12,6 +13,7 @@ from slime_core.clusters.machine import engines_apart, resolve_machine
 from slime_core.config.load import load_config
 from slime_core.engines.local import LocalEngine
 from slime_core.errors import ConfigError
+from slime_core.notices import notices_to
 from slime_core.plugins import load_plugins
 from slime_core.report import Report
 from slime_core.report.rundir import RunDir
@@ -36,6 +38,16 @@ def test_the_cores_are_divided_between_ranks_and_an_engine_of_its_own_and_the_co
     assert threads("--no-colocate") == 12
     assert threads(*AHEAD, "--rollout-num-engines", "3") == 3
     assert threads("--no-colocate", "--eval-async", "--rollout-num-engines", "2") == 4
+
+
+def test_where_nothing_trains_no_memory_is_planned_for_a_trainer(tmp_path):
+    folder, lines = tiny_model(tmp_path / "model", hidden=1024, weights=False), []
+    config = load_config(None, ["--hf-checkpoint", str(folder), "--device", "cpu", "--rollout-max-response-len", "32"])
+    with notices_to(lines.append):
+        trained = resolve_machine(config)
+    with notices_to(lines.append):
+        assert resolve_machine(config, trains=False) == trained
+    assert [re.findall(r"[(](train|rollout)[)]", line) for line in lines] == [["train"], ["rollout"]]
 
 
 @pytest.mark.parametrize(("text", "most"), [("1", 1), ("3,2", 3), ("64", 5), ("", 5), ("many", 5)])

@@ -44,7 +44,7 @@ async def sample(
             f"{model} holds no model", code="CFG05", where=str(model.absolute()), fix="name a Hugging Face folder"
         )
     flags = ["--hf-checkpoint", str(model), "--init-weights", "load", *overrides]
-    config = resolve_machine(load_config(None, flags))
+    config = resolve_machine(load_config(None, flags), trains=False)
     async with build_serving(config) as serving:
         chat = bool(getattr(serving.tokenizer, "chat_template", None))
 
