@@ -21,11 +21,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-
-from slime_core.media.positions import MediaLayout, runs
-
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
 Number = TypeVar("Number", float, "NDArray[Any]")
@@ -84,13 +81,21 @@ class TowerFlops:
 
     def pictures(self, tokens: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Where in ``tokens`` [T] each picture begins, and its operations."""
+        import numpy as np
+
+        from slime_core.media.positions import runs
+
         bounds = np.array(runs(np.isin(tokens, self.placeholders)), dtype=np.int64).reshape(-1, 2)
         return bounds[:, 0], self.picture((bounds[:, 1] - bounds[:, 0]).astype(np.float64))
 
     @classmethod
     def of(cls, config: Any, *, frozen: bool = False) -> TowerFlops | None:
         """Of a Hugging Face config; None for a model of text alone, or one of a family whose pictures nobody reads."""
-        layout = MediaLayout.of(config) if hasattr(config, "vision_config") else None
+        if not hasattr(config, "vision_config"):
+            return None
+        from slime_core.media.positions import MediaLayout  # of numpy, which a plan of text alone does without
+
+        layout = MediaLayout.of(config)
         if layout is None:
             return None
         vision = _Named(config.vision_config)
