@@ -73,6 +73,12 @@ def test_what_was_saved_between_steps_goes_on_with_every_adapter(pair, root, zyg
     assert run_ranks(zygote, tmp_path, one_rank, 1, root) == [one["saved"]]
 
 
+def test_a_checkpoint_of_adapters_is_no_model_to_convert(pair, root, cli):
+    done = cli("convert", "dist-to-hf", root / "saved", "hf", "--origin-hf-dir", root / "dense", "--trust-metadata")
+    assert done.code == 3
+    assert "saved holds adapters alone" in done.err
+
+
 def test_fsdp_begins_and_steps_alike(pair, root):
     from slime_core.trainers.adapters import AdapterTrainer
 

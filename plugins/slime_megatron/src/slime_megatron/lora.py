@@ -30,6 +30,7 @@ from slime_core.media.features import tower
 from slime_core.seeds import seed_of
 from slime_core.weights.build import skeleton
 from slime_core.weights.transports.buckets import TensorSource, stream
+from slime_megatron.convert.dist_keys import ADAPTERS
 from slime_megatron.experts import GroupedExperts
 from slime_megatron.fingerprint import spots
 from slime_megatron.low_rank import (
@@ -153,7 +154,7 @@ class StageAdapter:
         kind = entry.kind if one.index < 0 or len(entry.hf) == 1 else "rows"
         if (factor == "lora_A") != (entry.kind == "columns"):
             kind = "whole"
-        key = f"adapters.{self.name}.{key}"
+        key = f"{ADAPTERS}{self.name}.{key}"
         return replace(entry, megatron=key, hf=(name,), kind=kind, layer=-1, shapes=(shape,))  # type: ignore[arg-type]
 
     def _of_layer(self, local: LocalTensor) -> LayerAdapter | None:

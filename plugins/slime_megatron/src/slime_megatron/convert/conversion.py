@@ -24,7 +24,7 @@ from slime_core.weights.folder import read_config
 from slime_core.weights.prediction_layers import layers
 from slime_core.weights.shards import Shards
 from slime_megatron.convert.dist import METADATA, DistFolder, Whole
-from slime_megatron.convert.dist_keys import AHEAD, BESIDE, OPTIMIZER, DistPlace, apart, forms, places
+from slime_megatron.convert.dist_keys import ADAPTERS, AHEAD, BESIDE, OPTIMIZER, DistPlace, apart, forms, places
 from slime_megatron.convert.dist_writing import RELEASE, DistWriting, WriteTarget
 
 FindBridge = Callable[[Any], Bridge]
@@ -167,6 +167,14 @@ def _hf_rows(
     Raises:
         DataError: TOK46.
     """
+    if any(key.startswith(ADAPTERS) for key in folder.tensors):
+        raise DataError(
+            f"{folder.path.name} holds adapters alone, without the base that they are of",
+            code="TOK46",
+            where=str(folder.path),
+            why="a run with lora_rank saves what learns",
+            fix="take final/adapter of the run, which its end writes: slime convert adapter-to-hf",
+        )
     met, used, hf_rows = Fit(), set[str](), list[TensorRows]()
     for entry in entries:
         places = [form for form in forms(entry, sizes, bridge.attention) if _is_there(form, folder)]

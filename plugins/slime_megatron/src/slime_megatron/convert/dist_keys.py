@@ -25,6 +25,7 @@ PLAIN = ("embedding.", "output_layer.", "mlp.router.", "self_attention.linear_at
 OPTIMIZER = re.compile(r"(chained_\d+\.)?(optimizer\b|param_state)")
 BESIDE = ("reference.", "critic.")  # before the keys of a run's other models
 AHEAD = "mtp."  # before those of layers that predict further ahead
+ADAPTERS = "adapters."  # before those of adapters, which a run saves without their base
 AHEAD_LAYER = re.compile(r"mtp\.layers\.\d+\.transformer_layer\.")
 Attention = Literal["gqa", "mla"]
 
