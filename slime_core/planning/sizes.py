@@ -161,8 +161,8 @@ class ModelSizes:
 
     @cached_property
     def flops(self) -> Flops:
-        """Of a token and of a pair of tokens, forward and backward."""
-        return Flops.of(self.config)
+        """Of a token and of a pair of tokens, forward and backward, of the language model."""
+        return Flops.of(self.text)
 
     @cached_property
     def active(self) -> int:
