@@ -1,6 +1,7 @@
 """The denial-of-service corpus and the code-injection corpus, through the graders themselves."""
 
 import asyncio
+import gc
 import subprocess
 import sys
 import time
@@ -252,18 +253,22 @@ def test_whole_responses_of_blanks_and_signs_are_read_in_linear_time():
     row = {"instruction_id_list": list(given), "kwargs": list(given.values())}
 
     async def spent(sign, length, name):
-        """Seconds of this process alone, whatever else the machine does."""
+        """Seconds of this process alone, whatever else the machine does, without collections of garbage."""
         text = sign * (length // len(sign)) + "x"
         sample = Sample(response=text, label="7", metadata=dict(row), status=Status.COMPLETED)
-        start = time.process_time()
-        assert (await graders.grade(name, sample, ctx)).value <= 0.0, (sign, name)
-        return time.process_time() - start
+        gc.disable()
+        try:
+            start = time.process_time()
+            assert (await graders.grade(name, sample, ctx)).value <= 0.0, (sign, name)
+            return time.process_time() - start
+        finally:
+            gc.enable()
 
     async def all_of_them():
         for sign in (" ", "\n", ".", "[", "*", "<", "(", "{", "\\", "answer ", "A ", r"\boxed{", "\n \n", "$", '"'):
             for name in ("math", "dapo", "deepscaler", "gpqa", "f1", "ifeval", "ifbench"):
                 short = await spent(sign, 6_000, name)  # ten times as long: 10 times the time, not 100
-                for _ in range(5):  # a garbage collection may come once
+                for _ in range(5):  # another process may take the caches once
                     if (longer := await spent(sign, 60_000, name)) < 40 * short + 0.1:
                         break
                 else:
