@@ -84,7 +84,7 @@ class FewBits:
         parts = self._layout.parts(name, shape) if self._stored_alone else ()
         full: tuple[torch.Tensor, ...] = ()
         for part in parts:
-            names = (part.name, part.name.removeprefix(self._layout.prefix))
+            names = self._layout.names(part.name)
             numbers = next((self._shards.stored(one) for one in names if one in self._infos), None)
             if numbers is None:
                 return None

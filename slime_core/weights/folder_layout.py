@@ -42,6 +42,10 @@ class FolderLayout:
         ties = getattr(hf, "all_tied_weights_keys", None) or {}
         self._ties = {*ties, *ties.values()}
 
+    def names(self, name: str) -> tuple[str, str]:
+        """Under which a folder may have a tensor: with the base model's prefix or without."""
+        return name, name.removeprefix(self.prefix)
+
     def parts(self, name: str, shape: torch.Size) -> tuple[TensorPart, ...]:
         """What a parameter is in a model folder: one tensor, or the matrices of each expert.
 
@@ -98,7 +102,7 @@ class FolderLayout:
             return
         names = self._ties | folder.tensors().keys()
         sent = (part.name for source in sources for part in source.parts)
-        if unknown := [name for name in sent if not {name, name.removeprefix(self.prefix)} & names]:
+        if unknown := [name for name in sent if not names & {*self.names(name)}]:
             raise TrainerError(
                 f"{len(unknown)} tensors are not in the model folder by the names that they would be sent under: "
                 + ", ".join(unknown[:3]),

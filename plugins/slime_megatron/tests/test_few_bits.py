@@ -115,13 +115,13 @@ def two_ranks(rank, root, folder, flags, train):
     """A base beside FSDP's, a step, and a run that goes on from there."""
     keys = LORA | train | {"lora_load": str(root / "final" / "adapter")}
     ranks = Ranks(root, folder, flags, rank, 2, **keys)
-    found = beside_fsdp(ranks.worker, load_file(root / "fsdp.safetensors"))
+    answers = beside_fsdp(ranks.worker, load_file(root / "fsdp.safetensors"))
     ranks.step()
     ranks.save(root / "saved")
-    found["saved"] = ranks.worker.fingerprint()
-    found["on"] = ranks.step()
+    answers["saved"] = ranks.worker.fingerprint()
+    answers["on"] = ranks.step()
     again = Ranks(root, folder, flags, rank, 2, **keys)
-    return found | {"restored": again.restore(root / "saved"), "again": again.step()}
+    return answers | {"restored": again.restore(root / "saved"), "again": again.step()}
 
 
 def beside_fsdp(worker, of_fsdp):

@@ -38,7 +38,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pair(root, zygote, tmp_path_factory):
-    """What both ranks found."""
+    """What both ranks answer."""
     often = [layout for layout in LAYOUTS if layout not in RARE]
     return run_ranks(zygote, tmp_path_factory.mktemp("said"), two_ranks, 2, root, often)
 
@@ -50,23 +50,23 @@ def test_two_adapters_in_a_run_are_those_of_two_runs(pair, layout):
 
 @pytest.mark.nightly
 def test_they_are_so_in_stages_with_shared_sequences_and_with_gradients_summed_beside_passes(root, zygote, tmp_path):
-    found = run_ranks(zygote, tmp_path, two_ranks, 2, root, RARE)
+    answers = run_ranks(zygote, tmp_path, two_ranks, 2, root, RARE)
     for layout in RARE:
-        are_apart(found, layout)
+        are_apart(answers, layout)
 
 
 def are_apart(ranks, layout):
     """Whether each adapter learned what it learns alone."""
-    for found in ranks:
-        one = found[layout]
+    for answers in ranks:
+        one = answers[layout]
         assert one["same"] == {"solver": [True, True, True], "critic": [True, True, True]}
         assert one["steps"] == {"solver": 4, "critic": 2}
         assert not one["critic stepped"], "without samples an adapter stays as it is"
 
 
 def test_what_was_saved_between_steps_goes_on_with_every_adapter(pair, root, zygote, tmp_path):
-    for found in pair:
-        one = found["tensor"]
+    for answers in pair:
+        one = answers["tensor"]
         assert one["again"] == one["on"]
         assert one["restored"] == one["saved"] != one["begin"]
     assert {key.split(".")[1] for key in one["keys"] if not key.startswith("optimizer")} == {*ADAPTERS}
@@ -86,16 +86,16 @@ def test_fsdp_begins_and_steps_alike(pair, root):
     one = Bench(root / "dense", lora_adapters=ADAPTERS, **LORA, **more)
     assert one.call("fingerprint") == pair[0]["tensor"]["begin"]
     metrics = train_adapters(AdapterTrainer(one.trainer, ADAPTERS), one.worker, range(2), ADAPTERS)
-    for expected, found in zip(metrics, pair[0]["tensor"]["metrics"], strict=True):
-        assert found.keys() == expected.keys()
-        for name in {"solver/loss", "solver/grad_norm", "critic/loss", "critic/grad_norm"} & found.keys():
-            assert found[name] == pytest.approx(expected[name], rel=1e-5), name
+    for expected, answers in zip(metrics, pair[0]["tensor"]["metrics"], strict=True):
+        assert answers.keys() == expected.keys()
+        for name in {"solver/loss", "solver/grad_norm", "critic/loss", "critic/grad_norm"} & answers.keys():
+            assert answers[name] == pytest.approx(expected[name], rel=1e-5), name
 
 
 def test_engines_and_folders_get_every_adapter(pair, root):
     """Updates in memory and in folders, and what a run ends with: a folder an adapter."""
-    found = pair[0]["tensor"]
-    assert found["published"] == [0, ADAPTERS]
+    answers = pair[0]["tensor"]
+    assert answers["published"] == [0, ADAPTERS]
     for one in pair:
         assert one["tensor"]["loaded"] == one["tensor"]["saved"]
     for name in ADAPTERS:
@@ -108,8 +108,8 @@ def test_engines_and_folders_get_every_adapter(pair, root):
 
 
 def test_the_gradient_of_each_adapter_is_verified(pair):
-    for found in pair:
-        errors = found["tensor"]["verified"]
+    for answers in pair:
+        errors = answers["tensor"]["verified"]
         assert max(errors["gradient_error"], errors["loss_error"]) < 1e-5
         assert {name.split("/")[1] for name in errors if name.startswith("gradient_error/")} == {*ADAPTERS}
 
@@ -143,13 +143,13 @@ def state_of(worker, name):
     from slime_megatron.masters import MOMENTS, masters
 
     shards = [local.tensor.detach().clone() for local in worker.policy.adapters[name].tensors.by_name.values()]
-    kept = list(masters(worker.actors[name].optimizer))
-    return shards, [tensor.clone() for one in kept for tensor in (one.weights(), *map(one.moment, MOMENTS))]
+    pairs = list(masters(worker.actors[name].optimizer))
+    return shards, [tensor.clone() for one in pairs for tensor in (one.weights(), *map(one.moment, MOMENTS))]
 
 
 def two_ranks(rank, root, layouts):
     """A run of both adapters, and one of each."""
-    found = {}
+    answers = {}
     for layout in layouts:
         model, flags, more = LAYOUTS[layout]
         keys = LORA | more
@@ -178,8 +178,8 @@ def two_ranks(rank, root, layouts):
             alone.worker.settle()
             pairs = zip(states[name], state_of(alone.worker, name), strict=True)
             one["same"][name] = [metrics == of_adapter(name, one["metrics"]), *(equal(*pair) for pair in pairs)]
-        found[layout] = one
-    return found
+        answers[layout] = one
+    return answers
 
 
 def engines_and_folders(ranks, root):

@@ -25,11 +25,11 @@ def test_nf4_has_the_numbers_of_bitsandbytes(dtype):
     weight[3, :64] = 0
     packed, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
     state.dtype = dtype
-    ours = QuantisedWeight.of(weight, "nf4", dtype)
-    assert torch.equal(ours.numbers.flatten(), packed.flatten())
-    assert torch.equal(ours.scales.flatten(), state.absmax)
-    assert torch.equal(ours.dense(), functional.dequantize_4bit(packed, state))
-    assert ours.stored_bytes == weight.numel() * 9 // 16
+    quantised = QuantisedWeight.of(weight, "nf4", dtype)
+    assert torch.equal(quantised.numbers.flatten(), packed.flatten())
+    assert torch.equal(quantised.scales.flatten(), state.absmax)
+    assert torch.equal(quantised.dense(), functional.dequantize_4bit(packed, state))
+    assert quantised.stored_bytes == weight.numel() * 9 // 16
 
 
 def test_scales_of_weights_in_bfloat16_take_two_bytes_and_lose_nothing():
@@ -37,13 +37,13 @@ def test_scales_of_weights_in_bfloat16_take_two_bytes_and_lose_nothing():
     weight = (torch.randn(96, 192, generator=torch.Generator().manual_seed(0)) * 0.05).bfloat16()
     weight[3, :64] = 0
     packed, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
-    ours = QuantisedWeight.of(weight, "nf4", torch.bfloat16)
-    assert torch.equal(ours.numbers.flatten(), packed.flatten())
-    assert (ours.scales.dtype, ours.stored_bytes) == (torch.bfloat16, weight.numel() * 17 // 32)
-    assert torch.equal(ours.dense(), functional.dequantize_4bit(packed, state))
-    stored = QuantisedWeight.of_packed(ours.numbers, state.absmax.view(96, 3), torch.bfloat16)
-    assert (stored.scales.dtype, torch.equal(stored.dense(), ours.dense())) == (torch.bfloat16, True)
-    odd = QuantisedWeight.of_packed(ours.numbers, state.absmax.view(96, 3) * 1.001, torch.bfloat16)
+    quantised = QuantisedWeight.of(weight, "nf4", torch.bfloat16)
+    assert torch.equal(quantised.numbers.flatten(), packed.flatten())
+    assert (quantised.scales.dtype, quantised.stored_bytes) == (torch.bfloat16, weight.numel() * 17 // 32)
+    assert torch.equal(quantised.dense(), functional.dequantize_4bit(packed, state))
+    stored = QuantisedWeight.of_packed(quantised.numbers, state.absmax.view(96, 3), torch.bfloat16)
+    assert (stored.scales.dtype, torch.equal(stored.dense(), quantised.dense())) == (torch.bfloat16, True)
+    odd = QuantisedWeight.of_packed(quantised.numbers, state.absmax.view(96, 3) * 1.001, torch.bfloat16)
     assert odd.scales.dtype == torch.float32
 
 

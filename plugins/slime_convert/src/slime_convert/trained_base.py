@@ -80,7 +80,7 @@ class TrainedBase:
 
     def _name(self, weight: str, part: TensorPart) -> str:
         infos = self.shards.infos
-        for name in (part.name, part.name.removeprefix(self._layout.prefix)):
+        for name in self._layout.names(part.name):
             if name in infos and infos[name].shape == part.shape:
                 return name
         raise DataError(
@@ -99,10 +99,10 @@ class TrainedBase:
         shape = self.model.hf.state_dict()[weight].shape
         if len(places) == 1:
             return tensors[0].view(shape)
-        whole = tensors[0].new_empty(shape)
+        stack = tensors[0].new_empty(shape)
         for (_, part), tensor in zip(places, tensors):
-            part.cut(whole).copy_(tensor)
-        return whole
+            part.cut(stack).copy_(tensor)
+        return stack
 
     def _whole(self, weight: str) -> torch.Tensor:
         """A weight of the model as the run computed with it."""
