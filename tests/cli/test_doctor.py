@@ -145,6 +145,9 @@ def test_a_stranger_that_ships_slime_core_fails(tmp_path, monkeypatch):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: slime-core\nVersion: 0.0.1\n")
     (info / "RECORD").write_text("slime_core/__init__.py,,\n")
+    package = tmp_path / "slime_core"
+    package.mkdir()
+    (package / "__init__.py").touch()  # importlib.metadata lists files that exist alone, from Python 3.12 on
     monkeypatch.syspath_prepend(str(tmp_path))
     result = checks.installation()
     assert result.status == "fail"
