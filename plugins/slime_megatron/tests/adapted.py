@@ -14,7 +14,7 @@ def adapted(model, stored, gradients):
         Gradients of factors by their names. Of W' = W + s B A they are s B^T dW' and s dW' A^T.
     """
     from slime_core.lora.folder import Factors, factors_of
-    from slime_megatron.fingerprint import spots
+    from slime_megatron.adapter_entries import spots
 
     adapter, draw, scaling = model.adapter, torch.Generator().manual_seed(9), model.adapter.spec.scaling
     factors, deltas, slopes, base = {}, {}, {}, dict(stored)

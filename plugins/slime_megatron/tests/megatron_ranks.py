@@ -150,8 +150,8 @@ def offloaded(worker):
     return [left, equal(before, list(worker._tensors("optimizer")))]
 
 
-def mixture(folder, hidden=64, width=16):
-    """A mixture of experts, each so wide, with the tokenizer of the tests' small dense model."""
+def mixture(folder, hidden=64, width=16, dense=(0,)):
+    """A mixture of experts, each so wide, but in ``dense`` layers, with the tokenizer of the tests' small dense model."""
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
     from slime_core.testing import tiny_model
@@ -163,7 +163,7 @@ def mixture(folder, hidden=64, width=16):
     config = Qwen3MoeConfig(
         **{name: source[name] for name in (*names, "pad_token_id")},
         bos_token_id=None, num_hidden_layers=2, intermediate_size=48, max_position_embeddings=256,
-        mlp_only_layers=[0], num_experts=4, num_experts_per_tok=2, moe_intermediate_size=width,
+        mlp_only_layers=[*dense], num_experts=4, num_experts_per_tok=2, moe_intermediate_size=width,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from megatron_ranks import TENSOR, Ranks, answer, config_of, copies, equal, mixture, run_ranks
+from megatron_ranks import PIPELINE, TENSOR, Ranks, answer, config_of, copies, equal, mixture, run_ranks
 from safetensors.torch import load_file
 from splits import with_roles
 from trainer_bench import batch_of
@@ -18,6 +18,8 @@ pytestmark = pytest.mark.integration
 LORA = {"lora_rank": 4, "lora_alpha": 8.0, "lr": 1e-2}
 EP = {"expert_model_parallel_size": 2}
 SPLIT = {"tp": ("dense", TENSOR), "ep": ("moe", TENSOR | EP | {"expert_tensor_parallel_size": 1})}
+INTERLEAVED = PIPELINE | {"num_layers_per_virtual_pipeline_stage": 1}
+STAGES = {"lora_use_dora": True, "lora_use_rslora": True, "lora_target_modules": ["q_proj", "down_proj"]}
 KINDS = {"dropout": {"lora_dropout": 0.3, "lora_sync": "adapter"}, "dora": {"lora_use_dora": True}}
 
 
@@ -26,7 +28,8 @@ def root(tmp_path_factory):
     """A dense model whose output matrix is tied, and a mixture of experts."""
     folder = tmp_path_factory.mktemp("root")
     tiny_model(folder / "dense", tied=True)
-    mixture(folder / "moe")
+    tiny_model(folder / "deep", tied=True, layers=4)
+    mixture(folder / "moe", dense=())
     return folder
 
 
@@ -96,6 +99,58 @@ def test_an_engine_that_has_the_base_gets_the_adapter_alone(pair):
     assert found["rank"] == LORA["lora_rank"]
 
 
+@pytest.mark.parametrize("name", SPLIT)
+def test_a_checkpoint_of_any_layout_converts_to_what_the_run_exports(pair, root, cli, tmp_path, name):
+    saved, folder, final = root / f"second-{name}", root / SPLIT[name][0], root / f"final-{name}"
+    flags = ("--origin-hf-dir", folder, "--trust-metadata", "--verify", "--json")
+    for word, of_run, file in (
+        ("dist-to-adapter", final / "adapter", "adapter_model.safetensors"),
+        ("dist-to-hf", final, "model.safetensors"),
+    ):
+        done = cli("convert", word, saved, tmp_path / word, *flags)
+        assert done.code == 0, done.err
+        tensors, expected = load_file(tmp_path / word / file), load_file(of_run / file)
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensors[key], one) for key, one in expected.items())
+    config = "adapter_config.json"
+    assert (tmp_path / "dist-to-adapter" / config).read_text() == (final / "adapter" / config).read_text()
+
+
+@pytest.mark.parametrize(("saved", "model"), [("second-tp", "dense"), ("second-ep", "moe"), ("stages", "deep")])
+def test_peft_computes_the_trainers_logits_with_a_converted_adapter(pair, root, cli, tmp_path, saved, model):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    flags = ("--origin-hf-dir", root / model, "--trust-metadata")
+    assert cli("convert", "dist-to-adapter", root / saved, tmp_path / "adapter", *flags).code == 0
+    policy = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(root / model), tmp_path / "adapter")
+    base, batch = AutoModelForCausalLM.from_pretrained(root / model), batch_of()
+    expected, of_base = (log_probs_and_entropy(one, batch) for one in (policy, base))
+    for found in pair:
+        scores = torch.tensor(found[saved]["scores"])
+        torch.testing.assert_close(scores, expected, rtol=0, atol=2e-5)
+        assert (scores - of_base).abs().max() > 1e-2
+
+
+@torch.no_grad()
+def log_probs_and_entropy(model, batch):
+    """Of every token of the responses, [2, R], by a model of transformers."""
+    columns = []
+    for n in range(len(batch)):
+        tokens = torch.from_numpy(batch.tokens[batch.offsets[n] : batch.offsets[n + 1]]).long()
+        log_probs = model(tokens[None]).logits[0, :-1].double().log_softmax(-1)
+        chosen = log_probs.gather(1, tokens[1:, None])[:, 0]
+        both = torch.stack((chosen, -(log_probs.exp() * log_probs).sum(-1)))
+        columns.append(both[:, -batch.response_lengths[n] :])
+    return torch.cat(columns, 1).float()
+
+
+def scores(worker):
+    """Log-prob and entropy of every token of the responses, [2, R]."""
+    policy = worker.score(batch_of(), frozenset({"policy"}))["policy"]
+    return [policy[name].tolist() for name in ("log_probs", "entropy")]
+
+
 def of_fsdp(folder, kind):
     """The other backend's checksum at the start, and losses and norms of two steps."""
     from slime_core.plugins import load_plugins
@@ -139,8 +194,14 @@ def two_ranks(rank, root):
         found[name] = one
         loads = LORA | {"lora_load": str(root / f"final-{name}" / "adapter")}
         found |= gathered(again.worker, root / model, root / f"final-{name}", name)
+        again.save(root / f"second-{name}")
+        found[f"second-{name}"] = {"scores": scores(again.worker)}
         one["loaded"] = Ranks(root, model, flags, rank, 2, **loads).worker.fingerprint()
         one["refused"] = refusal(worker, root / "changed")
+    stages = Ranks(root, "deep", INTERLEAVED, rank, 2, **LORA | STAGES)
+    stepped(stages.worker)
+    stages.save(root / "stages")
+    found["stages"] = {"scores": scores(stages.worker)}
     for kind, train in KINDS.items():
         worker = Ranks(root, "dense", TENSOR, rank, 2, **LORA | train).worker
         losses, norms = stepped(worker)

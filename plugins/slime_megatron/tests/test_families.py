@@ -240,7 +240,7 @@ def test_a_fingerprint_sums_the_parameters_and_router_biases_of_transformers(mod
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what megatron-core imports
-        from slime_megatron.fingerprint import spots
+        from slime_megatron.adapter_entries import spots
     config = Folder(models / name / "model").config
     bridge = BRIDGES[config.model_type]
     tensors = SimpleNamespace(sizes=bridge.sizes(config), parameter_name=bridge.parameter_name)

@@ -73,10 +73,19 @@ def test_what_was_saved_between_steps_goes_on_with_every_adapter(pair, root, zyg
     assert run_ranks(zygote, tmp_path, one_rank, 1, root) == [one["saved"]]
 
 
-def test_a_checkpoint_of_adapters_is_no_model_to_convert(pair, root, cli):
-    done = cli("convert", "dist-to-hf", root / "saved", "hf", "--origin-hf-dir", root / "dense", "--trust-metadata")
-    assert done.code == 3
-    assert "saved holds adapters alone" in done.err
+def test_each_adapter_of_a_checkpoint_converts_to_a_folder_of_its_own(pair, root, cli, tmp_path):
+    flags = ("--origin-hf-dir", root / "dense", "--trust-metadata")
+    several = cli("convert", "dist-to-adapter", root / "saved", tmp_path / "none", *flags)
+    assert several.code == 2
+    assert "--adapter solver   or   --adapter critic" in several.err
+    for name in ADAPTERS:
+        done = cli("convert", "dist-to-adapter", root / "saved", tmp_path / name, "--adapter", name, *flags)
+        assert done.code == 0, done.err
+        tensors, expected = (
+            load_file(folder / name / "adapter_model.safetensors") for folder in (tmp_path, root / "final" / "adapter")
+        )
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensors[key], one) for key, one in expected.items())
 
 
 def test_fsdp_begins_and_steps_alike(pair, root):

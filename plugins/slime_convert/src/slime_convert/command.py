@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 FOLDER = click.Path(path_type=Path)
-CONVERTERS = {"hf-to-dist": "megatron", "dist-to-hf": "megatron"}
+CONVERTERS = dict.fromkeys(("hf-to-dist", "dist-to-hf", "dist-to-adapter"), "megatron")
 """Words of `slime convert` that trainers of slime's own repository bring."""
 
 
@@ -136,10 +136,15 @@ def checkpoint_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
     origin = (
         "Folder that config, tokenizer and the base of adapters come from; default: the run's rollout.hf_checkpoint."
     )
-    function = click.option("--adapter", default="", help="Which of several adapters.")(function)
+    function = adapter_name(function)
     function = click.option("--origin-hf-dir", "origin", help=origin)(function)
     function = click.argument("target", metavar="DST", type=FOLDER)(function)
     return click.argument("checkpoint", metavar="CHECKPOINT", type=FOLDER)(function)
+
+
+def adapter_name(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Which adapter of a checkpoint."""
+    return click.option("--adapter", default="", help="Which of several adapters.")(function)
 
 
 def base_weights(function: Callable[..., Any]) -> Callable[..., Any]:

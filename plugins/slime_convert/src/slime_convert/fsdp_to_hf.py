@@ -15,7 +15,7 @@ import torch
 
 from slime_convert.folder_writing import Done, How, to_hf
 from slime_convert.rows import Moved, StoredRows, TensorRows, cast, moves_of
-from slime_convert.saved_adapters import adapter_folder, has_adapters, merged_checkpoint
+from slime_convert.saved_adapters import FsdpAdapter, adapter_folder, has_adapters, merged_checkpoint
 from slime_convert.source import ANOTHER, manifest_of, origin_of, step_of
 from slime_core import durable
 from slime_core.errors import ConfigError, StorageError
@@ -86,7 +86,9 @@ def fsdp_to_hf(
     step, trainer = _places(checkpoint)
     if has_adapters(trainer) or adapter or form:
         _check_marks(step, set(trainer.glob("adapter.*")), manifest_of(step), full=how.verify)
-        return merged_checkpoint(trainer, target, origin or origin_of(step), adapter, how, form)
+        saved_adapter = FsdpAdapter.of(trainer, adapter)
+        base = origin or origin_of(step)
+        return merged_checkpoint("fsdp-to-hf", saved_adapter, trainer, target, base, how, form)
     try:
         saved = files.tensors_of(trainer, files.PARAMETERS)
         if any(trainer.glob(f"{files.BIASES}*.safetensors")):
@@ -116,7 +118,7 @@ def fsdp_to_adapter(checkpoint: Path, target: Path, origin: Path | None, how: Ho
     """
     step, trainer = _places(checkpoint)
     _check_marks(step, set(trainer.glob("adapter.*")), manifest_of(step), full=how.verify)
-    return adapter_folder(trainer, target, origin or origin_of(step), adapter, how)
+    return adapter_folder("fsdp-to-adapter", FsdpAdapter.of(trainer, adapter), target, origin or origin_of(step), how)
 
 
 def _places(path: Path) -> tuple[Path, Path]:

@@ -1,4 +1,4 @@
-"""Adapters in a checkpoint of the FSDP trainer: merged into their base, or as an adapter folder in peft's format."""
+"""Adapters in a checkpoint: merged into their base, or as an adapter folder in peft's format."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -27,45 +27,72 @@ from slime_core.trainers.fsdp.slices import SavedTensor
 from slime_core.weights.shards import header, read_header
 
 
+class SavedAdapter(Protocol):
+    """One of the adapters in a checkpoint of any trainer."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """adapter_config.json's."""
+
+    @property
+    def base(self) -> BaseForm:
+        """What it was trained on."""
+
+    @property
+    def files(self) -> set[Path]:
+        """Where its tensors lie."""
+
+    def factors(self, model: AdaptedModel) -> dict[str, Factors]:
+        """By weight, in the order of the model."""
+
+
+def record_of(path: Path, state: Mapping[str, Any], adapter: str, whole: str) -> tuple[str, dict[str, Any], BaseForm]:
+    """What a checkpoint says of an adapter, the only one where none is named: its name, its config, its base.
+
+    Args:
+        path: of the trainer's files
+        state: that the trainer stored beside them
+        whole: the word of `slime convert` for a checkpoint of full training
+
+    Raises:
+        ConfigError: CFG05 it has no such adapter, or several and none is named. StorageError: STO112.
+    """
+    names = list(state.get("adapters", ()))
+    if not names:
+        raise ConfigError(
+            "the checkpoint is of full training",
+            code="CFG05",
+            where=str(path),
+            why="it has no adapters",
+            fix=f"slime convert {whole} CHECKPOINT DST",
+        )
+    if adapter not in names and (adapter or len(names) > 1):
+        raise ConfigError(
+            f"the checkpoint has no adapter {adapter!r}" if adapter else f"the checkpoint has {len(names)} adapters",
+            code="CFG05",
+            where=str(path),
+            why=f"its adapters are {', '.join(names)}",
+            fix="   or   ".join(f"--adapter {one}" for one in names[:SHOWN]),
+        )
+    of_run = manifest_of(step_of(path)).get("config", {}).get("train", {})  # older states do not say it
+    base = BaseForm(state.get("base_weights") or of_run.get("base_weights", "auto"), state["dtype"])
+    return adapter or names[0], state["lora"], base
+
+
 @dataclass(slots=True, frozen=True)
-class SavedAdapter:
-    """One of the adapters in a checkpoint."""
+class FsdpAdapter:
+    """A `SavedAdapter` of the FSDP trainer."""
 
     name: str
-    config: dict[str, Any]  # adapter_config.json's
+    config: dict[str, Any]
+    base: BaseForm
     tensors: Mapping[str, SavedTensor]
-    base: BaseForm  # that it was trained on
 
     @classmethod
-    def of(cls, trainer: Path, name: str = "") -> SavedAdapter:
-        """Read what a checkpoint says of an adapter, the only one where none is named.
-
-        Raises:
-            ConfigError: CFG05 it has no such adapter, or several and none is named.
-            StorageError: STO111, STO112 files are missing or damaged.
-        """
-        state = files.read_state(trainer / files.STATE)
-        names = list(state.get("adapters", ()))
-        if not names:
-            raise ConfigError(
-                "the checkpoint is of full training",
-                code="CFG05",
-                where=str(trainer),
-                why="it has no adapters",
-                fix="slime convert fsdp-to-hf CHECKPOINT DST",
-            )
-        if name not in names and (name or len(names) > 1):
-            raise ConfigError(
-                f"the checkpoint has no adapter {name!r}" if name else f"the checkpoint has {len(names)} adapters",
-                code="CFG05",
-                where=str(trainer),
-                why=f"its adapters are {', '.join(names)}",
-                fix="   or   ".join(f"--adapter {one}" for one in names[:SHOWN]),
-            )
-        chosen = name or names[0]
-        of_run = manifest_of(step_of(trainer)).get("config", {}).get("train", {})  # older states do not say it
-        base = BaseForm(state.get("base_weights") or of_run.get("base_weights", "auto"), state["dtype"])
-        return cls(chosen, state["lora"], files.tensors_of(trainer, files.kinds_of(chosen)[0]), base)
+    def of(cls, trainer: Path, name: str = "") -> FsdpAdapter:
+        """Raises as `record_of`, and StorageError: STO111, STO112 files are missing or damaged."""
+        chosen, config, base = record_of(trainer, files.read_state(trainer / files.STATE), name, "fsdp-to-hf")
+        return cls(chosen, config, base, files.tensors_of(trainer, files.kinds_of(chosen)[0]))
 
     @property
     def files(self) -> set[Path]:
@@ -93,27 +120,29 @@ def has_adapters(trainer: Path) -> bool:
     return any(trainer.glob("adapter.*.safetensors"))
 
 
-def merged_checkpoint(trainer: Path, target: Path, base: Path, name: str, how: How, form: str = "") -> Done:
+def merged_checkpoint(
+    kind: str, saved: SavedAdapter, trainer: Path, target: Path, base: Path, how: How, form: str = ""
+) -> Done:
     """Write a model folder of an adapter's base with the adapter, in the dtype that the run computed in.
 
     Args:
+        kind: the word of `slime convert`
+        trainer: where the checksums of the run's base lie
         form: of the base that it is merged into, as `train.base_weights`; empty: that of the run
 
     Raises:
-        TrainerError: TRN116 another base than the run's. Others as `SavedAdapter.of`.
+        TrainerError: TRN116 another base than the run's.
     """
-    saved = SavedAdapter.of(trainer, name)
     model, dtype = AdaptedModel.of(base, LoraSpec.from_peft(saved.config)), getattr(torch, saved.base.dtype)
     trained = TrainedBase(model, saved.base.form, dtype, how.workers)
     trained.check(base_checksums.read(trainer))
     if form and form != saved.base.form:
         trained = TrainedBase(model, form, dtype, how.workers)
-    return merge("fsdp-to-hf", trained, saved.factors(model), saved.files, target, how)
+    return merge(kind, trained, saved.factors(model), saved.files, target, how)
 
 
-def adapter_folder(trainer: Path, target: Path, base: Path, name: str, how: How) -> Done:
-    """Write an adapter folder in peft's format; errors as `SavedAdapter.of`."""
-    saved = SavedAdapter.of(trainer, name)
+def adapter_folder(kind: str, saved: SavedAdapter, target: Path, base: Path, how: How) -> Done:
+    """Write an adapter folder in peft's format; ``kind`` is the word of `slime convert`."""
     check_apart(target, saved.files)
     factors = saved.factors(AdaptedModel.of(base, LoraSpec.from_peft(saved.config)))
     rows = [MemoryRows(PREFIX + name, one.contiguous()) for name, one in to_peft(factors).items()]
@@ -135,6 +164,6 @@ def adapter_folder(trainer: Path, target: Path, base: Path, name: str, how: How)
 
     file = PlannedFile(name=WEIGHTS, size=len(head) + sum(map(nbytes, tensors)), parts=parts)
     return write_folder(
-        "fsdp-to-adapter", target, [file], how, used=saved.files, config=base, tensors=len(tensors),
+        kind, target, [file], how, used=saved.files, config=base, tensors=len(tensors),
         finish=finish, pairs=pairs,
     )  # fmt: skip

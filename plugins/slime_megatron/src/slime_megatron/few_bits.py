@@ -21,7 +21,7 @@ from slime_core.kernels.quantised import QuantisedWeight, dense
 from slime_core.lora.base_weights import FewBits, none_fits
 from slime_core.media.features import tower
 from slime_core.weights.build import skeleton
-from slime_megatron.fingerprint import spots
+from slime_megatron.adapter_entries import spots
 from slime_megatron.tensors import LocalTensor, Tensors, canonical, stored
 
 if TYPE_CHECKING:

@@ -8,9 +8,8 @@ are summed as that stack.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 from slime_core.kernels.quantised import dense
 from slime_core.trainers.fingerprint import BLOCK, all_sums, digest, table
+from slime_megatron.adapter_entries import spots
 from slime_megatron.masters import Master, masters
 from slime_megatron.places import BITS, ShardPiece, share
 from slime_megatron.saving import Learned, learned, piece_of
@@ -28,22 +28,8 @@ if TYPE_CHECKING:
     from slime_megatron.tensors import LocalTensor, Tensors
     from slime_megatron.worker import MegatronWorker
 
-EXPERT = re.compile(r"(.*mlp\.experts)\.\d+\.(?:(gate|up|down)_proj|(w[123]))\.weight")
-FACTOR = re.compile(r"(.*\.lora_[AB]\..*)\.\d+")
-"""A factor of an expert's adapter, of which transformers has all as a stack."""
-MIXTRAL = {"w1": "gate", "w3": "up", "w2": "down"}
-"""Names of an expert's matrices that begin with ``block_sparse_moe``, where transformers has ``mlp``."""
 AT_ONCE, AT_ONCE_ON_CPU = 1 << 22, 1 << 16  # elements
 LONG = BLOCK  # elements of a run, on average, from which on runs are summed one after another
-
-
-@dataclass(slots=True, frozen=True)
-class Spot:
-    """A tensor of the model folder in a parameter of transformers: from element ``begin`` on."""
-
-    name: str
-    shape: tuple[int, ...]
-    begin: int = 0
 
 
 @torch.no_grad()
@@ -100,27 +86,6 @@ def _owned(one: Learned) -> Iterator[tuple[Master, LocalTensor, int, int]]:
             begin, end = share(begin, end, piece_of(shard).width, *shard.replicas)
         if begin < end:
             yield master, shard, begin, end
-
-
-def spots(entry: Entry, tensors: Tensors) -> list[Spot]:
-    """Where the tensors of ``entry.hf`` lie in the parameters of transformers' model."""
-    spots = []
-    for stored, shape in zip(entry.hf, entry.shapes, strict=True):
-        name = tensors.parameter_name(stored).replace(".block_sparse_moe.", ".mlp.")
-        if entry.expert >= 0 and (factor := FACTOR.fullmatch(name)):
-            spots.append(Spot(factor[1], (tensors.sizes.experts, *shape), entry.expert * math.prod(shape)))
-            continue
-        stack = EXPERT.fullmatch(name)
-        if stack is None or entry.expert < 0:
-            spots.append(Spot(name, shape))
-            continue
-        rows, columns = shape
-        kind = stack[2] or MIXTRAL[stack[3]]
-        down = kind == "down"
-        whole = (tensors.sizes.experts, rows if down else 2 * rows, columns)
-        begin = (entry.expert * whole[1] + (rows if kind == "up" else 0)) * columns
-        spots.append(Spot(f"{stack[1]}.{'down_proj' if down else 'gate_up_proj'}", whole, begin))
-    return spots
 
 
 @lru_cache(maxsize=256)

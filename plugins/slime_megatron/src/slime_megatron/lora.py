@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,19 +30,9 @@ from slime_core.media.features import tower
 from slime_core.seeds import seed_of
 from slime_core.weights.build import skeleton
 from slime_core.weights.transports.buckets import TensorSource, stream
-from slime_megatron.convert.dist_keys import ADAPTERS
+from slime_megatron.adapter_entries import KINDS, Origin, PlacedPart, origins, placed_parts, whole_factors
 from slime_megatron.experts import GroupedExperts
-from slime_megatron.fingerprint import spots
-from slime_megatron.low_rank import (
-    CLASSES,
-    KINDS,
-    AdapterPart,
-    AdapterSwitch,
-    LayerAdapter,
-    RankFactors,
-    adapt,
-    is_summed,
-)
+from slime_megatron.low_rank import CLASSES, AdapterSwitch, LayerAdapter, RankFactors, adapt, is_summed
 from slime_megatron.tensors import LocalTensor, Tensors, canonical
 
 if TYPE_CHECKING:
@@ -57,14 +47,6 @@ Tensor = torch.Tensor
 SHOWN = 4
 LEAVES = ("weight", "gate_weight")
 """What layers that can have adapters call their base weight."""
-
-
-@dataclass(slots=True, frozen=True)
-class PlacedPart:
-    """A part of a layer, with the entries of its factors: A, B and, with DoRA, magnitudes."""
-
-    part: AdapterPart
-    factors: tuple[Entry, ...]
 
 
 class StageAdapter:
@@ -82,11 +64,11 @@ class StageAdapter:
     def __init__(self, name: str, base: Tensors, targets: Adapters, switch: AdapterSwitch) -> None:
         self.name, self.base, self.targets, self.switch = name, base, targets, switch
         self.spec = targets.spec  # says what the run's means for this model
-        self._origins: dict[str, tuple[str, str, int]] = {}  # weight, kind and expert of a factor's name
         self._places: dict[str, list[PlacedPart]] = {}  # by the name of the layer's tensor
         for entry in base.of_model().entries:
-            if placed := list(self._parts(entry)):
+            if placed := list(placed_parts(entry, base, targets, name)):
                 self._places[entry.megatron] = placed
+        self._origins = origins(one for placed in self._places.values() for one in placed)
         self.tensors = copy(base)
         self.tensors.entries = [e for placed in self._places.values() for one in placed for e in one.factors]
         self.tensors.by_name, self.tensors.copies, self.tensors._sources = {}, [], None
@@ -127,35 +109,6 @@ class StageAdapter:
     def in_use(self) -> AbstractContextManager[None]:
         """Passes inside the block compute with it."""
         return self.switch.using(self.name)
-
-    def _parts(self, entry: Entry) -> Iterator[PlacedPart]:
-        """Parts of a layer that have factors; all experts' gates and ups have theirs together."""
-        weights, factors = self.targets.weights(), factors_of(self.targets, self.name)
-        names = [spot.name for spot in spots(entry, self.base)]
-        chosen = [(index, name) for index, name in enumerate(names) if name in weights]
-        if entry.expert >= 0:
-            chosen = [(-1, name) for _, name in chosen[:1]]
-        for index, name in chosen:
-            shape = int(factors[name].b.shape[-2]), int(factors[name].a.shape[-1])
-            one = AdapterPart(name, index, weights[name][0].number, shape)
-            kinds = KINDS if self.spec.use_dora else KINDS[:2]
-            yield PlacedPart(one, tuple(self._entry(entry, one, factor) for factor in kinds))
-
-    def _entry(self, entry: Entry, one: AdapterPart, factor: str) -> Entry:
-        """Of a factor."""
-        module, _, leaf = one.weight.rpartition(".")
-        name, key = f"{module}.{factor}.{self.name}", f"{module}.{factor}"
-        if entry.expert >= 0:
-            name = f"{module}.{factor}.{leaf}.{self.name}.{entry.expert}"
-            key = f"{module}.local_experts.{entry.expert}.{leaf}.{factor}"
-        self._origins[name] = (one.weight, factor, entry.expert)
-        (out, inputs), rank = one.shape, self.spec.rank
-        shape = {"lora_A": (rank, inputs), "lora_B": (out, rank)}.get(factor, (out,))
-        kind = entry.kind if one.index < 0 or len(entry.hf) == 1 else "rows"
-        if (factor == "lora_A") != (entry.kind == "columns"):
-            kind = "whole"
-        key = f"{ADAPTERS}{self.name}.{key}"
-        return replace(entry, megatron=key, hf=(name,), kind=kind, layer=-1, shapes=(shape,))  # type: ignore[arg-type]
 
     def _of_layer(self, local: LocalTensor) -> LayerAdapter | None:
         """What a layer computes with its adapters, without their factors; None where it has none."""
@@ -232,18 +185,14 @@ class StageAdapter:
     def factors(self) -> dict[str, Factors]:
         """Whole factors by weight, in the order of the model, on rank 0; nothing on the others; a collective."""
         gathered = stream(self.tensors.sources())
-        values = self.stacked({one.name: one.cut(tensor) for (one,), tensor in gathered if dist.get_rank() == 0})
-        of_weight: dict[str, list[Tensor]] = {}
-        for name, (weight, _, expert) in self._origins.items():  # the first expert's name stands for all
-            if values and expert <= 0:
-                of_weight.setdefault(weight, []).append(values[_stack(name, expert)])
-        return {weight: Factors(*of_weight[weight]) for weight in self.targets.weights() if values}
+        whole = {one.name: one.cut(tensor) for (one,), tensor in gathered if dist.get_rank() == 0}
+        return whole_factors(whole, self._origins, self.targets) if whole else {}
 
     def stacked(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors by names of factors, by the names of transformers' parameters: experts' are stacks there."""
         stacks: dict[str, list[Tensor]] = {}
         for name, tensor in tensors.items():
-            expert = self._origins[name][2]
+            expert = self._origins[name].expert
             stacks.setdefault(_stack(name, expert), []).append(tensor[None] if expert >= 0 else tensor)
         return {name: torch.cat(parts) for name, parts in stacks.items()}
 
@@ -310,15 +259,15 @@ def _layers(stage: ModelStage, base: Tensors) -> list[tuple[nn.Module, LocalTens
 class _NamedFactors(Mapping[str, Tensor]):
     """Factors by the names that entries have for them."""
 
-    def __init__(self, origins: Mapping[str, tuple[str, str, int]], factors: Callable[[str], Factors]) -> None:
+    def __init__(self, origins: Mapping[str, Origin], factors: Callable[[str], Factors]) -> None:
         self._origins, self._factors = origins, factors
 
     def __getitem__(self, name: str) -> Tensor:
-        weight, factor, expert = self._origins[name]
-        factors = self._factors(weight)
-        tensor = {"lora_A": factors.a, "lora_B": factors.b}.get(factor, factors.magnitude)
+        origin = self._origins[name]
+        factors = self._factors(origin.weight)
+        tensor = dict(zip(KINDS, (factors.a, factors.b, factors.magnitude)))[origin.kind]
         assert tensor is not None
-        return tensor[expert] if expert >= 0 else tensor
+        return tensor[origin.expert] if origin.expert >= 0 else tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._origins)

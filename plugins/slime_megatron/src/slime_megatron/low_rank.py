@@ -32,6 +32,7 @@ from torch import nn
 from slime_convert.bridge import Entry, Sizes, join, part
 from slime_core.lora.dropout import Dropout
 from slime_core.lora.layers import add_low
+from slime_megatron.adapter_entries import KINDS, AdapterPart
 from slime_megatron.experts import HeldColumns, HeldRows
 from slime_megatron.linear_attention import Projection
 
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from slime_core.lora.spec import LoraSpec
 
 Tensor = torch.Tensor
-KINDS = ("lora_A", "lora_B", "lora_magnitude_vector")
-"""Factors of a part, by their names in transformers' model."""
 
 
 class AdapterSwitch:
@@ -72,20 +71,6 @@ class AdapterSwitch:
             yield
         finally:
             self.on = before
-
-
-@dataclass(slots=True, frozen=True)
-class AdapterPart:
-    """A layer of transformers within a layer of megatron-core.
-
-    ``index`` is its place in the bridge's entry; -1 where the adapter is of the whole layer, as of an expert's gate
-    and up. ``number`` is that of `LoraLinear`.
-    """
-
-    weight: str  # in transformers' model
-    index: int
-    number: int
-    shape: tuple[int, int]  # [out, in]
 
 
 @dataclass(slots=True, frozen=True)

@@ -264,6 +264,10 @@ def _state(worker: MegatronWorker) -> dict[str, Any]:
         "nonfinite_in_a_row": worker.guard.in_a_row,
         "reference": stored_reference(worker) is not None,
     }
+    if (adapter := worker.policy.adapter) is not None:
+        state["adapters"] = list(worker.policy.adapters)
+        state["base_weights"] = worker.train.base_weights
+        state["lora"] = adapter.spec.to_peft(worker.config.rollout.hf_checkpoint)
     return state | {counter(one): one.learner.steps for one in learned(worker)}
 
 

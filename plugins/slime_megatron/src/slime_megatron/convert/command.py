@@ -1,4 +1,4 @@
-"""`slime convert hf-to-dist` and `dist-to-hf`: model folders to torch_dist checkpoints and back."""
+"""`slime convert hf-to-dist`, `dist-to-hf` and `dist-to-adapter`: model folders to torch_dist checkpoints and back."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from slime_convert.command import adapter_name, base_weights
 from slime_core.errors import ConfigError, SlimeError
 from slime_core.report.text import say
 from slime_core.weights.folder import resolve
@@ -55,33 +56,62 @@ def hf_to_dist_command(
     return lambda how: hf_to_dist(resolve(source, "SRC"), target, find, how, divisible_by=divisible_by * tp)
 
 
+def checkpoint_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+    """SRC, DST, and what a Megatron checkpoint may not say."""
+    origin = (
+        "Folder that config, tokenizer and the base of adapters come from; default: the run's rollout.hf_checkpoint."
+    )
+    trusted = "Read the metadata of a checkpoint that slime did not write."
+    function = PLUGINS(function)
+    function = click.option("--trust-metadata", "trusted", is_flag=True, help=trusted)(function)
+    function = adapter_name(function)
+    function = click.option("--origin-hf-dir", "origin", help=origin)(function)
+    function = click.argument("target", metavar="DST", type=FOLDER)(function)
+    return click.argument("source", metavar="SRC", type=FOLDER)(function)
+
+
 @click.command("dist-to-hf", epilog="Example: slime convert dist-to-hf ./model_dist ./model_hf --verify")
-@click.argument("source", metavar="SRC", type=FOLDER)
-@click.argument("target", metavar="DST", type=FOLDER)
-@click.option(
-    "--origin-hf-dir",
-    "origin",
-    help="Folder that config and tokenizer come from; default: the run's rollout.hf_checkpoint.",
-)
-@click.option(
-    "--trust-metadata", "trusted", is_flag=True, help="Read the metadata of a checkpoint that slime did not write."
-)
-@PLUGINS
+@checkpoint_arguments
+@base_weights
 def dist_to_hf_command(
-    source: Path, target: Path, origin: str | None, trusted: bool, plugins: Sequence[str]
+    source: Path,
+    target: Path,
+    origin: str | None,
+    adapter: str,
+    form: str | None,
+    trusted: bool,
+    plugins: Sequence[str],
 ) -> Callable[[How], Done]:
-    """A Megatron checkpoint SRC (torch_dist of any layout, or a run directory) to a Hugging Face folder DST."""
-    from slime_convert.source import origin_of, step_of
+    """A Megatron checkpoint SRC (torch_dist of any layout, or a run directory) to a Hugging Face folder DST.
+
+    Of adapters: their base with one of them merged.
+    """
     from slime_megatron.convert.conversion import dist_to_hf
-    from slime_megatron.convert.dist import find as folder_with_tensors
 
     find = finder(plugins)
+    return lambda how: dist_to_hf(
+        source, target, _origin(source, origin), find, how, trusted=trusted, adapter=adapter, form=form or ""
+    )
 
-    def work(how: How) -> Done:
-        model = resolve(origin, "--origin-hf-dir") if origin else origin_of(step_of(folder_with_tensors(source)))
-        return dist_to_hf(source, target, model, find, how, trusted=trusted)
 
-    return work
+@click.command("dist-to-adapter", epilog="Example: slime convert dist-to-adapter runs/demo-0 ./adapter")
+@checkpoint_arguments
+def dist_to_adapter_command(
+    source: Path, target: Path, origin: str | None, adapter: str, trusted: bool, plugins: Sequence[str]
+) -> Callable[[How], Done]:
+    """One adapter of a run's Megatron checkpoint SRC (of any layout) to an adapter folder DST in peft's format."""
+    from slime_megatron.convert.adapters import dist_to_adapter
+
+    find = finder(plugins)
+    return lambda how: dist_to_adapter(source, target, _origin(source, origin), find, how, adapter, trusted=trusted)
+
+
+def _origin(source: Path, named: str | None) -> Path:
+    """The model folder that a checkpoint started from."""
+    from slime_convert.source import origin_of, step_of
+    from slime_megatron.convert.dist import find
+
+    return resolve(named, "--origin-hf-dir") if named else origin_of(step_of(find(source)))
 
 
 def finder(names: Sequence[str]) -> Callable[[Any], Bridge]:
@@ -115,4 +145,8 @@ def finder(names: Sequence[str]) -> Callable[[Any], Bridge]:
     return find
 
 
-WORDS = {"hf-to-dist": hf_to_dist_command, "dist-to-hf": dist_to_hf_command}
+WORDS = {
+    "hf-to-dist": hf_to_dist_command,
+    "dist-to-hf": dist_to_hf_command,
+    "dist-to-adapter": dist_to_adapter_command,
+}

@@ -23,8 +23,9 @@ from slime_core.weights.build import Fit, misfit
 from slime_core.weights.folder import read_config
 from slime_core.weights.prediction_layers import layers
 from slime_core.weights.shards import Shards
+from slime_megatron.convert.adapters import has_adapters, merged_dist
 from slime_megatron.convert.dist import METADATA, DistFolder, Whole
-from slime_megatron.convert.dist_keys import ADAPTERS, AHEAD, BESIDE, OPTIMIZER, DistPlace, apart, forms, places
+from slime_megatron.convert.dist_keys import AHEAD, BESIDE, OPTIMIZER, DistPlace, apart, forms, places
 from slime_megatron.convert.dist_writing import RELEASE, DistWriting, WriteTarget
 
 FindBridge = Callable[[Any], Bridge]
@@ -62,16 +63,35 @@ def hf_to_dist(source: Path, target: Path, find: FindBridge, how: How, *, divisi
     )  # fmt: skip
 
 
-def dist_to_hf(source: Path, target: Path, origin: Path, find: FindBridge, how: How, *, trusted: bool = False) -> Done:
+def dist_to_hf(
+    source: Path,
+    target: Path,
+    origin: Path,
+    find: FindBridge,
+    how: How,
+    *,
+    trusted: bool = False,
+    adapter: str = "",
+    form: str = "",
+) -> Done:
     """Write a model folder from a torch_dist folder; config and tokenizer are those of ``origin``.
 
+    Of a run's adapters: their base, which is ``origin``, with one of them merged.
+
+    Args:
+        adapter: which of several
+        form: of the base that an adapter is merged into, as `train.base_weights`; empty: that of the run
+
     Raises:
+        TrainerError: TRN116 another base than that of the run's adapters.
         DataError: TOK46 tensors that do not fit, TOK201 to TOK203 a folder that is damaged, of another format, or
             whose metadata is not trusted. Others as :func:`hf_to_dist`.
     """
+    folder = DistFolder.open(source, trusted=trusted)
+    if has_adapters(folder) or adapter or form:
+        return merged_dist(folder, target, origin, find, how, adapter, form)
     config = read_config(origin)
     bridge = find(config)
-    folder = DistFolder.open(source, trusted=trusted)
     trained = bridge.ahead and any(key.startswith(AHEAD) for key in folder.tensors)
     sizes, entries = bridge.sizes(config), _entries(bridge, config, layers(config) if trained else 0)
     stored = _hf_rows(entries, folder, sizes, bridge, str(origin / "config.json"))
@@ -106,6 +126,13 @@ class DistTensors(Mapping[str, torch.Tensor]):
             DataError: TOK46, TOK201, TOK202, TOK203 as :func:`dist_to_hf`.
         """
         folder = DistFolder.open(source, trusted=True)
+        if has_adapters(folder):
+            raise DataError(
+                f"{folder.path.name} holds adapters alone, without the base that they are of",
+                code="TOK46",
+                where=str(folder.path),
+                fix=f"slime convert dist-to-hf {folder.path} FOLDER   merges one into its base",
+            )
         against = str(Path(config.name_or_path) / "config.json") if config.name_or_path else ""
         return cls(_hf_rows(_entries(bridge, config), folder, bridge.sizes(config), bridge, against))
 
@@ -167,14 +194,6 @@ def _hf_rows(
     Raises:
         DataError: TOK46.
     """
-    if any(key.startswith(ADAPTERS) for key in folder.tensors):
-        raise DataError(
-            f"{folder.path.name} holds adapters alone, without the base that they are of",
-            code="TOK46",
-            where=str(folder.path),
-            why="a run with lora_rank saves what learns",
-            fix="take final/adapter of the run, which its end writes: slime convert adapter-to-hf",
-        )
     met, used, hf_rows = Fit(), set[str](), list[TensorRows]()
     for entry in entries:
         places = [form for form in forms(entry, sizes, bridge.attention) if _is_there(form, folder)]
