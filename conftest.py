@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from _pytest.assertion import rewrite
 from forked import Zygote
 
 ROOT = Path(__file__).parent
@@ -65,19 +64,6 @@ def pytest_sessionstart(session):
     if session.config.getoption("numprocesses", None):
         for folder in (ROOT / "slime_core", ROOT / "cli", *sorted(ROOT.glob("plugins/*/src"))):
             compileall.compile_dir(folder, quiet=2)
-    elif "PYTEST_XDIST_WORKER" in os.environ:
-        rewrite_share(session.config)
-
-
-def rewrite_share(config):
-    """Rewrite the asserts of a share of the test files: each worker would rewrite all, which takes half a minute."""
-    worker, workers = os.environ["PYTEST_XDIST_WORKER"], os.environ["PYTEST_XDIST_WORKER_COUNT"]
-    files = [file for arg in config.args for file in sorted(Path(arg.partition("::")[0]).rglob("test_*.py"))]
-    for file in files[int(worker.removeprefix("gw")) :: int(workers)]:
-        compiled = rewrite.get_cache_dir(file) / (file.name.removesuffix(".py") + rewrite.PYC_TAIL)
-        if rewrite.try_makedirs(compiled.parent) and rewrite._read_pyc(file, compiled) is None:
-            found, code = rewrite._rewrite_test(file, config)
-            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, found, compiled)
 
 
 @pytest.hookimpl(wrapper=True)

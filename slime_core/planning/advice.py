@@ -108,8 +108,9 @@ def remedies(plan: MemoryPlan) -> Iterator[Keys]:
 
 def fewer_slots(plan: MemoryPlan, keys: Keys) -> Keys | None:
     """The keys, with as many sequences at once as then fit; None where none do."""
-    shares = plan.engine is not None and engine_of(plan.subject.config).embedded and plan.engine.shared
-    slots = plan.engine.slots if plan.engine is not None and shares else 0
+    engine = plan.fullest.engine
+    shares = engine is not None and engine_of(plan.subject.config).embedded and engine.shared
+    slots = engine.slots if engine is not None and shares else 0
     for count in (0, *(count for count in SLOTS if count < slots)):
         candidate = {**keys, "rollout.rollout_slots": count} if count else keys
         if replan(plan, candidate).fits:

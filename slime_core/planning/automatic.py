@@ -99,8 +99,8 @@ def _seated(plan: MemoryPlan, slots: bool) -> Advice:
     """
     wish = plan.run.config.rollout.rollout_slots
     text = "as on any processor" if plan.run.gpu.processor else f"a step's samples, {LEAST_SLOTS} to {MOST_SLOTS:,}"
-    lengths = [(stage.engine, stage.subject.lengths) for stage in plan.stages]
-    counts = [int(engine.positions / one.growing) for engine, one in lengths if engine is not None]
+    lengths = [(stage.engine, stage.subject) for stage in plan.stages if not stage.subject.config.train.offline]
+    counts = [int(engine.positions / one.lengths.growing) for engine, one in lengths if engine is not None]
     if not slots or max(counts, default=wish) >= wish:
         return Advice(text=text, keys={}, plan=plan)
     keys = {SLOTS_KEY: max(1, *counts)}

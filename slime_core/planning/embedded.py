@@ -25,6 +25,8 @@ def footprint(subject: Subject, trainer: TrainerFootprint | None) -> EngineFootp
     free = max(0, gpu.room - resident - weights)
     share = SHARE if shared else SHARE_ALONE
     cache, sequences, positions, size = (_slots_of if gpu.processor else _pages)(subject, slots, int(free * share))
+    if config.train.offline:  # what it had to generate with stays
+        cache, passes = subject.earlier, 0
     always = {"engine weights": weights, "KV cache": cache}
     rollout = {**always, "engine passes": passes}
     resting = {} if gpu.processor else always  # a processor's cache is dropped while the trainer trains
@@ -50,9 +52,8 @@ def _longest(subject: Subject) -> int:
 def _pages(subject: Subject, slots: int, most: int) -> tuple[int, int, int, int]:
     """Bytes of the cache, sequences that it holds at their longest, positions, bytes of a position."""
     size = subject.itemsize * subject.sizes.kv_position
-    longest = max(_longest(subject), subject.earlier)
-    page, reach = PAGE * size, -(-(longest + 1) // (WIDTH * PAGE)) * WIDTH * PAGE
-    least = -(-_longest(subject) // PAGE) + 1
+    page, reach = PAGE * size, -(-(_longest(subject) + 1) // (WIDTH * PAGE)) * WIDTH * PAGE
+    least = max(-(-_longest(subject) // PAGE) + 1, subject.earlier // page)
     pages = max(least, min(slots * reach // PAGE + 1, most // page))
     positions = (pages - 1) * PAGE
     return pages * page, min(slots, positions // _longest(subject)), positions, size

@@ -50,7 +50,7 @@ class Subject:
     needs: frozenset[str] = frozenset()  # roles that the stage's loss and estimator read
     teacher: ModelSizes | None = None  # of distillation, where the trainer or an embedded engine has one
     apart: bool = False  # embedded engines have processes and GPUs of their own: a stage runs or evaluates ahead
-    earlier: int = 0  # tokens of the longest sequence of earlier stages, for which the engine keeps its pages
+    earlier: int = 0  # bytes of the cache that an engine keeps from the stage before
 
     @property
     def half(self) -> bool:

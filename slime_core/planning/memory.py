@@ -75,7 +75,7 @@ NeedsOf = Callable[[Any], frozenset[str]]
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class StagePlan:
-    """Memory of one stage."""
+    """Memory of one stage; an offline one has an engine, too, which does not generate."""
 
     subject: Subject
     devices: tuple[DeviceMemory, ...]
@@ -125,7 +125,7 @@ class MemoryPlan:
     @property
     def engine(self) -> EngineFootprint | None:
         """Of the fullest stage; None where nothing generates, or its backend tells nothing."""
-        return self.fullest.engine
+        return None if self.subject.config.train.offline else self.fullest.engine
 
     @property
     def devices(self) -> tuple[DeviceMemory, ...]:
@@ -179,20 +179,16 @@ class RunSubject:
         resolved = [with_dtype(stage, self.gpu) for stage in stages(self.config)]
         slots = rollout_slots(self.config, "cpu" if self.gpu.processor else "cuda")
         apart = any(stage.rollout.max_staleness > 0 or stage.eval.eval_async for stage in resolved)
-        longest = 0
         for stage in resolved:
-            lengths = self.lengths(stage, self.sizes)
             yield Subject(
                 config=with_keys(stage, {"rollout.rollout_slots": slots}) if engine_of(stage).embedded else stage,
                 sizes=self.sizes,
                 gpu=self.gpu,
-                lengths=lengths,
+                lengths=self.lengths(stage, self.sizes),
                 needs=self.needs(stage.train),
                 teacher=self.teachers.get(stage.train.teacher_load),
                 apart=apart,
-                earlier=longest,
             )
-            longest = max(longest, lengths.longest)
 
 
 def fits(
@@ -288,7 +284,12 @@ def roles_of(train: Any) -> frozenset[str]:
 
 def memory_plan(run: RunSubject) -> MemoryPlan:
     """See :func:`fits`."""
-    return MemoryPlan(run=run, stages=tuple(_stage_plan(subject) for subject in run.stages()))
+    plans: list[StagePlan] = []
+    for subject in run.stages():
+        engine = plans[-1].engine if plans else None
+        cache = engine.bytes["sync"].get("KV cache", 0) if engine is not None else 0
+        plans.append(_stage_plan(replace(subject, earlier=cache)))
+    return MemoryPlan(run=run, stages=tuple(plans))
 
 
 def _stage_plan(subject: Subject) -> StagePlan:
@@ -297,8 +298,8 @@ def _stage_plan(subject: Subject) -> StagePlan:
     backend, served = trainer_of(config), engine_of(config)
     if not config.rollout.debug_rollout_only and backend.memory is not None:
         trainer = backend.memory(subject)
-    if not (config.rollout.debug_train_only or config.train.offline) and served.memory is not None:
-        engine = served.memory(subject, trainer)
+    if not config.rollout.debug_train_only and served.memory is not None:
+        engine = served.memory(subject, trainer)  # that evaluates, where a stage is offline
     exact = subject.sizes.exact and (trainer is None or trainer.exact)
     margin = MARGIN if exact and LoraSpec.of(config.train) is None else ESTIMATED_MARGIN
     devices = [

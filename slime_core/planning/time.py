@@ -61,8 +61,8 @@ class TimePlan:
 
     @classmethod
     def of(cls, plan: MemoryPlan) -> TimePlan | None:
-        """Of a memory plan; None on a processor, whose rates are not known, and where nothing is planned."""
-        if plan.subject.gpu.processor or not plan.fullest.devices:
+        """Of a memory plan; None on a processor, whose rates are not known, and where nothing trains or generates."""
+        if plan.subject.gpu.processor or (plan.trainer is None and plan.engine is None):
             return None
         return _Step(plan).time()
 

@@ -60,7 +60,9 @@ def test_a_run_that_only_generates_is_planned_beside_a_stage_that_only_trains(cl
     assert done.code == 0
     assert "engine weights" in done.out
     assert "auto:" not in done.out  # nothing was left to choose
-    assert "nothing is planned" in cli(*words, "--loss-type", "sft_loss").out
+    idle = cli(*words, "--loss-type", "sft_loss").out
+    assert "engine weights" in idle
+    assert "KV cache" not in idle
 
 
 def test_all_gpus_are_planned_and_the_last_resort_is_one_that_is_left(cli, large):

@@ -73,6 +73,21 @@ def test_a_plan_has_the_most_of_all_stages() -> None:
     assert plan.short == max(stage.short for stage in plan.stages)
 
 
+def test_an_offline_stage_has_the_engine_of_the_run() -> None:
+    """The cache that stages before it made, and merged weights beside a base of few bits."""
+    rollout = {"hf_checkpoint": "/", "rollout_slots": 16, "rollout_max_response_len": 8192}
+    last, lora = {"name": "last", "loss_type": "sft_loss"}, {"lora_rank": 8, "base_weights": "nf4"}
+    first = {**last, "name": "first"}
+    run = Config.model_validate({"rollout": rollout, "train": lora, "stage": [first, {"name": "rl"}, last]})
+    plan = fits(run, QWEN3_4B, gpu_of("h200"))
+    before, rl, after = (stage.devices[0].phases["train"].bytes for stage in plan.stages)
+    linear = 2 * 36 * (2560 * (4096 + 2 * 1024) + 4096 * 2560 + 3 * 2560 * 9728)
+    assert before["engine weights"] == rl["engine weights"] == after["engine weights"] == linear
+    assert after["KV cache"] == rl["KV cache"] > 16 * 8192 * 2 * 2 * 36 * 8 * 128
+    assert not before.get("KV cache")
+    assert all("engine passes" not in stage.devices[0].phases["rollout"].bytes for stage in plan.stages[::2])
+
+
 @pytest.mark.parametrize(
     ("ranks", "place", "size"),
     [

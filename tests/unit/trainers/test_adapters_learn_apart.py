@@ -29,16 +29,18 @@ def same(one, other):
 def test_two_adapters_in_a_run_are_those_of_two_runs(bench, more):
     both = bench(lora_adapters=ADAPTERS, **LORA, **more)
     start = weights(both)
-    found = train_adapters(AdapterTrainer(both.trainer, ADAPTERS), both.worker, range(3), ADAPTERS)
-    learnt = weights(both)
+    metrics_of_both = train_adapters(AdapterTrainer(both.trainer, ADAPTERS), both.worker, range(3), ADAPTERS)
+    trained = weights(both)
     for name in ADAPTERS:
         alone = bench(lora_adapters=[name], **LORA, **more)
         metrics = train_adapters(alone.trainer, alone.worker, range(3), [name])
-        own = {key: value for key, value in learnt.items() if key.endswith(f".{name}")}
+        own = {key: value for key, value in trained.items() if key.endswith(f".{name}")}
         assert same(own, weights(alone))
         assert not any((own[key] == start[key]).all() for key in own)
-        assert of_adapter(name, found) == metrics
-    assert not any(key.startswith("critic/") for key in found[1]), "without samples an adapter stays as it is"
+        assert of_adapter(name, metrics_of_both) == metrics
+    assert not any(key.startswith("critic/") for key in metrics_of_both[1]), (
+        "without samples an adapter stays as it is"
+    )
     assert both.worker.actors["critic"].optimizer.steps == 4
     assert both.worker.actors["solver"].optimizer.steps == 6
 

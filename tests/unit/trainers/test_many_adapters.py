@@ -89,7 +89,7 @@ def test_counts_of_adapters_add_up_and_other_figures_are_their_mean():
 
 def test_figures_of_a_batch_are_of_each_adapter_too():
     batch = estimated(batch_of("solver", "critic"), {}, load_plugins(Config()), train())
-    found = batch_metrics(batch, NAMES)
+    metrics = batch_metrics(batch, NAMES)
     alone = batch_metrics(load_plugins(Config()).advantage(batch_of("critic"), {}, train()))
-    assert {f"critic/{name}": value for name, value in alone.items()}.items() <= found.items()
+    assert {f"critic/{name}": value for name, value in alone.items()}.items() <= metrics.items()
     assert not [name for name in batch_metrics(batch, NAMES[:1]) if name.startswith("solver/")]
