@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from forked import Zygote
+from forked import Zygote, start_zygote
 
 ROOT = Path(__file__).parent
 
@@ -60,10 +60,11 @@ def find_python(marker):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session):
-    """Compile the packages once, before the workers of a whole run: some hundred of its processes import them."""
+    """Compile the packages and start the zygote once for all workers of a whole run."""
     if session.config.getoption("numprocesses", None):
         for folder in (ROOT / "slime_core", ROOT / "cli", *sorted(ROOT.glob("plugins/*/src"))):
             compileall.compile_dir(folder, quiet=2)
+        start_zygote()
 
 
 @pytest.hookimpl(wrapper=True)

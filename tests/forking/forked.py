@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
+ADDRESS = "SLIME_TESTS_ZYGOTE"
+
+
+def start_zygote() -> None:
+    """Start the zygote of this process and of those that it starts, unless there is one; it ends with this process."""
+    if ADDRESS in os.environ:
+        return
+    os.environ[ADDRESS] = f"slime-tests-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("\0" + os.environ[ADDRESS])
+        listener.listen()
+        command = [sys.executable, str(Path(__file__).with_name("zygote.py")), str(listener.fileno())]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
+    atexit.register(process.communicate)
+
+
+def connect() -> socket.socket:
+    """A connection to the zygote, which answers it when its imports have ended."""
+    start_zygote()
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect("\0" + os.environ[ADDRESS])
+    return connection
+
 
 class Zygote:
     """See `zygote.py`. A context manager."""
 
     def __enter__(self) -> Self:
-        command = [sys.executable, str(Path(__file__).with_name("zygote.py"))]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        with connect() as connection:
+            self._file = connection.makefile("rw", buffering=1)
         try:
             assert self._read() == {"threads": 1}
         except BaseException:
@@ -24,16 +50,12 @@ class Zygote:
         return self
 
     def __exit__(self, *error: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(30)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self._file.close()
 
     def ask(self, **request: Any) -> Any:
         """One child; the answer says how it ended."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
+        self._file.write(json.dumps(request) + "\n")
+        self._file.flush()
         return self._read()
 
     def slime(
@@ -60,8 +82,7 @@ class Zygote:
         assert (ended["code"], ended["left"]) == (0, []), f"{ended}\n{log.read_text()}"
 
     def _read(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = self._file.readline()
         if not line:
-            raise RuntimeError(f"the zygote ended with {self._process.wait()}")
+            raise RuntimeError("the zygote has ended; its error stands above")
         return json.loads(line)

@@ -1,38 +1,51 @@
-"""Channels to ranks and engines that begin where their imports have ended: forked, not started, as `zygote.py` does it."""
+"""Channels to ranks and engines that begin where their imports have ended: forked, not started, by `zygote.py`."""
 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
+import json
 import os
-import runpy
+import select
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
-from multiprocessing.context import ForkServerProcess
+import threading
 from pathlib import Path
+
+from forked import connect
 
 from slime_core.clusters.channel import Child, ProcessChannel
 
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["slime_core.trainers.fsdp", "slime_core.engines.local", "slime_core.plugins"])
-
 
 class Forked:
-    """A process of multiprocessing, as a channel waits for one of subprocess."""
+    """A process of the zygote, as a channel waits for one of subprocess."""
 
-    def __init__(self, process: ForkServerProcess) -> None:
-        self._process, self.pid = process, process.pid
+    def __init__(self, child: Child, calls: socket.socket) -> None:
+        request = {
+            "module": child.module, "log": str(child.log), "folder": str(child.folder or Path.cwd()),
+            "env": {**os.environ, **child.env}, "path": sys.path,
+        }  # fmt: skip
+        self._connection = connect()
+        self._lines = self._connection.makefile("rb", buffering=0)
+        self._lock, self._code = threading.Lock(), None
+        assert json.loads(self._lines.readline()) == {"threads": 1}
+        socket.send_fds(self._connection, [json.dumps(request).encode() + b"\n"], [calls.fileno()])
+        self.pid = json.loads(self._lines.readline())["pid"]
 
     def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
-        return self._process.exitcode
+        with self._lock:
+            if self._code is None:
+                if not select.select([self._connection], [], [], timeout)[0]:
+                    raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
+                self._code = json.loads(self._lines.readline())["code"]
+                self._lines.close()
+                self._connection.close()
+            return self._code
 
     def kill(self) -> None:
-        self._process.kill()
+        if self._code is None:
+            os.kill(self.pid, signal.SIGKILL)
 
 
 async def start_forked(_: int, child: Child, kind: type[ProcessChannel] = ProcessChannel) -> ProcessChannel:
@@ -40,23 +53,7 @@ async def start_forked(_: int, child: Child, kind: type[ProcessChannel] = Proces
     child.log.parent.mkdir(parents=True, exist_ok=True)
     parent_end, child_end = socket.socketpair()
     with child_end:
-        env = {**os.environ, **child.env}  # of now: the server has that of its own start
-        words = child.module, child_end, child.log, env, child.folder or Path.cwd()
-        process = FORKS.Process(target=become, args=words, daemon=True)
-        process.start()
-    channel = kind(Forked(process), child.log)  # type: ignore[arg-type]
+        process = Forked(child, child_end)
+    channel = kind(process, child.log)  # type: ignore[arg-type]
     channel._reader, channel._writer = await asyncio.open_unix_connection(sock=parent_end)
     return channel
-
-
-def become(module: str, calls: socket.socket, log: Path, env: Mapping[str, str], folder: Path | str) -> None:
-    """In the fork: the program that a channel would start."""
-    os.setpgid(0, 0)
-    os.environ.clear()
-    os.environ.update(env)
-    out = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    os.chdir(folder)
-    sys.argv = [module, str(calls.detach()), str(os.getppid())]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)

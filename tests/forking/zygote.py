@@ -1,9 +1,14 @@
 """A process that has imported torch, Megatron and the command line, never ran any, and forks one child a request.
 
+One serves a whole run of tests, however many workers it has: it forks a server for each connection, and ends with its
+standard input. Requests, and what answers them, are lines of JSON:
+
     {"args": [...], "cwd": "...", "log": "...", "env": {...}, "path": [...], "out": "...", "hung": 60,
      "failpoint": "NAME:NTH=kill", "seconds": 1.2, "names": "FILE"}
     {"scripts": [["rank.py", "0"], ["rank.py", "1"]], "log": "...", "env": {...}, "path": [...], "hung": 240}
     -> {"code": -9, "seconds": 0.8, "left": []}
+    {"module": "NAME", "log": "...", "env": {...}, "folder": "..."}, and beside it a socket
+    -> {"pid": 17}, then {"code": 0}
 
 The child is `slime ARGS` from its first line on; what it is spared is the four seconds of imports, and four more where
 it trains by Megatron. Without a GPU nothing is compiled (15 seconds for Megatron's functions), unless ``env`` has
@@ -11,7 +16,7 @@ TORCH_COMPILE_DISABLE=0. Its stderr is
 ``log``, its stdout too where ``out`` names no other file; ``env`` and ``path`` are variables and folders to import
 from beside those of this process. ``seconds`` kills it then, after ``hung`` seconds it hangs, ``names`` gets how often
 it came to each failpoint. ``scripts`` run at the same time, each in a process of its own; the code is 1 where one
-fails.
+fails. ``module`` is a program that a channel would start, with the other end of its socket and all of its environment.
 """
 
 from __future__ import annotations
@@ -21,6 +26,9 @@ import json
 import os
 import pkgutil
 import runpy
+import select
+import signal
+import socket
 import sys
 import traceback
 import warnings
@@ -140,17 +148,52 @@ def fork_script(words: list[str]) -> int:
         os._exit(code)
 
 
-def serve() -> None:
-    import_all()
+def become(request: dict[str, Any], calls: int) -> None:
+    """In the fork: the program that a channel would start."""
+    code: object = 1
+    try:
+        os.setpgid(0, 0)
+        os.environ.clear()
+        take(request)
+        log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.chdir(request["folder"])
+        sys.argv = [request["module"], str(calls), str(os.getppid())]
+        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as error:
+        code = error.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def answer(connection: socket.socket) -> None:
+    """Serve one connection until its other end closes it."""
     sys.path.append(str(Path(__file__).parents[2] / "tools"))
     from durability.chaos import HUNG_SECONDS, Kill, run_child
 
     sys.path.pop()  # a run finds no tools
 
-    gc.freeze()  # a child's collections leave alone what it shares with this process
-    print(json.dumps({"threads": len(os.listdir("/proc/self/task"))}), flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
+    def say(**words: Any) -> None:
+        connection.sendall(json.dumps(words).encode() + b"\n")
+
+    say(threads=len(os.listdir("/proc/self/task")))
+    while text := receive(connection):
+        request = json.loads(text[0])
+        if "module" in request:
+            pid = os.fork()
+            if not pid:
+                connection.close()
+                become(request, text[1][0])
+            os.close(text[1][0])
+            say(pid=pid)
+            say(code=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            continue
         kill = Kill(seconds=request["seconds"]) if request.get("seconds") else None
         ended = run_child(
             lambda request=request: (scripts if "scripts" in request else child)(request),  # type: ignore[misc]
@@ -158,10 +201,37 @@ def serve() -> None:
             kill=kill,
             hung=request.get("hung", HUNG_SECONDS),
         )
-        print(json.dumps(asdict(ended)), flush=True)
+        say(**asdict(ended))
+
+
+def receive(connection: socket.socket) -> tuple[str, list[int]] | None:
+    """A line, and the files sent beside it; None at the end."""
+    text, files = b"", list[int]()
+    while not text.endswith(b"\n"):
+        data, fds, *_ = socket.recv_fds(connection, 1 << 16, 1)
+        if not data:
+            return None
+        text, files = text + data, files + fds
+    return text.decode(), files
+
+
+def serve(listener: socket.socket) -> None:
+    """Fork a server for each connection, until standard input ends."""
+    import_all()
+    gc.freeze()  # a child's collections leave alone what it shares with this process
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
+        connection, _ = listener.accept()
+        if not os.fork():
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            listener.close()
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            answer(connection)
+            break
+        connection.close()
 
 
 if __name__ == "__main__":
     with suppress(KeyboardInterrupt):
-        serve()
+        serve(socket.socket(fileno=int(sys.argv[1])))
     os._exit(0)  # nothing is left to do for what was imported

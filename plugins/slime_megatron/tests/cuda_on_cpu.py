@@ -17,10 +17,11 @@ def _is_cuda(device) -> bool:
 
 class _Redirect(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = "cpu"
-        kwargs.pop("pin_memory", None)
+        kwargs = kwargs or {}
+        if "device" in kwargs or "pin_memory" in kwargs:
+            kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+            if _is_cuda(kwargs.get("device")):
+                kwargs["device"] = "cpu"
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.record_stream:
