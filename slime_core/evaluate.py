@@ -54,6 +54,7 @@ class Evaluator:
         self.by_function = not no_engine and plugins.evaluates_by_function(config)
         self._dump = Dump(config, report.run_dir.path)
         self._places = asyncio.Semaphore(WITH_PICTURES)
+        self._judged_count, self._issued_count = 0, 0  # groups of the set that is evaluated
 
     async def run(self, version: int, reserved_engine: Engine | None = None) -> dict[str, dict[str, float]]:
         """Evaluate every set at ``version``; metrics by set name, also handed to the report.
@@ -86,6 +87,10 @@ class Evaluator:
         flat = {f"{name}/{key}": value for name, metrics in results.items() for key, value in metrics.items()}
         self._plugins.evaluated(done, flat, ctx)
         return results
+
+    def progress(self) -> str:
+        """Questions that are judged, of those of the set."""
+        return f"{self._judged_count} of {self._issued_count} questions" if self._issued_count else ""
 
     async def _sets(
         self, version: int, ctx: Context, results: dict[str, dict[str, float]]
@@ -126,6 +131,7 @@ class Evaluator:
     async def _generate(self, eval_set: EvalSet, ctx: Context) -> list[Group]:
         ctx = replace(ctx, sampling=evaluation_params(ctx.config, eval_set.task))
         issued = self._issued(eval_set)
+        self._judged_count, self._issued_count = 0, len(issued)
         if self._plugins.replaces_rollout(eval_set.task.name, ctx.config, evaluation=True):
             return await self._plugins.rollout(issued, ctx)
         return list(await asyncio.gather(*(self._one(group, ctx) for group in issued)))
@@ -152,6 +158,7 @@ class Evaluator:
             note_reward(sample, reward, ctx.config, evaluation=True)
             if reward.kind == "infra_error":
                 sample.reward = None
+        self._judged_count += 1
         return group
 
 
@@ -192,6 +199,10 @@ class Evaluations(AbstractAsyncContextManager["Evaluations"]):
     def beside_training(self) -> bool:
         """Whether training may continue meanwhile."""
         return self._reserve is not None and bool(self._evaluator.sets)
+
+    def progress(self) -> str:
+        """How far the one that runs is."""
+        return self._evaluator.progress()
 
     async def run(self, version: int) -> None:
         """Evaluate what is served, in place."""

@@ -69,7 +69,7 @@ async def run(
     running = plugins.running(Context(config=config, run_dir=report.run_dir.path))
     verification = Verification(verify_step, partial(write_verification, report, verify_step))
     with notices_to(report.note):
-        async with cluster(config, plugins, report) as components, running:
+        async with report.watched_live(), cluster(config, plugins, report) as components, running:
             progress = Progress(config, plugins, report, components, stop or StopSignal())
             await progress.resume(checkpoint, exact=exact)
             while progress.stage < len(progress.stages):

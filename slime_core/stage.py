@@ -87,8 +87,9 @@ class Stage:
         first = self.progress.synced < 0  # no engine serves yet: the trainer has room for all of its state
         async with nullcontext() if first else self.components.devices.training():
             self.report.starting("loading the model into the trainer, and trying what packing and fusing change")
-            await self.components.trainer.begin(self.config)
-            await self.progress.restore_trainer()
+            with self.report.during("loading the model"):
+                await self.components.trainer.begin(self.config)
+                await self.progress.restore_trainer()
 
     async def sync(self, *, first: bool = False) -> None:
         """Send the trainer's weights to the engines and compare; ``first`` is before the first step.
@@ -123,7 +124,10 @@ class Stage:
     async def take(self, recorded: list[int]) -> list[Group]:
         """Wait for the next step's groups: those at the ``recorded`` positions, where it was journaled."""
         work = self.collector.take(self.config.rollout.rollout_batch_size, recorded)
-        return await self.progress.stop.or_stop(work, self.evaluations)
+        self.report.progress = self.collector.progress
+        groups = await self.progress.stop.or_stop(work, self.evaluations)
+        self.report.progress = str
+        return groups
 
     async def dump_groups(self, groups: list[Group], clock: StepClock) -> None:
         """Dump the groups of the next step, where ``save_debug_rollout_data`` asks for it."""
@@ -154,7 +158,7 @@ class Stage:
         if progress.eval_due and evaluations.beside_training and not progress.stage_done:
             await evaluations.start(progress.version)
         elif progress.eval_due:
-            with self.plugins.span("evaluate"):
+            with self.plugins.span("evaluate"), self.report.during("evaluating", evaluations.progress):
                 await progress.stop.or_stop(evaluations.run(progress.version), evaluations)
         progress.eval_due = False
 

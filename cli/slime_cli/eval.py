@@ -196,8 +196,9 @@ async def alone(config: Config, plugins: Plugins, report: Report) -> dict[str, d
             raise ConfigError(
                 "there is nothing to evaluate", code="CFG04", fix="set eval.eval_prompt_data or [[eval.eval_tasks]]"
             )
-        async with plugins.running(ctx):
-            return await evaluator.run(0)
+        async with plugins.running(ctx), report.watched_live():
+            with report.during("evaluating", evaluator.progress):
+                return await evaluator.run(0)
 
 
 def find_model(text: str) -> tuple[str, str, Path | None]:

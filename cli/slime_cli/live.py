@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from slime_core.report.report import Live
     from slime_core.types import StepReport
 
+MINUTE = 60.0
+
 
 class PlainLines:
     """One line a step, for files and pipes."""
@@ -25,6 +27,7 @@ class PlainLines:
         self._stream = stream if stream is not None else sys.stderr
         self._pace = Pace(0)
         self._trend = Trend()
+        self._waited = 0.0  # seconds of the phase that goes on when it was last shown
 
     def start(self, config: Config, run_dir: Path) -> None:
         """Count the steps."""
@@ -33,6 +36,13 @@ class PlainLines:
     def starting(self, text: str) -> None:
         """Print it."""
         self._print(f"start: {text}")
+
+    def waiting(self, phase: str, seconds: float, progress: str) -> None:
+        """Print it once a minute."""
+        self._waited = 0.0 if seconds < self._waited else self._waited
+        if seconds - self._waited >= MINUTE:
+            self._waited = seconds
+            self._print(f"{phase}: {', '.join(filter(None, [progress, f'{duration(seconds)} so far']))}")
 
     def step(self, report: StepReport, wall: float) -> None:
         """Print the step."""
@@ -65,6 +75,7 @@ class RichLine:
         self._console = Console(file=stream, highlight=False)
         self._pace = Pace(0)
         self._trend = Trend()
+        self._figures = ""
         self._progress: Progress | None = None
         self._task: TaskID | None = None
 
@@ -89,16 +100,22 @@ class RichLine:
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, place=safe_text(f"start: {text}"))
 
+    def waiting(self, phase: str, seconds: float, progress: str) -> None:
+        """Show it behind the figures of the last step."""
+        if self._progress is not None and self._task is not None:
+            text = ", ".join(filter(None, [f"{phase} {duration(seconds)}", progress]))
+            self._progress.update(self._task, figures=safe_text("  ".join(filter(None, [self._figures, text]))))
+
     def step(self, report: StepReport, wall: float) -> None:
         """Move the bar."""
         self._pace.add(wall)
-        values = figures(report, wall, self._trend.add(report))
+        self._figures = "  ".join(figures(report, wall, self._trend.add(report)))
         if self._progress is not None and self._task is not None:
             self._progress.update(
                 self._task,
                 completed=self._pace.done,
                 place=safe_text(place(report)),
-                figures=safe_text("  ".join(values)),
+                figures=safe_text(self._figures),
                 eta=duration(self._pace.eta),
             )
 

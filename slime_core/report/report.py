@@ -9,11 +9,13 @@ not take are retried: no checkpoint is written without them, so that a resumed r
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from os.path import samestat
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from slime_core.report.rundir import RunDir
     from slime_core.types import Group, StepReport
 
+LONG = 5.0  # seconds of a phase after which a display says that it goes on
 OTHER = "other"  # seconds of a step between its parts; not of a stage's first step, nor of evaluations
 
 
@@ -44,6 +47,9 @@ class Live(Protocol):
 
     def starting(self, text: str) -> None:
         """What the start is busy with, until the first step is done."""
+
+    def waiting(self, phase: str, seconds: float, progress: str) -> None:
+        """A phase goes on since ``seconds``; called every few seconds of a long one."""
 
     def step(self, report: StepReport, wall: float) -> None:
         """A step took ``wall`` seconds."""
@@ -91,6 +97,7 @@ class Report:
         self._mark = time.monotonic()
         self.doing: tuple[str, float] = ("", self._mark)  # the phase that is under way, and since when (monotonic)
         self.on_hang: Callable[[SlimeError], None] | None = None
+        self.progress: Callable[[], str] = str  # how far the phase that is under way is, as text
 
     @property
     def version(self) -> int:
@@ -133,6 +140,31 @@ class Report:
         if self._last is None:
             self.log(f"start: {text}")
             self._show(lambda live: live.starting(text))
+
+    @contextmanager
+    def during(self, phase: str, progress: Callable[[], str] = str) -> Iterator[None]:
+        """The block is what the run does: a phase that is no part of a step."""
+        self.doing, self.progress = (phase, time.monotonic()), progress
+        try:
+            yield
+        finally:
+            self.doing, self.progress = ("", time.monotonic()), str
+
+    @asynccontextmanager
+    async def watched_live(self) -> AsyncIterator[None]:
+        """Show, inside this block, that a long phase goes on, and how far it is."""
+        task = asyncio.create_task(self._show_waiting())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    async def _show_waiting(self) -> None:
+        while True:
+            await asyncio.sleep(LONG)
+            phase, since = self.doing
+            if phase and (seconds := time.monotonic() - since) >= LONG:
+                self._show(partial(_show_phase, phase, seconds, self.progress()))
 
     def step(self, report: StepReport) -> None:
         """One finished step; sinks see under `OTHER` what of its time is in no part."""
@@ -250,3 +282,7 @@ class Report:
                 self._show(lambda live: live.note(text))
             return False
         return True
+
+
+def _show_phase(phase: str, seconds: float, progress: str, live: Live) -> None:
+    live.waiting(phase, seconds, progress)

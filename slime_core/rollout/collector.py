@@ -144,6 +144,11 @@ class Collector(GroupSource):
         counts.metrics |= self._staleness.pop_metrics()
         return counts
 
+    def progress(self) -> str:
+        """Prompts whose samples are all there, of those that a step takes."""
+        needed, tokens = self._ctx.config.rollout.rollout_batch_size, self.counts.tokens
+        return f"{min(len(self._finished), needed)} of {needed} prompts finished, {tokens:,} response tokens"
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, JSON-ready: the open groups, and the source's state before the oldest of them."""
         return {**self._source.state([*self._in_flight, *self._finished]), "streak": self._drop_limit.state()}

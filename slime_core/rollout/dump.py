@@ -224,6 +224,10 @@ class DumpedGroups(GroupSource):
         counts, self._counts = self._counts, Counts()
         return counts
 
+    def progress(self) -> str:
+        """Nothing: reading takes no time."""
+        return ""
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: nothing, the version says which file comes next."""
         return {}

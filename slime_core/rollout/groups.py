@@ -60,6 +60,9 @@ class GroupSource(AbstractAsyncContextManager["GroupSource"], Protocol):
     def pop_counts(self) -> Counts:
         """The counts since the last call."""
 
+    def progress(self) -> str:
+        """How far the step that is being taken is, as text."""
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
 

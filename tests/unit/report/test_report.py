@@ -1,5 +1,6 @@
 """The facade: everything reaches the files, secrets do not, and a sink that fails stops nothing."""
 
+import asyncio
 import io
 import json
 import logging
@@ -305,6 +306,39 @@ def test_the_start_says_what_it_is_busy_with_until_the_first_step(run_dir):
     ]
 
 
+def test_a_phase_that_goes_on_is_said_once_a_minute_with_how_far_it_is():
+    stream = io.StringIO()
+    live = PlainLines(stream)
+    for seconds in (5.0, 55.0, 60.0, 100.0, 121.0, 5.0, 61.0):
+        live.waiting("rollout", seconds, "2 of 8 prompts finished" if seconds < 100 else "")
+    assert stream.getvalue().splitlines() == [
+        "rollout: 2 of 8 prompts finished, 1m00 so far",
+        "rollout: 2m01 so far",
+        "rollout: 2 of 8 prompts finished, 1m01 so far",
+    ]
+
+
+def test_a_report_shows_what_goes_on_until_it_ends(run_dir, monkeypatch):
+    class Waiting(PlainLines):
+        shown = asyncio.Event()
+
+        def waiting(self, phase, seconds, progress):
+            lines.append((phase, progress))
+            self.shown.set()
+
+    async def work():
+        report = Report(run_dir, Config(), live=Waiting(io.StringIO()))
+        async with asyncio.timeout(10), report.watched_live():
+            with report.during("evaluating", lambda: "1 of 2 questions"):
+                await Waiting.shown.wait()
+        return report.doing[0]
+
+    lines: list[tuple[str, str]] = []
+    monkeypatch.setattr("slime_core.report.report.LONG", 0.01)
+    assert asyncio.run(work()) == ""
+    assert lines[0] == ("evaluating", "1 of 2 questions")
+
+
 def test_a_warning_of_a_library_is_one_note_and_whole_in_the_log(run_dir, monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(logging.root.manager, "disable", logging.NOTSET)  # whatever another test has turned off
@@ -330,6 +364,8 @@ def test_a_terminal_gets_a_live_line_and_notes_above_it():
     live.start(Config.model_validate({"rollout": {"num_rollout": 2}}), Path("x"))
     live.starting("checking the engine")
     live._progress.refresh()
+    live.waiting("rollout", 75.0, "2 of 8 prompts finished")
+    live._progress.refresh()
     live.note("a [bold]note[/bold] \x1b[2J")
     live.step(step(1, **{"reward/mean": 0.5}), 1.0)
     live.evaluation("held", 1, {"reward/mean": 0.5, "samples": 3.0})
@@ -337,6 +373,7 @@ def test_a_terminal_gets_a_live_line_and_notes_above_it():
     text = stream.getvalue()
     assert "a [bold]note[/bold] \\x1b[2J" in text
     assert "start: checking the engine" in text
+    assert "rollout 1m15, 2 of 8 prompts finished" in text
     assert "main step 1/2" in text
     assert "eval held at step 1" in text
 
