@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from raw_server import ENVIRONMENT, Loop, RawServer, start, words
+from raw_server import FORKING, Loop, RawServer, start, words
 
 from slime_sglang.host import Launch
 from slime_sglang.ports import server_launch
@@ -61,7 +61,7 @@ def launch(sglang_python: str, served_model: Path, tmp_path_factory: pytest.Temp
         return server_launch(
             python=sglang_python,
             arguments=words(model, *more),
-            env=ENVIRONMENT,
+            env=FORKING,
             log=log,
         )
 

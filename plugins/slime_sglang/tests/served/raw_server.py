@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 import time
 import urllib.error
@@ -25,6 +26,9 @@ T = TypeVar("T")
 ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 ENVIRONMENT |= environment_of({}, "cpu")
 """What a server on a CPU has in its environment; ours gets none of it."""
+FORKED = str(Path(__file__).with_name("forked_server"))
+FORKING = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join((ENVIRONMENT["PYTHONPATH"], FORKED))}
+"""The same, and a plugin of SGLang that forks a server's processes."""
 OPTIONS = {
     "device": "cpu",
     "attention-backend": "torch_native",
