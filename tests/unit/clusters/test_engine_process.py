@@ -6,11 +6,11 @@ import gc
 import os
 import select
 import signal
-import subprocess
-import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from forked_channel import start_forked
 
 from slime_core.clusters.embedded import embedded_engine
 from slime_core.clusters.engine_process import EngineProcess
@@ -64,17 +64,9 @@ def loop():
         yield lambda work: runner.run(asyncio.wait_for(work, DEADLINE))
 
 
-@pytest.fixture
-def process(folder, thread, tmp_path):
-    """Makes a process that was not started yet."""
-    return lambda **changes: EngineProcess(
-        changes.pop("config", _config(folder.path)), run_dir=tmp_path, epoch=7, thread=thread
-    )
-
-
 @pytest.fixture(scope="module")
 def engine(folder, thread, loop, tmp_path_factory):
-    """One process for all tests that leave it alive."""
+    """One process for all tests; the last one kills it."""
     made = EngineProcess(_config(folder.path), run_dir=tmp_path_factory.mktemp("run"), epoch=7, thread=thread)
     loop(made.__aenter__())
     yield made
@@ -161,23 +153,22 @@ def test_signals_that_go_to_everyone_are_left_to_the_driver(engine, loop, weight
     assert len(loop(engine.generate(_request("a", 3))).tokens) == 3
 
 
-def test_a_killed_process_is_an_error_for_every_call_that_waits_and_for_every_later_one(process, loop, weights):
-    """Nothing hangs, and the message says how it ended."""
+def test_a_killed_process_is_an_error_for_every_call_that_waits_and_for_every_later_one(engine, loop, weights):
+    """Nothing hangs, and the message says how it ended. The last test that has the process."""
 
     async def killed():
-        async with process() as engine:
-            await engine.load(weights(1))
-            waiting = [asyncio.create_task(engine.generate(_request(f"r{i}", 250))) for i in range(9)]
-            await engine.generate(_request("first", 1))
-            os.kill(engine.pid, signal.SIGKILL)
-            ended = await asyncio.gather(*waiting, return_exceptions=True)
-            for call in (engine.resume(), engine.load(weights(2)), engine.abort(["a"]), engine.fingerprints()):
-                with pytest.raises(EngineError) as later:
-                    await call
-                assert later.value.code == "ENG84"
-            return engine, ended
+        await engine.load(weights(1))
+        waiting = [asyncio.create_task(engine.generate(_request(f"r{i}", 250))) for i in range(9)]
+        await engine.generate(_request("first", 1))
+        os.kill(engine.pid, signal.SIGKILL)
+        ended = await asyncio.gather(*waiting, return_exceptions=True)
+        for call in (engine.resume(), engine.load(weights(2)), engine.abort(["a"]), engine.fingerprints()):
+            with pytest.raises(EngineError) as later:
+                await call
+            assert later.value.code == "ENG84"
+        return ended
 
-    engine, ended = loop(killed())
+    ended = loop(killed())
     assert {type(error) for error in ended} == {EngineError}
     assert {error.what for error in ended} == {f"the engine's process {engine.pid} was killed by SIGKILL"}
     assert {(error.code, error.where) for error in ended} == {("ENG84", str(engine.log))}
@@ -232,11 +223,11 @@ def test_calls_that_are_cancelled_while_they_are_sent_leave_no_words_when_the_pr
     assert loop(lost()) == ({asyncio.CancelledError}, [])
 
 
-def test_a_model_that_cannot_be_opened_is_the_same_error_as_here(process, loop, tmp_path):
-    config = _config(tmp_path)
+def test_a_model_that_cannot_be_opened_is_the_same_error_as_here(thread, loop, tmp_path):
+    process = EngineProcess(_config(tmp_path), run_dir=tmp_path, epoch=7, thread=thread, start=start_forked)
 
     async def start():
-        async with process(config=config):
+        async with process:
             raise AssertionError("it started")
 
     with pytest.raises(DataError) as caught:
@@ -245,43 +236,39 @@ def test_a_model_that_cannot_be_opened_is_the_same_error_as_here(process, loop, 
 
 
 DRIVER = """
-import asyncio, sys
+import asyncio, os, signal, sys
 from pathlib import Path
 from slime_core.clusters.machine import resolve_machine
 from slime_core.clusters.engine_process import EngineProcess
 from slime_core.config.load import load_config
 from slime_core.threads import TorchThread
 
-Path("times").open("a").write("run\\n")  # this script has no guard: a child must not run it again
+here = Path(sys.argv[2])
+(here / "times").open("a").write("run\\n")  # this script has no guard: a child must not run it again
 
 
 async def main():
     config = resolve_machine(load_config(None, ["--hf-checkpoint", sys.argv[1], "--device", "cpu", "--cpu-threads", "1"]))
-    async with EngineProcess(config, run_dir=Path("."), epoch=1, thread=TorchThread(1)) as engine:
-        print(engine.pid, flush=True)
-        if sys.argv[2] == "killed":
-            await asyncio.Event().wait()
+    async with EngineProcess(config, run_dir=here, epoch=1, thread=TorchThread(1)) as engine:
+        (here / "child").write_text(str(engine.pid))
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("how", [pytest.param("killed", marks=pytest.mark.nightly), "leaves"])
-def test_when_the_driver_is_gone_so_is_the_process_and_a_script_without_a_guard_runs_once(how, folder, tmp_path):
+def test_when_the_driver_is_gone_so_is_the_process_and_a_script_without_a_guard_runs_once(folder, tmp_path, zygote):
     """The kernel ends the child; children are started anew, the script is not imported in them."""
-    (tmp_path / "script.py").write_text(DRIVER)
-    driver = subprocess.Popen(
-        [sys.executable, "script.py", str(folder.path), how], cwd=tmp_path, stdout=subprocess.PIPE, text=True
-    )
-    with driver.stdout:
-        child = os.pidfd_open(int(driver.stdout.readline()))
-        if how == "killed":
-            driver.kill()
-        assert driver.wait(DEADLINE) == (-signal.SIGKILL if how == "killed" else 0)
-    gone, _, _ = select.select([child], [], [], DEADLINE)
-    os.close(child)
-    assert gone, "the engine's process outlived its driver"
+    script, log = tmp_path / "script.py", tmp_path / "log.txt"
+    script.write_text(DRIVER)
+    ended = zygote.ask(scripts=[[str(script), str(folder.path), str(tmp_path)]], log=str(log), hung=DEADLINE)
+    assert (ended["left"], "codes [-9]" in log.read_text()) == ([], True)
+    with suppress(ProcessLookupError):
+        child = os.pidfd_open(int((tmp_path / "child").read_text()))
+        gone, _, _ = select.select([child], [], [], DEADLINE)
+        os.close(child)
+        assert gone, "the engine's process outlived its driver"
     assert (tmp_path / "times").read_text() == "run\n"
 
 
