@@ -4,10 +4,10 @@ import asyncio
 import json
 import socket
 import subprocess
-import sys
 
 import pytest
-from mcp_tasks import ASK, STDIO, TEMPLATES, TOOLS
+from mcp_tasks import ASK, FORKING, STDIO, TEMPLATES, TOOLS
+from scripts import forking, python
 
 from slime_core.config.schema import Config
 from slime_core.context import Context
@@ -26,13 +26,20 @@ def tokenizer():
     return tokenizer
 
 
+@pytest.fixture(scope="session", autouse=True)
+def forked_servers():
+    """Servers begin where their imports have ended."""
+    with forking(FORKING, ["mcp.server", "mcp.server.stdio", "anyio._backends._asyncio"]):
+        yield
+
+
 @pytest.fixture(scope="session")
-def http_server():
+def http_server(forked_servers):
     """The URL of a server over streamable HTTP."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    process = subprocess.Popen([sys.executable, TOOLS, str(port)], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([*python(FORKING), TOOLS, str(port)], stderr=subprocess.DEVNULL)
     while True:
         with socket.socket() as trial:
             if trial.connect_ex(("127.0.0.1", port)) == 0:

@@ -2,11 +2,10 @@
 
 import json
 import signal
-import sys
 from pathlib import Path
 
 import pytest
-from mcp_tasks import TEMPLATES, TOOLS
+from mcp_tasks import STDIO, TEMPLATES
 from recorded import steps_of
 
 from slime_core.testing.models import tiny_model
@@ -73,7 +72,7 @@ def train(forked_slime, tmp_path):
     tiny_model(tmp_path / "model", hidden=32, vocab=letters, context_len=2048, chat_template=template)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"q": f"{n}+1="}) + "\n" for n in range(8)))
     (tmp_path / "calls.py").write_text(PARSER)
-    command = json.dumps([sys.executable, str(TOOLS)])
+    command = json.dumps(STDIO["command"])
     (tmp_path / "recipe.toml").write_text(RECIPE.format(stops=list(range(3, 60)), command=command))
 
     def train(name, *flags, code=0):
