@@ -88,43 +88,67 @@ async def until(true):
             await asyncio.sleep(0.01)
 
 
-def test_a_server_lives_in_its_seat_listens_there_alone_and_comes_back_when_it_is_killed(nodes, tmp_path):
+def test_a_server_lives_in_its_seat_alone_comes_back_when_it_is_killed_and_ends_with_its_host(nodes, tmp_path):
+    """Three chapters of one server's seat, since its host takes seconds to come."""
+
     async def check():
-        async with placements(nodes, *APART) as (where, placed, found):
-            place, machine = where.server(0), found.machines[placed.engines[0].bundle]
-            assert {one.address for one in found.machines} == {
-                machine.address,
-                where.trainer_address(["http://10.0.0.1:1"]),
-            }
-            server = served(tmp_path, place, "children")
-            await server.start()
-            await server.ready(LONG)
-            url, token, session = server.address.url, server.address.token, server.pid
-            assert url.startswith(f"http://{machine.address}:")
-            assert where.trainer_address([url]) == found.machines[placed.ranks[0].bundle].address
-            assert listening(int(url.rpartition(":")[2])) == [machine.address]
-            await until(lambda: "is up" in seen(server.log))
-            for pid in [*ports.members(session), *nodes.pids()]:
-                assert token not in seen(f"/proc/{pid}/cmdline") + seen(f"/proc/{pid}/environ")
-            assert server.where == f"{machine.name}:{server.log}"
-            (member,) = Servers([server]).members()
-            look = await member.channel.look()
-            assert (member.name, look.pid, look.state != "") == ("SGLang server 0", session, True)
-            scheduler = int(seen(server.log).split("scheduler ")[1].split()[0])
-            os.kill(scheduler, signal.SIGKILL)
-            how = await asyncio.wait_for(server.died(), LONG)
-            assert how == f"was killed by SIGKILL after its process scheduler_0 ({scheduler}) was killed by SIGKILL"
-            assert ports.members(session) == []
-            await server.start()
-            await server.ready(LONG)
-            assert (server.address.generation, server.address.url != url, server.lost) == (2, True, "")
-            session = server.pid
-            await server.stop()
-            assert (server.pid, ports.members(session)) == (0, [])
+        async with placements(nodes, *APART, "sglang.python=/no/such/python") as (where, placed, found):
+            await refused(where, found.machines[placed.engines[0].bundle], tmp_path)
+            token = await alive(nodes, where, placed, found, tmp_path)
+            await lost(where, found.machines[placed.engines[0].bundle], tmp_path)
         said = [path for path in Path(nodes.where).rglob("*.log") if token in seen(path)]
         assert said == [], "the token is in Ray's logs"
 
     asyncio.run(check())
+
+
+async def refused(where, machine, tmp_path):
+    """A program that is not there is an error that names the machine."""
+    server = served(tmp_path, where.server(0), python="/no/such/python")
+    with pytest.raises(EngineError) as caught:
+        await server.start()
+    assert (caught.value.code, caught.value.where) == ("ENG69", f"{machine.name}:{server.log}")
+    assert "No such file" in caught.value.what
+    with pytest.raises(ConfigError) as caught:
+        await where.on_server("slime_sglang.installation:read_here", {"python": "/no/such/python"})
+    assert (caught.value.code, caught.value.where) == ("CFG05", f"{machine.name}: sglang.python")
+    # the machine's, which is here the driver's too
+    assert await where.on_trainer("importlib.metadata:version", "torch") == version("torch")
+
+
+async def alive(nodes, where, placed, found, tmp_path):
+    """It listens there alone, and comes back when it is killed; its token."""
+    place, machine = where.server(0), found.machines[placed.engines[0].bundle]
+    assert {one.address for one in found.machines} == {
+        machine.address,
+        where.trainer_address(["http://10.0.0.1:1"]),
+    }
+    server = served(tmp_path, place, "children")
+    await server.start()
+    await server.ready(LONG)
+    url, token, session = server.address.url, server.address.token, server.pid
+    assert url.startswith(f"http://{machine.address}:")
+    assert where.trainer_address([url]) == found.machines[placed.ranks[0].bundle].address
+    assert listening(int(url.rpartition(":")[2])) == [machine.address]
+    await until(lambda: "is up" in seen(server.log))
+    for pid in [*ports.members(session), *nodes.pids()]:
+        assert token not in seen(f"/proc/{pid}/cmdline") + seen(f"/proc/{pid}/environ")
+    assert server.where == f"{machine.name}:{server.log}"
+    (member,) = Servers([server]).members()
+    look = await member.channel.look()
+    assert (member.name, look.pid, look.state != "") == ("SGLang server 0", session, True)
+    scheduler = int(seen(server.log).split("scheduler ")[1].split()[0])
+    os.kill(scheduler, signal.SIGKILL)
+    how = await asyncio.wait_for(server.died(), LONG)
+    assert how == f"was killed by SIGKILL after its process scheduler_0 ({scheduler}) was killed by SIGKILL"
+    assert ports.members(session) == []
+    await server.start()
+    await server.ready(LONG)
+    assert (server.address.generation, server.address.url != url, server.lost) == (2, True, "")
+    session = server.pid
+    await server.stop()
+    assert (server.pid, ports.members(session)) == (0, [])
+    return token
 
 
 def listening(port):
@@ -134,30 +158,27 @@ def listening(port):
     return [".".join(str(b) for b in bytes.fromhex(address)[::-1]) for address, at in local if int(at, 16) == port]
 
 
-def test_a_host_that_is_lost_takes_its_server_with_it_and_ends_the_run_to_go_on_elsewhere(nodes, tmp_path):
-    """However many restarts a server has left: its machine may be gone, and is not asked for again."""
+async def lost(where, machine, tmp_path):
+    """A host that is lost takes its server with it and ends the run, to go on elsewhere.
 
-    async def check():
-        async with placements(nodes, *APART) as (where, placed, found):
-            machine = found.machines[placed.engines[0].bundle]
-            server = served(tmp_path, where.server(0), "children")
-            await server.start()
-            await server.ready(LONG)
-            session, engine = server.pid, WatchedEngine()
-            engine.servers = {0: server}
-            async with Watch([server], engine, QUICK) as watch:
-                os.kill(machine.pid, signal.SIGKILL)
-                await until(lambda: engine.end is not None)
-            assert (engine.end.code, engine.end.lost) == ("ENG84", True)
-            assert f"SGLang server 0 was lost with its host on {machine.name}" in engine.end.what
-            assert (watch.states, watch.restarts) == ({0: "retired"}, {0: 0})
-            await until(lambda: not ports.members(session))  # its launcher hangs on the host's pipe
-            with pytest.raises(EngineError) as caught:
-                await server.start()
-            assert (caught.value.code, caught.value.lost) == ("ENG84", True)
-            await server.stop()
-
-    asyncio.run(check())
+    However many restarts a server has left: its machine may be gone, and is not asked for again.
+    """
+    server = served(tmp_path, where.server(0), "children")
+    await server.start()
+    await server.ready(LONG)
+    session, engine = server.pid, WatchedEngine()
+    engine.servers = {0: server}
+    async with Watch([server], engine, QUICK) as watch:
+        os.kill(machine.pid, signal.SIGKILL)
+        await until(lambda: engine.end is not None)
+    assert (engine.end.code, engine.end.lost) == ("ENG84", True)
+    assert f"SGLang server 0 was lost with its host on {machine.name}" in engine.end.what
+    assert (watch.states, watch.restarts) == ({0: "retired"}, {0: 0})
+    await until(lambda: not ports.members(session))  # its launcher hangs on the host's pipe
+    with pytest.raises(EngineError) as caught:
+        await server.start()
+    assert (caught.value.code, caught.value.lost) == ("ENG84", True)
+    await server.stop()
 
 
 @pytest.mark.nightly
@@ -207,26 +228,9 @@ def test_sglangs_router_lives_beside_the_first_server_and_a_groups_servers_where
     asyncio.run(check())
 
 
-def test_a_program_that_is_not_there_is_an_error_that_names_the_machine(nodes, tmp_path):
-    async def check():
-        async with placements(nodes, *APART, "sglang.python=/no/such/python") as (where, placed, found):
-            name = found.machines[placed.engines[0].bundle].name
-            server = served(tmp_path, where.server(0), python="/no/such/python")
-            with pytest.raises(EngineError) as caught:
-                await server.start()
-            assert (caught.value.code, caught.value.where) == ("ENG69", f"{name}:{server.log}")
-            assert "No such file" in caught.value.what
-            with pytest.raises(ConfigError) as caught:
-                await where.on_server("slime_sglang.installation:read_here", {"python": "/no/such/python"})
-            assert (caught.value.code, caught.value.where) == ("CFG05", f"{name}: sglang.python")
-            assert await where.on_trainer("importlib.metadata:version", "torch") == version(
-                "torch"
-            )  # the machine's, which is here the driver's too
-
-    asyncio.run(check())
-
-
-@pytest.mark.parametrize("flags", [("--colocate",), ("--no-colocate", "--rollout-num-gpus", 1)])
+@pytest.mark.parametrize(
+    "flags", [("--colocate",), pytest.param(("--no-colocate", "--rollout-num-gpus", 1), marks=pytest.mark.nightly)]
+)
 def test_a_server_sees_the_gpus_of_its_seat_alone(nodes, tmp_path, flags, monkeypatch):
     """And what NCCL is told of its memory, as the ranks are."""
     monkeypatch.setenv(NCCL_MEMORY, "0")
