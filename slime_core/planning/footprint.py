@@ -110,6 +110,7 @@ class TrainerFootprint:
     host: Bytes = field(default_factory=dict)  # in main memory, of a GPU's rank
     moved: int = 0  # bytes that go to main memory and back in an optimizer step
     publish: int = 0  # bytes that a weight update has
+    launch: float = 4.5e-4  # seconds a layer and micro-batch, both passes, where kernels are too small to hide it
     live: bool = False  # an engine in its process reads its storage
     exact: bool = True  # activations were counted, not estimated
     notices: tuple[str, ...] = ()

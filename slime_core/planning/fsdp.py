@@ -26,7 +26,7 @@ MOMENTS = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "paged_adamw_8bit": 2 + 8 / 
 """Bytes a parameter of both moments; of 8 bits, blocks of 256 numbers have a float32 scale each."""
 
 
-def micro_batch_tokens(sizes: ModelSizes, memory: int, *, fused: bool) -> int:
+def micro_batch_tokens(sizes: ModelSizes, memory: int, *, fused: bool, ranks: int = 1) -> int:
     """Tokens whose activations take about a sixth of ``memory`` bytes, in half precision, from 4,096 to 32,768.
 
     A layer keeps some four rows of its width and three of its MLP's a token; one that is not ``fused`` twice that.
@@ -34,9 +34,10 @@ def micro_batch_tokens(sizes: ModelSizes, memory: int, *, fused: bool) -> int:
     Args:
         sizes: of the model; its weights are not looked at
         memory: of the GPU; 0 is a processor
+        ranks: that share each layer
     """
     layer = sizes.layer
-    a_token = 2 * sizes.layers * (4 * layer.hidden + 3 * layer.inner) * (1 if fused else 2)
+    a_token = 2 * sizes.layers * (4 * layer.hidden + 3 * layer.inner) * (1 if fused else 2) // ranks
     return max(FEW_TOKENS, min(MOST_TOKENS, memory // 6 // a_token // 1024 * 1024))
 
 

@@ -1,18 +1,20 @@
 """Expected seconds of a step by phase, and what each is bound by: a roofline with measured shares of the peaks.
 
-    train     operations of `weights.flops` / (peak * share) + what activations write and read + a pass's launches;
-              under adapters a third of the products with weights is spared, and each layer's outputs are added to
+    train     products with weights and attention (`weights.flops`), each at a share of the peak, the logits once
+              more in the backward pass, and what activations and logits write and read; or launches, where they take
+              longer.
+              Under adapters a third of the products with weights is spared, and each layer's outputs are added to
     update    bytes that AdamW reads and writes / bandwidth, or over the bus where masters lie in main memory
     sync      copies of the weights by the way they go; swap: state to main memory and back
 
-Shares were measured on H100 and H200 (docs/benchmarks.md, Qwen3-4B: 16 sequences of 8,192 tokens against 4 tell the
-optimizer from the passes); for other GPUs they are assumed the same, which ``measured`` says.
+Shares were fitted to eleven steps of models from 135 million to 4 billion weights on H100 and H200, each of which they
+give within 12 % (docs/benchmarks.md); for other GPUs they are assumed the same, which ``measured`` says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slime_core.lora.spec import LoraSpec
@@ -24,15 +26,15 @@ from slime_core.planning.memory import MemoryPlan, swapped
 if TYPE_CHECKING:
     from slime_core.planning.footprint import EngineFootprint, TrainerFootprint
 
-PRODUCTS = 0.545  # share of the peak in forward and backward passes
-STREAMING = 0.8  # share of bandwidth that kernels without products reach
-TRAFFIC = 4  # times that what a layer keeps is written and read, both passes
-LOW_RANK = 25  # bytes an output of a layer with an adapter, and token: forward and backward passes of low rank
-LAUNCH = 4.5e-4  # seconds a layer and micro-batch, forward and backward, where kernels are too small to hide it
+PRODUCTS, ATTENTION = 0.66, 0.566  # shares of the peak in forward and backward passes
+STREAMING = 0.8  # share of bandwidth that optimizers and copies reach
+TRAFFIC = 18  # times that what a layer keeps is written and read at the full bandwidth, both passes
+LOGIT = 16  # bytes a logit that is written and read, both passes
+LOW_RANK = 26  # bytes an output of a layer with an adapter, and token: forward and backward passes of low rank
 ADAMW = 40  # bytes a parameter: norm 4, scaling 8, masters 8, moments 16, gradient 4 (`fsdp.adamw`), copies
 IPC, NCCL_SHARE, DISK = 0.08, 0.3, 1.6e9  # seconds of an update by CUDA IPC, share of a link, bytes/s of a disk
 SWAP_SHARE = 1.0  # of the bus
-HOST, PACKING = 1e-5, 2e-4  # seconds a sample: ledger and checks; its place in packs, and its columns
+HOST, PACKING = 1e-5, 5e-5  # seconds a sample: ledger and checks; its place in packs, and its columns
 FINGERPRINT = 7e-12  # seconds a parameter
 PER_STEP = 0.012  # seconds a step
 MEASURED = ("h100", "h200")
@@ -84,7 +86,7 @@ class _Step:
         if trainer is not None:
             seconds["score"] = self._score(trainer)
             seconds["train"] = self._train(trainer)
-            mfu = self._operations() / self.subject.ranks / self.gpu.bf16 / seconds["train"]
+            mfu = sum(self._operations()) / self.subject.ranks / self.gpu.bf16 / seconds["train"]
             seconds["update"] = self._update(trainer)
             mfu *= seconds["train"] / (seconds["train"] + seconds["update"])
         if trainer is not None and engine is not None:
@@ -117,35 +119,39 @@ class _Step:
         self.bottlenecks["rollout"] = decoding.bottleneck(at_once, self.lengths.prompt + self.lengths.response / 2)
         return decoding.generate(samples, self.lengths, slots, prompts)
 
-    def _operations(self, spared: float = 0.0) -> float:
-        """Of all forward and backward passes of a step: prompts once for each sample of a pack.
-
-        Args:
-            spared: share of the products with weights
-        """
+    def _operations(self) -> tuple[float, float]:
+        """With weights and in attention, of all passes of a step: prompts once for each sample of a pack."""
         flops, n = self.sizes.flops, self.subject.config.rollout.n_samples_per_prompt
-        flops = replace(flops, token=(1 - spared) * flops.token)
         prompt, length = self.lengths.prompt, self.lengths.mean
         prompts = self.batch.samples / n
-        return prompts * flops.sequence(prompt) + self.batch.samples * flops.sequence(length, prompt)
+        total = prompts * flops.sequence(prompt) + self.batch.samples * flops.sequence(length, prompt)
+        weights = flops.token * self.batch.computed
+        return weights, total - weights
 
     def _micros(self, trainer: TrainerFootprint) -> int:
         context = trainer.layout.get("context parallel", 1)
         return self.batch.micro_batches(trainer.tokens * context, trainer.data)
 
+    def _launches(self, trainer: TrainerFootprint, part: float) -> float:
+        layers = self.sizes.layers / trainer.pipeline
+        return part * trainer.launch * layers * self._micros(trainer) * self.batch.optimizer_steps
+
     def _passes(self, trainer: TrainerFootprint, part: float) -> float:
         """Seconds of a ``part`` of forward and backward passes over the step's samples, on one GPU."""
-        ranks, micros = self.subject.ranks, self._micros(trainer)
-        spared = 1 / 3 / part if self.spec is not None and part >= 1 else 0.0  # frozen weights have no gradient
-        products = part * self._operations(spared) / ranks / (self.gpu.bf16 * PRODUCTS)
+        learns, layer, (weights, attention) = part >= 1, self.sizes.layer, self._operations()
+        operations = part * weights
+        if learns:
+            operations += 2 * layer.hidden * self.sizes.vocab * self.batch.response_tokens  # logits are made again
+            operations -= weights / 3 if self.spec is not None else 0  # frozen weights have no gradient
+        seconds = (operations / PRODUCTS + part * attention / ATTENTION) / self.gpu.bf16
         form = "fused" if trainer.exact else "plain"
-        costs = TokenCosts.of(self.sizes.layer, form)  # type: ignore[arg-type]
-        tokens = self.batch.computed / ranks
-        written = part * TRAFFIC * costs.saved * tokens * self.sizes.layers / (self.gpu.bandwidth * STREAMING)
-        written += part * LOW_RANK * self._adapted_outputs() * tokens / (self.gpu.bandwidth * STREAMING)
-        launches = part * LAUNCH * self.sizes.layers / trainer.pipeline * micros * self.batch.optimizer_steps
-        bubble = 1 + (trainer.pipeline - 1) / micros
-        return max(products + written, launches) * bubble
+        costs = TokenCosts.of(layer, form)  # type: ignore[arg-type]
+        written = part * TRAFFIC * costs.saved * self.batch.computed * self.sizes.layers
+        written += part * LOW_RANK * self._adapted_outputs() * self.batch.computed
+        written += LOGIT * self.sizes.vocab * self.batch.response_tokens / (1 if learns else 3)
+        seconds += written / self.gpu.bandwidth
+        bubble = 1 + (trainer.pipeline - 1) / self._micros(trainer)
+        return max(seconds / self.subject.ranks, self._launches(trainer, part)) * bubble
 
     def _adapted_outputs(self) -> int:
         """Of a token, in all layers with adapters."""
@@ -155,9 +161,10 @@ class _Step:
         return sum(one.shape[-2] * (experts if one.kind == "experts" else 1) for one in self.sizes.adapted(self.spec))
 
     def _train(self, trainer: TrainerFootprint) -> float:
-        seconds = self._passes(trainer, 1 + trainer.recomputed / 3)
-        floor = LAUNCH * self.sizes.layers * self._micros(trainer) * self.batch.optimizer_steps
-        self.bottlenecks["train"] = "launches and the host" if seconds <= floor * 1.01 else "products"
+        part = 1 + trainer.recomputed / 3
+        seconds = self._passes(trainer, part)
+        launched = seconds <= self._launches(trainer, part) * 1.01
+        self.bottlenecks["train"] = "launches and the host" if launched else "products"
         return seconds + PACKING * self.batch.samples / trainer.data + self._gathering(trainer)
 
     def _gathering(self, trainer: TrainerFootprint) -> float:

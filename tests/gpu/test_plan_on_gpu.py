@@ -31,6 +31,7 @@ CASES = {
     "fsdp-embedded": [],
     "fsdp-embedded-recomputed": ["--gradient-checkpointing", "--max-tokens-per-gpu", "16384"],
     "fsdp-embedded-lora": LORA,
+    "fsdp-embedded-lora-adapter": [*LORA, "--lora-sync", "adapter"],
     "fsdp-embedded-qlora": [*LORA, "--base-weights", "nf4", "--lora-sync", "adapter"],
     "fsdp-sglang": SGLANG,
     "fsdp-sglang-lora": [*SGLANG, *LORA],

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Plans against measurement, on one GPU of 80 GB or more:
-#   plan.sh all              nine runs of 0.6 billion weights: full and LoRA, both backends, both engines
+#   plan.sh all              ten runs of 0.6 billion weights: full and LoRA, both backends, both engines
 #   PLAN_K=embedded plan.sh all    those whose name has the word
 #   plan.sh policy           policy steps of Qwen3-4B's shape beside their plans (100 GiB, so a card of 141 GB)
 . "$(dirname "${BASH_SOURCE[0]}")/steps.sh"

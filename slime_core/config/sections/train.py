@@ -156,7 +156,7 @@ class TrainSection(LoraKeys):
     global_batch_size: int = key(0, "Rollouts an optimizer step; 0 follows num_steps_per_rollout.", SCHEDULE, ge=0)
     max_tokens_per_gpu: AutoCount = key(
         0,
-        "Tokens of a packed micro-batch. 0 or auto: 4096, with FSDP on a GPU up to 32768, by its memory.",
+        "Tokens of a packed micro-batch. 0 or auto: 4096, on a GPU up to 32768, by its memory.",
         MACHINE,
         ge=0,
     )

@@ -74,6 +74,25 @@ def test_generation_is_as_fast_as_measured(model: dict[str, Any], engine: str, s
         assert samples * 512 / time.seconds["rollout"] == pytest.approx(measured, rel=0.15)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "flags", "measured"),
+    [
+        pytest.param(256, (), 0.433, id="prompts of 256"),
+        pytest.param(100, (), 0.385, id="prompts of 100"),
+        pytest.param(100, ("--gradient-checkpointing", "--max-tokens-per-gpu", "16384"), 0.493, id="recomputed"),
+        pytest.param(100, ("--lora-rank", "32"), 0.393, id="adapters"),
+    ],
+)
+def test_training_in_a_run_takes_what_was_measured(prompt: int, flags: tuple[str, ...], measured: float) -> None:
+    """Eight prompts of eight answers of 512 tokens, 0.6 billion weights: short sequences, many logits."""
+    lengths = Lengths(prompt=prompt, response=512, longest=prompt + 512, p95=512, source="the run")
+    shape = ["rollout.rollout_batch_size=8", "rollout.n_samples_per_prompt=8", "rollout.rollout_max_response_len=512"]
+    config = load_config(None, ["--hf-checkpoint", "/", "--prompt-data", "/", "--dtype", "bfloat16", *shape, *flags])
+    time = TimePlan.of(fits(config, QWEN3_06B, gpu_of("h200"), lengths=lengths))
+    assert time is not None
+    assert time.seconds["train"] + time.seconds["update"] == pytest.approx(measured, rel=0.15)
+
+
 def test_a_step_of_a_small_model_takes_what_was_measured() -> None:
     """SmolLM2-135M with the embedded engine: rollout 0.206, train 0.110, the step 0.363 s."""
     lengths = Lengths(prompt=60, response=93.5, longest=160, p95=96, source="the run")

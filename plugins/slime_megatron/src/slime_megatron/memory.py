@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from slime_convert.bridge import Sizes
-from slime_core.config.sections.train import FEW_TOKENS
 from slime_core.lora.spec import LoraSpec
 from slime_core.planning.activations import TokenCosts, head_bytes, spread_of
 from slime_core.planning.batch import BatchPlan, PackSize
 from slime_core.planning.footprint import Moment, Subject, TrainerFootprint
-from slime_core.planning.fsdp import quantised_weights, stored_bytes
+from slime_core.planning.fsdp import micro_batch_tokens, quantised_weights, stored_bytes
 from slime_core.planning.vision import VisionSizes
 from slime_megatron.layout import Layout, check
 from slime_megatron.settings import VOCABULARY_MULTIPLE
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from slime_core.planning.sizes import ModelSizes
 
 DENSE, STATE = 4, 12  # bytes a parameter: gradient; master and two moments
+LAUNCH = 5e-3  # seconds a layer and micro-batch, both passes: its operations are called one by one
 WHOLE = ("norm", "router")  # kinds that tensor-parallel ranks have whole
 
 
@@ -104,6 +104,7 @@ class _Stage:
             recomputed=self._recomputed() / max(1, self._layers()),
             host={"optimizer": host} if host else {},
             moved=2 * host,
+            launch=LAUNCH,
             publish=self.subject.itemsize * self.subject.sizes.parameters,
             exact=self.subject.sizes.exact and not self.subject.sizes.layer.experts and self._spec is None,
         )
@@ -111,7 +112,12 @@ class _Stage:
     @property
     def tokens(self) -> int:
         """Of a micro-batch on one GPU."""
-        most = int(self.subject.config.train.max_tokens_per_gpu or FEW_TOKENS)
+        gpu, sizes = self.subject.gpu, self.subject.sizes
+        memory = 0 if gpu.processor else gpu.memory
+        most = int(
+            self.subject.config.train.max_tokens_per_gpu
+            or micro_batch_tokens(sizes, memory, fused=False, ranks=self.layout.tp)
+        )
         return max(most, -(-self.subject.lengths.longest // self.layout.cp))
 
     @property
