@@ -21,6 +21,7 @@ from slime_core.clusters.machine import resolve_machine
 from slime_core.context import Context
 from slime_core.failpoints import failpoint
 from slime_core.notices import notices_to
+from slime_core.planning.memory import with_keys
 from slime_core.preemption import StopSignal
 from slime_core.report.metrics import batch_metrics
 from slime_core.report.step_clock import StepClock
@@ -69,7 +70,8 @@ async def run(
     running = plugins.running(Context(config=config, run_dir=report.run_dir.path))
     verification = Verification(verify_step, partial(write_verification, report, verify_step))
     with notices_to(report.note):
-        async with report.watched_live(), cluster(config, plugins, report) as components, running:
+        started = with_keys(config, {"train.lora_load": ""}) if checkpoint is not None else config  # it has adapters
+        async with report.watched_live(), cluster(started, plugins, report) as components, running:
             progress = Progress(config, plugins, report, components, stop or StopSignal())
             await progress.resume(checkpoint, exact=exact)
             while progress.stage < len(progress.stages):

@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from slime_core.config.schema import Config
     from slime_core.planning.footprint import Lengths
     from slime_core.planning.gpus import Gpu
-    from slime_core.planning.memory import LengthsOf, MemoryPlan
+    from slime_core.planning.memory import LengthsOf
     from slime_core.planning.sizes import ModelSizes
     from slime_core.plugins import Plugins
 
 PLAN = "plan.json"
 """Of a run directory."""
+NO_GPU = "no GPU was named and this machine has none: planned for its processors; slime plan --gpu h100 plans for GPUs"
 EPILOG = """\b
   slime plan --plugin rm_math --gpu h100
   slime plan recipe.toml --gpu 4090 --lora-rank 32 --response-tokens 600,2000
@@ -50,7 +51,7 @@ def command(
     as_json: bool,
 ) -> None:
     """Say what a run takes: memory by part and phase, seconds of a step, settings that fit. Starts nothing."""
-    from slime_cli.plan_tables import facts, print_plan
+    from slime_cli.plan_tables import print_plan
 
     run_dir = Path(words[0]).expanduser() if words else None
     if run_dir is not None and (run_dir / "run.json").is_file():
@@ -64,7 +65,7 @@ def command(
         config, lengths = settings.loaded.config, _lengths(response_tokens, prompt_tokens)
         gpu = _gpu(gpu_name, config)
         config, choice = _chosen(config, gpu, lengths)
-        answer = facts(planned(config, gpu, settings.plugins, lengths), gpus or 0)
+        answer = planned(config, gpu, settings.plugins, lengths, gpus or 0)
     finally:
         settings.plugins.close()
     answer["notices"] += [choice] if choice else []
@@ -113,16 +114,21 @@ def _chosen(config: Config, gpu: Gpu, lengths: LengthsOf) -> tuple[Config, str]:
     return with_plan(config, replace(gpu, memory=machine_memory()) if gpu.processor else gpu, lengths)
 
 
-def planned(config: Config, gpu: Gpu, plugins: Plugins, lengths: LengthsOf) -> MemoryPlan:
-    """The plan of a run.
+def planned(config: Config, gpu: Gpu, plugins: Plugins, lengths: LengthsOf, gpus: int = 0) -> dict[str, Any]:
+    """The facts of a run's plan.
 
     Raises:
         ConfigError: CFG05 no model folder.
     """
+    from slime_cli.plan_tables import facts
     from slime_core.planning.memory import fits
     from slime_core.weights.folder import resolve
 
-    return fits(config, resolve(config.rollout.hf_checkpoint), gpu, lengths=lengths, needs=plugins.needs)
+    model = resolve(config.rollout.hf_checkpoint)
+    answer = facts(fits(config, model, gpu, lengths=lengths, needs=plugins.needs), gpus)
+    if gpu.processor and config.cluster.device != "cpu":
+        answer["notices"].append(NO_GPU)
+    return answer
 
 
 def _lengths(response_tokens: str | None = None, prompt_tokens: int | None = None) -> LengthsOf:
@@ -168,9 +174,7 @@ def _stated(text: str) -> dict[str, Any]:
 
 def of_run(config: Config, plugins: Plugins, prompt_tokens: int | None = None) -> dict[str, Any]:
     """The plan of a run on this machine."""
-    from slime_cli.plan_tables import facts
-
-    return facts(planned(config, _gpu(None, config), plugins, _lengths(prompt_tokens=prompt_tokens or None)))
+    return planned(config, _gpu(None, config), plugins, _lengths(prompt_tokens=prompt_tokens or None))
 
 
 def write_plan(config: Config, plugins: Plugins, file: Path) -> None:

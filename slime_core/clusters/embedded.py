@@ -11,6 +11,7 @@ from slime_core.config.stages import rollout_slots
 from slime_core.data.chat import raw_prompt_notices
 from slime_core.engines.local import LocalEngine
 from slime_core.engines.local.slots import SHARE, SHARE_ALONE
+from slime_core.lora.folder import start_notices
 from slime_core.peaks import PhasePeaks
 from slime_core.profile import StepProfile
 from slime_core.weights.folder import ModelFolder
@@ -32,9 +33,9 @@ def open_folder(config: Config) -> ModelFolder:
 
 
 def notices(config: Config, folder: ModelFolder) -> list[str]:
-    """What is unusual about a run's model and how its prompts are read: sentences for people."""
+    """What is unusual about a run's model, its adapters and how its prompts are read: sentences for people."""
     raw = [] if config.data.apply_chat_template else raw_prompt_notices(folder.tokenizer())
-    return [*folder.notices, *raw]
+    return [*folder.notices, *raw, *start_notices(config.train)]
 
 
 def context_len(config: Config, folder: ModelFolder) -> int:

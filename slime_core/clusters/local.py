@@ -270,8 +270,8 @@ async def local_serving(config: Config) -> AsyncIterator[Serving]:
         stack.callback(thread.close)
         engine = await stack.enter_async_context(embedded_engine(config, folder, thread))
         names = config.train.lora_adapters
-        form = base_form(Path(adapters), names) if adapters else BaseForm()
-        if adapters and form.form == "auto" != config.train.base_weights:  # adapters of older runs do not say it
+        form = base_form(Path(adapters), names) if adapters else BaseForm("auto")
+        if not form.form:  # adapters of older runs and other programs do not say it
             form = BaseForm(config.train.base_weights, config.train.dtype)
         tensors = await thread.run(_weights, folder, config.seed, form)
         update = WeightUpdate(version=0, epoch=0, transport="tensors", tensors=tensors)

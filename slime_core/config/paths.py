@@ -86,7 +86,7 @@ def _walk(value: Any, path: KeyPath, change: Callable[[KeyPath, str], str]) -> A
 
 
 def _kind(path: KeyPath) -> str:
-    """``data``, ``model``, ``input``, ``output``, ``program``, ``plugin``, ``function`` or nothing."""
+    """``data``, ``model``, ``input``, ``start``, ``output``, ``program``, ``plugin``, ``function`` or nothing."""
     if len(path) == 2 and path[0] not in KNOWN and path[1] == "python":
         return "program"  # of a backend's own environment
     if not path or path[0] not in KNOWN or "plugin" in path:
@@ -120,7 +120,7 @@ def _absolute(path: KeyPath, text: str, base: Path, models: Mapping[str, type[Ba
         return f"{_join(base, plain)}{part}" if local else text
     if kind == "plugin":
         return plugin_path(text, base)
-    if kind in ("input", "output"):
+    if kind in ("input", "start", "output"):
         return _join(base, text)
     if kind == "program":
         return _join(base, text) if "/" in text else text

@@ -33,6 +33,7 @@ PICKLE = "adapter_model.bin"
 PREFIX = "base_model.model."
 A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 INNER = ".base_layer"
+FEW_BITS = ("nf4", "fp8")
 SHOWN = 5
 OTHER_BASE = "name the adapter's own base model (base_model_name_or_path in its config), or fetch the folder again"
 
@@ -48,24 +49,29 @@ class Factors:
 
 @dataclass(slots=True, frozen=True)
 class BaseForm:
-    """What an adapter was trained on: as `train.base_weights`, and the dtype of compute, empty where not known."""
+    """What an adapter was trained on: as `train.base_weights`, and the dtype of few bits; empty where not known."""
 
-    form: str = "auto"
+    form: str = ""
     dtype: str = ""
 
     def metadata(self) -> dict[str, str]:
-        """Of the header of adapter_model.safetensors, which says it of a base in 4 or 8 bits."""
-        few_bits = {"base_weights": self.form, "dtype": self.dtype} if self.form != "auto" else {}
-        return {"format": "pt"} | few_bits
+        """Of the header of adapter_model.safetensors."""
+        few_bits = {"dtype": self.dtype} if self.form in FEW_BITS else {}
+        return {"format": "pt"} | ({"base_weights": self.form} if self.form else {}) | few_bits
 
 
 def read_base_form(path: Path) -> BaseForm:
-    """What an adapter was trained on, as far as its header says so; TOK46 no file, TOK47 a damaged one."""
+    """What an adapter was trained on, as far as its header says so; TOK46 no file, TOK47 a damaged one.
+
+    Other programs, and slime before it trained on few bits, do not say it.
+    """
     if not (path / WEIGHTS).is_file():
         raise _no_weights(path)
     metadata = read_metadata(path / WEIGHTS)
     form, dtype = metadata.get("base_weights"), metadata.get("dtype")
-    return BaseForm(form, dtype) if form in ("nf4", "fp8") and dtype in ("float32", "bfloat16") else BaseForm()
+    if form == "auto":
+        return BaseForm(form)
+    return BaseForm(form, dtype) if form in FEW_BITS and dtype in ("float32", "bfloat16") else BaseForm()
 
 
 def factors_of(adapters: Adapters, name: str) -> dict[str, Factors]:
@@ -269,6 +275,19 @@ def check_start(train: Any) -> None:
         folder = _folder_of(Path(train.lora_load), name)
         _check_spec(read_spec(folder), spec, folder)
         _header(folder)
+
+
+def start_notices(train: Any) -> list[str]:
+    """Sentences on adapters of ``lora_load`` that were trained on another base than the run's, as far as they say."""
+    names = train.lora_adapters or (DEFAULT,)
+    folders = dict.fromkeys(_folder_of(Path(train.lora_load), name) for name in names) if train.lora_load else ()
+    forms = {folder: read_base_form(folder).form for folder in folders if (folder / WEIGHTS).is_file()}
+    return [
+        f"the adapter {folder} was trained with base_weights = {form}, and starts here with {train.base_weights}: "
+        f"its base has other values; --base-weights {form} is what it was trained on"
+        for folder, form in forms.items()
+        if form and form != train.base_weights
+    ]
 
 
 def _folder_of(path: Path, name: str) -> Path:

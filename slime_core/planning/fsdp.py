@@ -62,6 +62,14 @@ def quantised_numbers(sizes: ModelSizes) -> int:
     return sum(weight.count for weight in quantised_weights(sizes))
 
 
+def published_bytes(sizes: ModelSizes, train: Any, itemsize: int) -> int:
+    """Bytes of a weight update: all weights, or adapters alone, in float32."""
+    spec = LoraSpec.of(train)
+    if spec is not None and train.lora_sync == "adapter":
+        return 4 * max(1, len(train.lora_adapters)) * sizes.adapter_numbers(spec)
+    return itemsize * sizes.parameters
+
+
 def gathered_layer(sizes: ModelSizes, train: Any, itemsize: int) -> int:
     """Bytes of the largest layer on a rank that has gathered it: a quantised base as it is stored, and adapters."""
     spec, stored = LoraSpec.of(train), stored_bytes(sizes, train, itemsize) or itemsize
@@ -138,16 +146,10 @@ class _Fsdp:
             recomputed=self.recomputed / self.sizes.layers,
             host={name: size for name, size in host.items() if size},
             moved=2 * offloaded if on_host else 0,
-            publish=self._published(),
+            publish=published_bytes(self.sizes, self.train, self.subject.itemsize),
             live=self.alone,
             exact=self.sizes.exact and self.fused and not self.gpu.processor,
         )
-
-    def _published(self) -> int:
-        """Bytes of an update: all weights, or adapters alone."""
-        if self.spec is not None and self.train.lora_sync == "adapter":
-            return 4 * self.learning * self.shards
-        return self.subject.itemsize * self.sizes.parameters
 
     def _base(self) -> int:
         """Bytes of a frozen base: linear layers and experts may be quantised."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,8 +84,28 @@ class BaseChecksums:
             self.checked = True
 
 
-def compare(was: Sums, now: Sums, where: str, fix: str = SAME_FOLDER) -> None:
+def compare_saved(path: Path, state: Mapping[str, Any], worker: Any) -> None:
+    """Refuse a worker's base where it is not that of a checkpoint.
+
+    Args:
+        path: of the trainer's files
+        state: that the trainer stored beside them; older ones do not say base_weights
+
+    Raises:
+        TrainerError: TRN116. StorageError: STO112.
+    """
+    values = {key: (state.get(key), getattr(worker.train, key)) for key in ("dtype", "base_weights")}
+    changed = {key: pair for key, pair in values.items() if pair[0] not in (None, pair[1])}
+    reason = "".join(f"{key} was {was} and is {now}; " for key, (was, now) in changed.items())
+    fix = " ".join(f"--{key.replace('_', '-')} {was}" for key, (was, _) in changed.items())
+    compare(read(path), worker.base.sums, str(worker.folder.path), fix or SAME_FOLDER, reason)
+
+
+def compare(was: Sums, now: Sums, where: str, fix: str = SAME_FOLDER, reason: str = "") -> None:
     """Refuse a base that is not what it was.
+
+    Args:
+        reason: what is known of it, before the names of tensors
 
     Raises:
         TrainerError: TRN116 with the first tensors that differ.
@@ -95,7 +116,8 @@ def compare(was: Sums, now: Sums, where: str, fix: str = SAME_FOLDER) -> None:
             f"{len(names)} of {len(was)} tensors of the base model are not what the run started with",
             code="TRN116",
             where=where,
-            why=f"{', '.join(names[:SHOWN])}: adapters are of the base that they were trained on, which never changes",
+            why=f"{reason}{', '.join(names[:SHOWN])}: "
+            "adapters are of the base that they were trained on, which never changes",
             fix=fix,
         )
 

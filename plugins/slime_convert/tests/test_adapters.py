@@ -95,7 +95,7 @@ def test_an_adapter_without_its_base_or_of_another_is_refused(tmp_path):
     assert not (tmp_path / "merged").exists()
 
 
-def test_the_command_merges_in_another_dtype(cli, tmp_path):
+def test_the_command_merges_in_another_dtype_and_says_into_which_base(cli, tmp_path):
     adapted(tmp_path, *CASES["dense"], torch.bfloat16)
     words = ("convert", "adapter-to-hf", tmp_path / "adapter", tmp_path / "merged", "--dtype", "float32", "--json")
     done = cli(*words)
@@ -104,3 +104,9 @@ def test_the_command_merges_in_another_dtype(cli, tmp_path):
     assert {tensor.dtype for tensor in load_file(tmp_path / "merged" / "model.safetensors").values()} == {
         torch.float32
     }
+    assert (
+        f"does not say what base it was trained on: it is merged into the weights as {tmp_path / 'base'}" in done.err
+    )
+    assert "--base-weights nf4" in done.err
+    stated = cli(*words, "--force", "--base-weights", "auto")
+    assert (stated.code, "does not say" in stated.err) == (0, False)

@@ -81,12 +81,15 @@ def test_two_adapters_are_planned_with_twice_the_bytes_of_one():
         lora = ["--lora-rank", "32", "--lora-sync", "adapter", f"train.lora_adapters={names}"]
         config, lengths = policy_step(8192, 4, "--train-backend", "megatron", *lora)
         trainer = fits(config, QWEN3_4B, gpu_of("h200"), lengths=lengths).trainer
-        return {name: size for moment in trainer.moments for name, size in moment.bytes.items()}
+        return {name: size for moment in trainer.moments for name, size in moment.bytes.items()} | {
+            "weight update": trainer.publish
+        }
 
     one, two = planned(["solver"]), planned(["solver", "critic"])
     for name in ("adapters", "gradients", "optimizer"):
         assert two[name] == 2 * one[name] > 0
     assert two["base"] == one["base"]
+    assert two["weight update"] == two["adapters"]
 
 
 def test_a_teacher_is_divided_as_the_policy_is(tmp_path):

@@ -58,7 +58,7 @@ def key(
     text: str,
     resume: ResumeClass | None = None,
     *,
-    path: Literal["", "data", "model", "function", "input", "output"] = "",
+    path: Literal["", "data", "model", "function", "input", "start", "output"] = "",
     reader: Reader | None = None,
     switch: str = "",
     once: bool = False,
@@ -69,7 +69,8 @@ def key(
 
     Args:
         resume: how a resumed run treats a change; None for keys of a task, which have the class of their array.
-        path: what a local path leads to; it must exist, except for an output. Keys named ``*_path`` name functions.
+        path: what a local path leads to; it must exist, but for an output; a start is looked at when a fresh
+            run begins. Keys named ``*_path`` name functions.
         reader: the only reader.
         switch: the key of the same section without which this one does nothing.
         once: whether it belongs to what is built once a run, so that stages cannot change it.

@@ -47,7 +47,7 @@ class LoraKeys(Section):
     base_weights: Literal["auto", "fp8", "nf4"] = of_lora(
         "auto", "The frozen base of adapters: in the dtype of compute, in fp8 blocks, or in 4 bits (QLoRA).", KIND
     )
-    lora_load: str = of_lora("", "Adapter folder to start from, in peft's format.", MODEL, path="input")
+    lora_load: str = of_lora("", "Adapter folder to start from, in peft's format.", MODEL, path="start")
     lora_sync: Literal["merged", "adapter"] = of_lora(
         "merged", "What engines get: whole weights with adapters merged, or adapters alone.", MACHINE
     )

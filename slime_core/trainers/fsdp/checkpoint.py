@@ -284,9 +284,7 @@ def _check_kind(worker: Worker, state: Mapping[str, Any], path: Path) -> None:
             fix=f"--lora-rank {state['lora']['r'] if saved else 0}, as the run had it",
         )
     if saved:
-        sums, dtype = base_checksums.read(path), str(worker.dtype).removeprefix("torch.")
-        fix = f"--dtype {state['dtype']}" if state["dtype"] != dtype else base_checksums.SAME_FOLDER
-        base_checksums.compare(sums, worker.base.sums, str(worker.folder.path), fix)
+        base_checksums.compare_saved(path, state, worker)
 
 
 def _steps(state: Mapping[str, Any]) -> dict[str, int]:

@@ -151,6 +151,9 @@ def test_conversions_merge_into_the_base_that_the_run_trained_on(folder, family,
     assert all(torch.equal(tensor, final[name]) for name, tensor in saved.items())
     fsdp_to_adapter(tmp_path / "state", tmp_path / "taken", base, How())
     if form == "auto":
+        notes = []
+        adapter_to_hf(tmp_path / "taken", tmp_path / "merged", base, How(note=notes.append))
+        assert not notes
         return
     for adapter in ("taken", "final/adapter"):
         adapter_to_hf(tmp_path / adapter, tmp_path / "merged", base, How(force=True, dtype=dtype))

@@ -93,12 +93,16 @@ def test_a_save_right_after_the_start_and_one_of_an_offloaded_trainer_have_the_s
     assert (tmp_path / "state" / "base.json").read_bytes() == (tmp_path / "start" / "base.json").read_bytes()
 
 
-def test_a_base_in_another_dtype_says_which_it_was(bench, tmp_path):
-    one = after_a_step(bench, dtype="bfloat16")
+@pytest.mark.parametrize(
+    ("key", "was", "now"), [("dtype", "bfloat16", "float32"), ("base_weights", "nf4", "auto")], ids=["dtype", "bits"]
+)
+def test_a_base_in_another_form_says_which_it_was(bench, tmp_path, key, was, now):
+    one = after_a_step(bench, **{key: was})
     one.call("save", tmp_path / "state")
     with pytest.raises(TrainerError, match="tensors of the base model") as raised:
         bench(**LORA).call("restore", tmp_path / "state")
-    assert raised.value.fix == "--dtype bfloat16"
+    assert raised.value.fix == f"--{key.replace('_', '-')} {was}"
+    assert raised.value.why.startswith(f"{key} was {was} and is {now}; ")
 
 
 def test_a_resume_with_another_base_is_refused_with_the_tensor_that_differs(bench, tmp_path):

@@ -78,8 +78,13 @@ def adapter_to_hf(adapter: Path, target: Path, base: Path | None, how: How, form
     model = AdaptedModel.of(folder, spec)
     factors = read_factors(adapter, factors_of(model.adapters, DEFAULT))
     trained_on = read_base_form(adapter)
+    if not (form or trained_on.form):
+        how.note(
+            f"{adapter} does not say what base it was trained on: it is merged into the weights as {folder} has them; "
+            "where it was trained on 4 or 8 bits: --base-weights nf4   or   --base-weights fp8"
+        )
     dtype = getattr(torch, trained_on.dtype) if trained_on.dtype else None
-    trained = TrainedBase(model, form or trained_on.form, dtype, how.workers)
+    trained = TrainedBase(model, form or trained_on.form or "auto", dtype, how.workers)
     return merge("adapter-to-hf", trained, factors, {adapter / CONFIG, adapter / WEIGHTS}, target, how)
 
 

@@ -15,7 +15,7 @@ from slime_core.lora.spec import LoraSpec
 from slime_core.planning.activations import TokenCosts, head_bytes, spread_of
 from slime_core.planning.batch import BatchPlan, PackSize
 from slime_core.planning.footprint import Moment, Subject, TrainerFootprint
-from slime_core.planning.fsdp import micro_batch_tokens, quantised_weights, stored_bytes
+from slime_core.planning.fsdp import micro_batch_tokens, published_bytes, quantised_weights, stored_bytes
 from slime_core.planning.vision import VisionSizes
 from slime_megatron.layout import Layout, check
 from slime_megatron.settings import VOCABULARY_MULTIPLE
@@ -105,7 +105,7 @@ class _Stage:
             host={"optimizer": host} if host else {},
             moved=2 * host,
             launch=LAUNCH,
-            publish=self.subject.itemsize * self.subject.sizes.parameters,
+            publish=published_bytes(self.subject.sizes, self.subject.config.train, self.subject.itemsize),
             exact=self.subject.sizes.exact and not self.subject.sizes.layer.experts and self._spec is None,
         )
 

@@ -106,9 +106,7 @@ def _read(
             raise TrainerError("the checkpoint holds no critic", code="TRN108", where=str(path))
     _check_fit(path, folder, models)
     if worker.base.sums:
-        dtype = state["dtype"]
-        fix = f"--dtype {dtype}" if dtype != worker.train.dtype else base_checksums.SAME_FOLDER
-        base_checksums.compare(base_checksums.read(path), worker.base.sums, str(worker.folder.path), fix)
+        base_checksums.compare_saved(path, state, worker)
     with _as_storage(path):
         states = [_read_model(one, folder, int(state[counter(one)])) for one in models]
         reference: Values | None = None
