@@ -205,7 +205,7 @@ def test_the_shipped_files_are_those_that_the_generator_writes(tmp_path):
 
 @pytest.mark.system
 def test_a_short_run_uses_the_tools_and_is_judged(train):
-    run = train(HERE / "recipe.toml", "stage.warmup.num_rollout=20", "stage.grpo.num_rollout=2", "eval.eval_tasks=[]")
+    run = train(HERE / "recipe.toml", "stage.warmup.num_rollout=10", "stage.grpo.num_rollout=2", "eval.eval_tasks=[]")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [row["metrics"] for row in rows if row["kind"] == "step" and row["stage"] == "grpo"]
     assert len(steps) == 2

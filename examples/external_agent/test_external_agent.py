@@ -12,7 +12,7 @@ from slime_core.ledger.ledger import SqliteLedger
 
 HERE = Path(__file__).parent
 SHORT = (
-    "stage.warmup.num_rollout=20",
+    "stage.warmup.num_rollout=10",
     "stage.grpo.num_rollout=2",
     "stage.grpo.rollout_batch_size=2",
     "eval.eval_tasks=[]",

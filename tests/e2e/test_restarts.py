@@ -5,7 +5,6 @@ Everything is real: ranks and engines in processes of their own, killed from wit
 
 import json
 import re
-import uuid
 
 import pytest
 from ray_nodes import ray_cluster
@@ -30,12 +29,14 @@ calls, obeyed = count(1), []
 
 
 def processes(mark, words=""):
-    """Those of these words in whose environment the mark is; the oldest first."""
+    """Those of these words, or with an output so called, that have the mark in their environment or output; the oldest first."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
+            out = os.readlink(entry / "fd" / "1")
             line = (entry / "cmdline").read_bytes().decode().replace("\\0", " ")
-            if words in line and mark in (entry / "environ").read_bytes().decode(errors="replace"):
+            marks = out + (entry / "environ").read_bytes().decode(errors="replace")
+            if words in line + out and mark in marks:
                 found.append(int(entry.name))
         except OSError:
             continue
@@ -44,7 +45,7 @@ def processes(mark, words=""):
 
 def of_this_run(words):
     """The first process of these words that was started by a process of the run, on Ray or not."""
-    return processes(f"SLIME_TEST_RUN={os.environ['SLIME_TEST_RUN']}", words)[0]
+    return processes(os.environ["SLIME_TEST_RUN"], words)[0]
 
 
 def node_of(cluster, words):
@@ -70,9 +71,9 @@ def reward(args, sample, **kw):
 
 
 def kill_a_rank(args, rollout_id, rollout_data):
-    os.kill(of_this_run("slime_core.clusters.ranks"), signal.SIGKILL)
+    os.kill(of_this_run("log/rank-"), signal.SIGKILL)
 '''
-RANK, ENGINE = "slime_core.clusters.ranks", "slime_core.clusters.engine_process"
+RANK, ENGINE = "log/rank-", "log/engine"
 RANKS = ("--actor-num-gpus-per-node", 2)
 AHEAD = ("--no-colocate", "--max-staleness", 1, "--async-schedule", "lockstep")
 
@@ -97,7 +98,7 @@ def run(work, forked_slime):
             *("--device", "cpu", "--cpu-threads", 1, "--run-dir", work / name),
             "--no-async-save",  # what the second step saved is there before the third begins, in which a process is killed
         ]
-        return forked_slime("run", *given, *flags, timeout=280, SLIME_TEST_RUN=uuid.uuid4().hex, **env), work / name
+        return forked_slime("run", *given, *flags, timeout=280, SLIME_TEST_RUN=str(work / name), **env), work / name
 
     return run
 
@@ -241,7 +242,7 @@ HOST = "ray::Host"
 def test_on_ray_a_part_that_is_killed_is_no_end(run, other, words, told):
     """`max_restarts` says nothing: on Ray it is 3. The samples and weights are those of one machine."""
     pytest.importorskip("ray", reason="not proven: Ray is not installed")
-    done, path = run(f"ray-{words[-4:]}", *RAY, orders=[f"15 SIGKILL {words}"])
+    done, path = run("ray-" + re.sub(r"\W", "", words), *RAY, orders=[f"15 SIGKILL {words}"])
     assert done.returncode == 0, done.stderr
     assert "RESTART 1 of 3 in 2 s" in done.stderr
     (row,) = restarts(path)

@@ -7,7 +7,7 @@ standard input. Requests, and what answers them, are lines of JSON:
      "failpoint": "NAME:NTH=kill", "seconds": 1.2, "names": "FILE"}
     {"scripts": [["rank.py", "0"], ["rank.py", "1"]], "log": "...", "env": {...}, "path": [...], "hung": 240}
     -> {"code": -9, "seconds": 0.8, "left": []}
-    {"module": "NAME", "log": "...", "env": {...}, "folder": "..."}, and beside it a socket
+    {"module": "NAME", "log": "...", "env": {...}, "path": [...], "folder": "..."}, and beside it sockets
     -> {"pid": 17}, then {"code": 0}
 
 The child is `slime ARGS` from its first line on; what it is spared is the four seconds of imports, and four more where
@@ -16,7 +16,8 @@ TORCH_COMPILE_DISABLE=0. Its stderr is
 ``log``, its stdout too where ``out`` names no other file; ``env`` and ``path`` are variables and folders to import
 from beside those of this process. ``seconds`` kills it then, after ``hung`` seconds it hangs, ``names`` gets how often
 it came to each failpoint. ``scripts`` run at the same time, each in a process of its own; the code is 1 where one
-fails. ``module`` is a program that a channel would start, with the other end of its socket and all of its environment.
+fails. ``module`` is a program that a channel would start, with the other end of its sockets and all of its
+environment; it is killed where the connection ends. `slime` of ``args`` has its ranks and engines forked so.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ def child(request: dict[str, Any]) -> None:
 
     os.chdir(request["cwd"])
     take(request)
+    import_module("forked_channel").fork_channels()
     recorder = Recorder()
     failpoints.arm(request.get("failpoint") or os.environ.get("SLIME_FAILPOINT", ""))
     if request.get("names"):
@@ -148,18 +150,25 @@ def fork_script(words: list[str]) -> int:
         os._exit(code)
 
 
-def become(request: dict[str, Any], calls: int) -> None:
-    """In the fork: the program that a channel would start."""
+def become(request: dict[str, Any], fds: list[int]) -> None:
+    """In the fork: the program that a channel would start, after what Python does at its start."""
+    from slime_core import failpoints
+
     code: object = 1
     try:
         os.setpgid(0, 0)
-        os.environ.clear()
-        take(request)
+        os.chdir(request["folder"])
         log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        os.chdir(request["folder"])
-        sys.argv = [request["module"], str(calls), str(os.getppid())]
+        os.environ.clear()
+        take(request)
+        failpoints.arm(os.environ.get("SLIME_FAILPOINT", ""))
+        sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        with suppress(ImportError):
+            sys.modules.pop("sitecustomize", None)
+            import_module("sitecustomize")
+        sys.argv = [request["module"], *map(str, fds), str(os.getppid())]
         runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as error:
@@ -189,9 +198,13 @@ def answer(connection: socket.socket) -> None:
             pid = os.fork()
             if not pid:
                 connection.close()
-                become(request, text[1][0])
-            os.close(text[1][0])
+                become(request, text[1])
+            for fd in text[1]:
+                os.close(fd)
             say(pid=pid)
+            ends = [os.pidfd_open(pid), connection]
+            if connection in select.select(ends, [], [])[0]:
+                break  # the child is killed at the death of its parent
             say(code=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
             continue
         kill = Kill(seconds=request["seconds"]) if request.get("seconds") else None
@@ -208,7 +221,7 @@ def receive(connection: socket.socket) -> tuple[str, list[int]] | None:
     """A line, and the files sent beside it; None at the end."""
     text, files = b"", list[int]()
     while not text.endswith(b"\n"):
-        data, fds, *_ = socket.recv_fds(connection, 1 << 16, 1)
+        data, fds, *_ = socket.recv_fds(connection, 1 << 16, 8)
         if not data:
             return None
         text, files = text + data, files + fds

@@ -18,11 +18,14 @@ from slime_core.trainers.fsdp import FsdpTrainer
 from slime_core.types import Batch
 from slime_core.weights.folder import ModelFolder
 
+OF_RANKS = ("clip", "tis", "lora_dropout")
+
 
 def verify_rank(folder, out, rank, world):
     """Write ``SETTING.safetensors`` into ``out``; every rank fails where the slow way finds another gradient."""
     thread, trainer = TorchThread(1), None
-    for case, train in splits.SETTINGS.items():
+    for case in OF_RANKS:
+        train = splits.SETTINGS[case]
         shared = {"context_parallel_size": 2} if case == "lora_dropout" and world > 1 else {}
         config = made.config_of(folder, max_tokens_per_gpu=40, **train, **shared)
         if trainer is None or case.startswith("lora"):
@@ -49,7 +52,7 @@ def verify_rank(folder, out, rank, world):
 
 
 TOLERANCE = 3e-5  # float32, of the largest entry of each gradient
-drawn = settings(deadline=None, derandomize=True, max_examples=8)
+drawn = settings(deadline=None, derandomize=True, max_examples=5)
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +158,7 @@ def test_ranks_change_nothing_and_each_step_agrees_with_the_slow_way(
 ):
     ranks = [[__file__, folder, tmp_path, rank, world] for rank in range(world)]
     zygote.together(tmp_path_factory.mktemp("said"), ranks)
-    for case in splits.SETTINGS:
+    for case in OF_RANKS:
         want, got = (load_file(str(out / f"{case}.safetensors")) for out in (alone, tmp_path))
         assert got.keys() == want.keys()
         for name, tensor in want.items():

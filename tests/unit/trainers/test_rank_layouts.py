@@ -44,7 +44,7 @@ BY_DAY = {  # what a layout trains by; at night by every algorithm
     "context_of_4": ("gspo",),
     "context_and_copies": ("ppo",),
     "tensor_and_context": ("ppo",),
-    "tensor_and_copies": ("ppo",),
+    "tensor_and_copies": (),
     "copies": (),
 }
 TERMS = {"kl_loss_coef": 0.05, "entropy_coef": 0.01, "max_tokens_per_gpu": 30, "num_steps_per_rollout": 2}
@@ -59,18 +59,18 @@ SHARED = [0, 3, 7, 9, 14], [-1, 0, 0, -1]  # bounds of a pack's segments, and th
 
 def cases_of(layout, nightly):
     """Names of what a layout trains by."""
-    return CASES if nightly else BY_DAY.get(layout, CASES)
+    return CASES if nightly else BY_DAY[layout]
 
 
 def layouts_of(world, nightly):
-    """Names of the layouts of ``world`` ranks that train."""
-    return [name for name in LAYOUTS[world] if cases_of(name, nightly)]
+    """The layouts of ``world`` ranks that train, and by what."""
+    return {name: cases for name in LAYOUTS[world] if (cases := cases_of(name, nightly))}
 
 
-def rank_layouts(folder, teacher, out, nightly, rank, world):
+def rank_layouts(folder, teacher, out, layouts, rank, world):
     """Write what each layout computes by each algorithm, ``LAYOUT-CASE.safetensors``, and what it saves."""
     thread = TorchThread(1)
-    for layout in layouts_of(world, nightly):
+    for layout, cases in layouts.items():
         sizes = LAYOUTS[world][layout]
         train = {**TERMS, **sizes, "lr": 0.0, "critic_lr": 0.0, "teacher_load": str(teacher)}
         config = made.config_of(folder, **train)
@@ -80,12 +80,13 @@ def rank_layouts(folder, teacher, out, nightly, rank, world):
         )  # fmt: skip
         worker = trainer._worker
         thread.call(check_exchange, worker)
-        for case in cases_of(layout, nightly):
+        for case in cases:
             stage = made.config_of(folder, **{**train, **CASES[case]})
             rows = thread.call(numbers_of, worker, stage)
             if rank == 0:
                 save_file(rows, str(Path(out) / f"{layout}-{case}.safetensors"))
-        thread.call(save_and_resume, worker, made.config_of(folder, **TERMS, **sizes), Path(out), layout)
+        if not (out / f"{layout}-fingerprint").exists():
+            thread.call(save_and_resume, worker, made.config_of(folder, **TERMS, **sizes), Path(out), layout)
     thread.close()
 
 
@@ -211,9 +212,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def out(models, tmp_path_factory):
-    place = tmp_path_factory.mktemp("out")
-    rank_layouts(*models, place, False, 0, 1)
-    return place
+    return tmp_path_factory.mktemp("out")
 
 
 @pytest.fixture(
@@ -228,6 +227,8 @@ def out(models, tmp_path_factory):
 )
 def together(request, models, out, zygote, tmp_path_factory):
     world, nightly = request.param
+    cases = {case for cases in layouts_of(world, nightly).values() for case in cases}
+    rank_layouts(*models, out, {"one": [c for c in cases if not (out / f"one-{c}.safetensors").exists()]}, 0, 1)
     ranks = [[__file__, *models, out, int(nightly), rank, world] for rank in range(world)]
     (out / "meet").unlink(missing_ok=True)
     zygote.together(tmp_path_factory.mktemp("said"), ranks)
@@ -236,8 +237,8 @@ def together(request, models, out, zygote, tmp_path_factory):
 
 def test_layouts_score_and_train_as_one_rank_by_every_algorithm(out, together):
     world, nightly = together
-    for layout in layouts_of(world, nightly):
-        for case in cases_of(layout, nightly):
+    for layout, cases in layouts_of(world, nightly).items():
+        for case in cases:
             one, many = (load_file(str(out / f"{name}-{case}.safetensors")) for name in ("one", layout))
             assert one.keys() == many.keys(), case
             for name, want in one.items():
@@ -282,4 +283,4 @@ if __name__ == "__main__":
     if len(places) == 2:
         verify_families(*map(Path, places), int(rank_), int(world_))
     else:
-        rank_layouts(*map(Path, places[:3]), places[3] == "1", int(rank_), int(world_))
+        rank_layouts(*map(Path, places[:3]), layouts_of(int(world_), places[3] == "1"), int(rank_), int(world_))
