@@ -28,7 +28,6 @@ import os
 import pkgutil
 import runpy
 import select
-import signal
 import socket
 import sys
 import traceback
@@ -232,11 +231,12 @@ def serve(listener: socket.socket) -> None:
     """Fork a server for each connection, until standard input ends."""
     import_all()
     gc.freeze()  # a child's collections leave alone what it shares with this process
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
         connection, _ = listener.accept()
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:  # servers whose connections have ended
+                pass
         if not os.fork():
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             listener.close()
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             answer(connection)

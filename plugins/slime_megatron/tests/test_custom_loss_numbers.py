@@ -67,6 +67,10 @@ KEYS = {
 PATHS = {"none": (), "loss": ("loss",), "tis": ("tis",), "reducer": ("reducer",), "advantage": ("advantage",)}
 PATHS |= {"tis and reducer": ("tis", "reducer")}
 CASES = [(name, tis, mean) for name in PATHS for tis in (False, True) for mean in ("rollout_mean", "token_mean")]
+MEANS = ("none", "tis and reducer")
+BY_DAY = [case for case in CASES if case[2] == "rollout_mean" or (case[0] in MEANS and case[1])]
+"""The mean of all tokens in what the trainer reduces, and in what a function does; at night everything."""
+NIGHT = pytest.mark.nightly
 COMMON = {"eps_clip": 0.2, "eps_clip_high": 0.28, "tis_clip": 1.1, "kl_loss_coef": 0.05, "kl_loss_type": "k3"}
 
 
@@ -173,9 +177,10 @@ def agree(errors):
         assert max(error["loss_error"], error["gradient_error"]) < 1e-5, (case, error)
 
 
-def test_fsdp_trains_on_what_the_formulas_say(place):
+@pytest.mark.parametrize("cases", [BY_DAY, pytest.param(CASES, marks=NIGHT)], ids=["day", "night"])
+def test_fsdp_trains_on_what_the_formulas_say(place, cases):
     bench, errors = Bench(place / "model", **train_of(CASES[0], place)), {}
-    for case in CASES:
+    for case in cases:
         config = bench.config.model_copy(
             update={"train": type(bench.config.train)(dtype="float32", lr=1e-3, **train_of(case, place))}
         )
@@ -185,23 +190,27 @@ def test_fsdp_trains_on_what_the_formulas_say(place):
     agree(errors)
     losses = {tuple(json.loads(case)): error["loss"] for case, error in errors.items()}
     for name in PATHS:
-        for mean in ("rollout_mean", "token_mean"):
-            same = losses[name, False, mean] == losses[name, True, mean]
-            assert same == (name == "loss" or "tis" in PATHS[name]), "use_tis counts unless a function replaces it"
+        same = losses[name, False, "rollout_mean"] == losses[name, True, "rollout_mean"]
+        assert same == (name == "loss" or "tis" in PATHS[name]), "use_tis counts unless a function replaces it"
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.nightly), 2])
-def test_megatron_trains_on_what_the_formulas_say_at_each_context_parallel_size(place, zygote, tmp_path, size):
-    for errors in run_ranks(zygote, tmp_path, measured, size, tmp_path, str(place), size):
+@pytest.mark.parametrize(
+    ("size", "cases"),
+    [(2, BY_DAY), pytest.param(1, CASES, marks=NIGHT), pytest.param(2, CASES, marks=NIGHT)],
+    ids=["2", "1, night", "2, night"],
+)
+def test_megatron_trains_on_what_the_formulas_say_at_each_context_parallel_size(place, zygote, tmp_path, size, cases):
+    half = [case for case in cases if cases is CASES or case[1]]
+    for errors in run_ranks(zygote, tmp_path, measured, size, tmp_path, str(place), size, half):
         agree(errors)
 
 
-def measured(rank, root, place, size):
-    """Errors of half of the cases, by their JSON: each function with and without ``use_tis``."""
+def measured(rank, root, place, size, cases):
+    """Errors of the cases, by their JSON."""
     place, errors = Path(place), {}
     megatron = {"context_parallel_size": size}
     worker = make_worker(config_of(place / "model", megatron), rank, size, root / "meeting")
-    for case in [case for case in CASES if case[1] == (case[2] == "rollout_mean")]:
+    for case in cases:
         config = config_of(place / "model", megatron, **train_of(case, place))
         worker.plugins = load_plugins(config)
         worker.begin(config)

@@ -33,65 +33,71 @@ OFFLOADS = {
 }
 
 
+BY_DAY = [("tensor", ["all"]), ("experts", ["half"])]
+NIGHT = [(layout, [*OFFLOADS]) for layout in LAYOUTS]
+
+
 @pytest.fixture(
     scope="module",
-    params=[pytest.param("data", marks=pytest.mark.nightly), *(name for name in LAYOUTS if name != "data")],
+    params=[*BY_DAY, *(pytest.param(one, marks=pytest.mark.nightly) for one in NIGHT)],
+    ids=lambda one: "-".join([one[0], *one[1]]),
 )
 def ranks(request, zygote, tmp_path_factory):
     """What both ranks of a layout found, by dtype."""
     root = tmp_path_factory.mktemp("root")
-    name, dtypes, flags = LAYOUTS[request.param]
+    layout, cases = request.param
+    name, dtypes, flags = LAYOUTS[layout]
     (tiny_model if name == "dense" else mixture)(root / name)
-    found = run_ranks(zygote, tmp_path_factory.mktemp("said"), with_and_without, 2, root, name, dtypes, flags)
+    found = run_ranks(zygote, tmp_path_factory.mktemp("said"), with_and_without, 2, root, name, dtypes, flags, cases)
     shutil.rmtree(root)
     return [one for rank in found for one in rank]
 
 
-@pytest.mark.parametrize("case", OFFLOADS)
-def test_steps_are_those_of_an_optimizer_on_the_device(ranks, case):
-    for found in ranks:
-        one = found["cases"][case]
+@pytest.fixture
+def answers(ranks):
+    """What each rank found in each dtype: the name of a case, its answers, and what all cases share."""
+    return [(case, one, found) for found in ranks for case, one in found["cases"].items()]
+
+
+def test_steps_are_those_of_an_optimizer_on_the_device(answers):
+    for case, one, found in answers:
         assert found["moved"] > 1e-3
         assert all(found["clipped"])
-        assert one["near"] < 1e-6
-        assert one["second"] == [True, True]
-        assert one["third"] == [True, True]
+        assert one["near"] < 1e-6, case
+        assert one["second"] == [True, True], case
+        assert one["third"] == [True, True], case
 
 
-@pytest.mark.parametrize("case", OFFLOADS)
-def test_published_tensors_are_the_updated_weights(ranks, case):
-    for found in ranks:
-        assert all(found["cases"][case]["published"])
-    assert len(ranks[0]["cases"][case]["published"]) > 10
+def test_published_tensors_are_the_updated_weights(answers):
+    for case, one, _ in answers:
+        assert all(one["published"]), case
+    assert len(answers[0][1]["published"]) > 10
 
 
-def test_the_share_that_is_asked_for_is_in_main_memory(ranks):
-    for found in ranks:
-        for case in OFFLOADS:
-            there, here = found["cases"][case]["placed"]
-            if case == "half":
-                assert 0.4 < there / (there + here) < 0.9
-            else:
-                assert there
-                assert not here
+def test_the_share_that_is_asked_for_is_in_main_memory(answers):
+    for case, one, _ in answers:
+        there, here = one["placed"]
+        if case == "half":
+            assert 0.4 < there / (there + here) < 0.9
+        else:
+            assert there
+            assert not here
 
 
-@pytest.mark.parametrize("case", OFFLOADS)
 @pytest.mark.parametrize("way", ["loads", "fresh", "back"])
-def test_checkpoints_of_either_kind_go_on_with_the_other(ranks, case, way):
-    for found in ranks:
-        assert found["cases"][case][way] == [True, True, True]
+def test_checkpoints_of_either_kind_go_on_with_the_other(answers, way):
+    for case, one, _ in answers:
+        assert one[way] == [True, True, True], case
 
 
-@pytest.mark.parametrize("case", OFFLOADS)
-def test_all_state_goes_away_and_comes_back(ranks, case):
-    for found in ranks:
-        assert found["cases"][case]["parked"] == [0, True]
+def test_all_state_goes_away_and_comes_back(answers):
+    for case, one, _ in answers:
+        assert one["parked"] == [0, True], case
 
 
-def with_and_without(rank, root, name, dtypes, flags):
+def with_and_without(rank, root, name, dtypes, flags, cases):
     """What this rank found in each dtype."""
-    return [steps_and_checkpoints(root, name, rank, flags, dtype) for dtype in dtypes]
+    return [steps_and_checkpoints(root, name, rank, flags, dtype, cases) for dtype in dtypes]
 
 
 class MainMemory(TorchFunctionMode):
@@ -164,7 +170,7 @@ def go_on(ranks, path, after, states, third):
     return [*found, equal(weights(ranks.worker), third)]
 
 
-def steps_and_checkpoints(root, name, rank, megatron, dtype):
+def steps_and_checkpoints(root, name, rank, megatron, dtype, cases):
     """Steps with and without, and checkpoints of either that the other goes on from."""
     train = TRAIN | {"dtype": dtype} | (PPO if name == "dense" else {})
     plain, moved = (Ranks(root, name, megatron, rank, 2, f"meet-{dtype}", **train) for _ in range(2))
@@ -180,7 +186,8 @@ def steps_and_checkpoints(root, name, rank, megatron, dtype):
     metrics.append(plain.worker.step(plain.batch))
     third, published = weights(plain.worker), plain.worker.publish(1).tensors
     found = {"moved": furthest(first, after), "clipped": [one["grad_norm"] > 0.05 for one in metrics], "cases": {}}
-    for case, flags in OFFLOADS.items():
+    for case in cases:
+        flags = OFFLOADS[case]
         moved.worker.restore(start)
         offload(moved, **flags)
         mine = [moved.worker.step(moved.batch)]

@@ -27,6 +27,8 @@ LAYOUTS = {  # ranks, flags, families
     "context": (2, {"context_parallel_size": 2, "use_distributed_optimizer": False}, ("mimo", "deepseek_v3")),
     "expert": (2, {"expert_model_parallel_size": 2, "use_distributed_optimizer": False}, ("glm4_moe",)),
 }
+RARE = ("one", "pipeline")
+"""Layouts whose parts other layouts prove one by one."""
 OWN = {  # tensors beside those of a decoder layer
     "deepseek_v3": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
     "mimo": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
@@ -290,7 +292,9 @@ def models(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.nightly] * (name in RARE)) for name in LAYOUTS]
+)
 def test_its_loss_and_gradients_are_those_of_transformers_and_the_model_has_only_its_own(
     models, zygote, tmp_path, layout
 ):

@@ -44,6 +44,8 @@ LARGER = {
 }
 """Layouts that are held against the other backend alone; what the others prove beside that does not depend on them."""
 EXPERTS = {"one": (1, {}), "expert": (2, {"expert_model_parallel_size": 2})}
+BY_DAY = ("data", "expert")
+"""What the suite runs of these two."""
 ROLES = frozenset({"policy", "reference", "teacher", "values"})
 FIRST = {
     "advantage_estimator": "ppo",
@@ -276,7 +278,7 @@ def test_models_that_do_not_fit_are_refused(ranks, layout):
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.nightly] * (name != "data")) for name in LARGER]
+    "layout", [pytest.param(name, marks=[pytest.mark.nightly] * (name not in BY_DAY)) for name in LARGER]
 )
 def test_on_more_ranks_all_models_score_and_learn_as_those_of_the_other_backend(run, folders, fsdp, layout):
     found, columns = run(learning_alone, layout, folders, *LARGER[layout])
@@ -287,7 +289,9 @@ def test_on_more_ranks_all_models_score_and_learn_as_those_of_the_other_backend(
     assert found["offloaded"] == [0, True]
 
 
-@pytest.mark.parametrize("layout", EXPERTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.nightly] * (name not in BY_DAY)) for name in EXPERTS]
+)
 def test_models_with_experts_score_and_learn_as_those_of_the_other_backend(run, experts, fsdp_with_experts, layout):
     found, columns = run(learning_alone, f"experts, {layout}", experts, *EXPERTS[layout])
     agree(found, columns, *fsdp_with_experts)

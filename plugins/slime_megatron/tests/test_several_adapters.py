@@ -19,7 +19,7 @@ OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bu
 INTERLEAVED = PIPELINE | {"num_layers_per_virtual_pipeline_stage": 1}
 LAYOUTS = {  # model, flags, keys of [train]
     "tensor": ("dense", TENSOR | {"sequence_parallel": True}, {"lora_dropout": 0.2}),
-    "interleaved": ("dense", INTERLEAVED, {"lora_use_dora": True}),
+    "interleaved": ("deep", INTERLEAVED, {"lora_use_dora": True}),
     "experts": ("moe", TENSOR | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, {}),
     "context": ("dense", {"context_parallel_size": 2}, {}),
     "data, overlapped": ("dense", OVERLAPPED, {}),
@@ -29,9 +29,10 @@ RARE = ("interleaved", "context", "data, overlapped")
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """A dense model of four layers and a mixture of experts."""
+    """A dense model, one of four layers and a mixture of experts."""
     folder = tmp_path_factory.mktemp("root")
-    tiny_model(folder / "dense", tied=True, layers=4)
+    tiny_model(folder / "dense", tied=True)
+    tiny_model(folder / "deep", tied=True, layers=4)
     mixture(folder / "moe")
     return folder
 

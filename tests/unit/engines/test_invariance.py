@@ -57,8 +57,8 @@ def requests(ask, vocab, count, *, longest=40, seed=0):
 def test_a_request_gives_the_same_bits_however_it_is_served(bench, ask, name, dtype, threads):
     async def go(b):
         small = threads > 1  # passes are slow where threads share cores with others
-        asked = requests(ask, b.folder.vocab_size, 5 if small else 12, longest=16 if small else 40)
-        async with b.engine(slots=20, dtype=dtype) as wide, b.engine(slots=3, dtype=dtype, context_len=300) as narrow:
+        asked = requests(ask, b.folder.vocab_size, 5 if small else 8, longest=16 if small else 24)
+        async with b.engine(slots=12, dtype=dtype) as wide, b.engine(slots=3, dtype=dtype, context_len=300) as narrow:
             for engine in (wide, narrow):
                 assert engine._scheduler.served.plan.name == ("lean" if name in LEAN else "packed")
                 assert "batch_invariant" in engine.abilities
@@ -68,7 +68,7 @@ def test_a_request_gives_the_same_bits_however_it_is_served(bench, ask, name, dt
                 assert same(one, other), f"request {r.id}: refilled in another order"
                 scored = await narrow.score([*r.tokens, *one.tokens], len(r.tokens))
                 assert scored.tolist() == one.plain_log_probs, f"request {r.id}: scored"
-            for r, one in list(zip(asked, full, strict=True))[: 2 if small else 4]:
+            for r, one in list(zip(asked, full, strict=True))[: 2 if small else 3]:
                 assert same(await wide.generate(r), one), f"request {r.id}: alone"
                 kept = len(one.tokens) // 2
                 params = replace(r.params, max_new_tokens=r.params.max_new_tokens - kept)
@@ -97,10 +97,10 @@ def test_a_long_neighbour_changes_nothing(bench, ask):
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
 def test_a_cache_that_grows_or_loses_slots_changes_nothing(bench, ask, monkeypatch, caplog, name):
-    """Memory for ten sequences of 300 tokens: slots grow with the long sequence, then the others lose theirs."""
+    """Memory for ten sequences of 300 tokens: slots grow with the long sequence at 256, then the others lose theirs."""
 
     async def go(b):
-        asked = [*requests(ask, b.folder.vocab_size, 16, seed=5), ask("long", [9] * 20, new=400)]
+        asked = [*requests(ask, b.folder.vocab_size, 16, seed=5), ask("long", [9] * 220, new=80)]
         async with b.engine(slots=20, context_len=512) as roomy, b.engine(slots=20, context_len=512) as tight:
             wanted = await asyncio.gather(*(roomy.generate(r) for r in asked))
             memory = 10 * 300 * tight._scheduler.served.position_bytes / slots.SHARE

@@ -27,7 +27,7 @@ def forget_peak():
     Path("/proc/self/clear_refs").write_text("5")
 
 
-@pytest.mark.parametrize(("length", "chunk"), [(1 << 14, 1 << 12)], ids=["16k"])
+@pytest.mark.parametrize(("length", "chunk"), [(1 << 13, 1 << 11)], ids=["8k"])
 def test_samples_of_a_long_prompt_share_chunks_of_it_within_memory(bench, ask, monkeypatch, length, chunk):
     """Pages for one prompt and a few more: four samples run at once, and a longer prompt is refused."""
     monkeypatch.setattr(paged, "PASS_ROWS", chunk)
@@ -50,7 +50,7 @@ def test_samples_of_a_long_prompt_share_chunks_of_it_within_memory(bench, ask, m
             assert engine._scheduler._pool.count == pages
             assert max(rows) == chunk
             assert sum(rows) <= length + SAMPLES * (TAIL + NEW + 2)
-            assert growth < 3 << 28, f"{growth >> 20} MiB"
+            assert growth < 3 << 26, f"{growth >> 20} MiB"
             with pytest.raises(EngineError, match=r"ENG05.*GiB are free"):
                 await engine.generate(ask("longer", prompt + prompt[: length // 2], new=1))
             assert (await engine.generate(requests[0])).tokens == done[0].tokens
@@ -62,10 +62,10 @@ def test_samples_of_a_long_prompt_share_chunks_of_it_within_memory(bench, ask, m
 @pytest.mark.parametrize(
     ("length", "heads", "mib"),
     [
-        (1 << 14, 4, 230),
+        (1 << 13, 4, 120),
         pytest.param(1 << 17, 1, 512, marks=[pytest.mark.nightly, pytest.mark.timeout(1800)]),
     ],
-    ids=["16k", "128k"],
+    ids=["8k", "128k"],
 )
 def test_slots_compute_a_long_prompt_once_in_chunks_within_memory(bench, ask, length, heads, mib):
     """The second layer needs what the first one's attention computes of the prompt."""
@@ -93,10 +93,13 @@ def test_slots_compute_a_long_prompt_once_in_chunks_within_memory(bench, ask, le
 
 
 def check_log_probs(model, prompt, done):
-    """Compare what completions of one prompt say with one forward of the module."""
+    """Compare what completions of one prompt say with one forward of the module over it, and one over each of them."""
+    with torch.no_grad():
+        cache = model(torch.tensor([prompt[:-1]]), use_cache=True, logits_to_keep=1).past_key_values
     for one in done:
-        tokens = torch.tensor([[*prompt, *one.tokens]])
+        tokens = torch.tensor([[prompt[-1], *one.tokens[:-1]]])
         with torch.no_grad():
-            logits = model(tokens, use_cache=False, logits_to_keep=NEW + 1).logits[0, :-1]
+            logits = model(tokens, past_key_values=cache).logits[0]
+        cache.crop(len(prompt) - 1)
         at = (torch.arange(NEW), torch.tensor(one.tokens))
         np.testing.assert_allclose(one.plain_log_probs, torch.log_softmax(logits, -1)[at], atol=2e-4)
