@@ -116,7 +116,7 @@ def test_a_cache_that_grows_or_loses_slots_changes_nothing(bench, ask, monkeypat
             completions = await asyncio.gather(*(tight.generate(r) for r in asked))
             assert all(same(one, other) for one, other in zip(wanted, completions, strict=True))
             assert lengths
-            assert (roomy._scheduler.sequences, roomy._scheduler.tokens) == (20, 512)
+            assert (roomy._scheduler.sequences, roomy._scheduler.tokens) == (20, 384)
             assert tight._scheduler.sequences < 10
             assert "of 20 sequences" in caplog.text
             await tight.load(b.update(1))
