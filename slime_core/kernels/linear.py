@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from slime_core.kernels import by_triton
-from slime_core.kernels.quantised import dense
+from slime_core.kernels.quantised import QuantisedWeight, dense
 
 Tensor = torch.Tensor
 
@@ -43,6 +43,12 @@ def adjacent(tensors: Sequence[Tensor]) -> bool:
 
 def joined(matrices: Sequence[Tensor]) -> Tensor:
     """Matrices one above the other, or vectors one behind the other: a view where they lie so, else a copy."""
+    if len(matrices) > 1 and all(isinstance(matrix, QuantisedWeight) for matrix in matrices):
+        first, rows = matrices[0], [len(matrix) for matrix in matrices]
+        out = torch.empty((sum(rows), *first.shape[1:]), dtype=first.dtype, device=first.device)
+        for matrix, part in zip(matrices, out.split(rows), strict=True):
+            matrix.write(part)  # type: ignore[attr-defined]
+        return out
     matrices = [dense(matrix) for matrix in matrices]
     if not adjacent(matrices):
         return torch.cat(matrices)

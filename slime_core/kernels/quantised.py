@@ -90,6 +90,10 @@ class QuantisedWeight(torch.Tensor):
         block = 2 * numbers.shape[-1] // scales.shape[-1]
         return cls(numbers, _shortest(scales, dtype), NumberForm("nf4", block, 2), dtype)
 
+    def write(self, out: Tensor) -> None:
+        """Put the floats of a weight that is not transposed where they are wanted, without gaps."""
+        dequantise(self.numbers, self.scales, self.form, out.dtype, out)
+
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """The floats: products in float32, rounded to ``dtype``, by default the weight's own."""
         values = dequantise(self.numbers, self.scales, self.form, dtype or self.dtype)
@@ -278,19 +282,29 @@ KEPT: dict[Any, Callable[..., Any]] = {
 """Operations whose result is quantised, or None where it is not."""
 
 
-def dequantise(numbers: Tensor, scales: Tensor, form: NumberForm, dtype: torch.dtype) -> Tensor:
-    """The floats of stored numbers: products in float32, rounded to ``dtype``; [..., columns]."""
+def dequantise(
+    numbers: Tensor, scales: Tensor, form: NumberForm, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
+    """The floats of stored numbers: products in float32, rounded to ``dtype``; [..., columns].
+
+    Args:
+        out: of that shape and dtype, without gaps; else it is made
+    """
+    if out is None:
+        out = torch.empty((*numbers.shape[:-1], numbers.shape[-1] * form.per_byte), dtype=dtype, device=numbers.device)
     if by_triton(scales) and numbers.numel():
         from slime_core.kernels.quantised_cuda import dequantise as by_kernel
 
         table = _table(numbers.device) if form.name == "nf4" else None
-        return by_kernel(numbers.contiguous(), scales.contiguous(), table, form.block, dtype)
+        by_kernel(numbers.contiguous(), scales.contiguous(), table, form.block, out)
+        return out
     if form.name == "nf4":
         values = _table(numbers.device)[torch.stack((numbers >> 4, numbers & 15), -1).int()]
     else:
         values = numbers.view(torch.float8_e4m3fn).float()
     blocks = values.view(*scales.shape, form.block)
-    return (blocks * scales[..., None]).to(dtype).view(*numbers.shape[:-1], numbers.shape[-1] * form.per_byte)
+    out.view(blocks.shape).copy_(blocks * scales[..., None])
+    return out
 
 
 def _shortest(scales: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,27 +13,37 @@ TILE = 4096
 
 
 @triton.jit(do_not_specialize=["count"])
-def _dequantise(
-    numbers, scales, table, out, count, BLOCK: tl.constexpr, PACKED: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
-    """Number i stands in byte i / 2, an even one in its high bits, where they are PACKED; else in element i."""
-    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = place < count
-    scale = tl.load(scales + place // BLOCK, mask=inside, other=0.0).to(tl.float32)
-    if PACKED:
-        pair = tl.load(numbers + place // 2, mask=inside, other=0).to(tl.int32)
-        value = tl.load(table + ((pair >> ((1 - place % 2) * 4).to(tl.int32)) & 15))
-    else:
-        value = tl.load(numbers + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + place, (value * scale).to(out.dtype.element_ty), mask=inside)
+def _nf4(numbers, scales, table, out, count, HALF: tl.constexpr, TILE: tl.constexpr):
+    """Of ``count`` bytes each is two floats, its high bits first; HALF bytes share a scale."""
+    first = tl.program_id(0).to(tl.int64) * TILE
+    place = tl.arange(0, TILE)
+    inside = place < count - first
+    pair = tl.load(numbers + first + place, mask=inside, other=0).to(tl.int32)
+    block = (first % HALF).to(tl.int32) + place
+    scale = tl.load(scales + first // HALF + block // HALF, mask=inside, other=0.0).to(tl.float32)
+    high, low = tl.load(table + (pair >> 4)) * scale, tl.load(table + (pair & 15)) * scale
+    both = tl.arange(0, 2 * TILE)
+    values = tl.interleave(high, low).to(out.dtype.element_ty)
+    tl.store(out + 2 * first + both, values, mask=both < 2 * (count - first))
 
 
-def dequantise(numbers: Tensor, scales: Tensor, table: Tensor | None, block: int, dtype: torch.dtype) -> Tensor:
+@triton.jit(do_not_specialize=["count"])
+def _fp8(numbers, scales, out, count, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Of ``count`` numbers each is a float, and BLOCK share a scale."""
+    first = tl.program_id(0).to(tl.int64) * TILE
+    place = tl.arange(0, TILE)
+    inside = place < count - first
+    block = (first % BLOCK).to(tl.int32) + place
+    scale = tl.load(scales + first // BLOCK + block // BLOCK, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(numbers + first + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + first + place, (value * scale).to(out.dtype.element_ty), mask=inside)
+
+
+def dequantise(numbers: Tensor, scales: Tensor, table: Tensor | None, block: int, out: Tensor) -> None:
     """See `quantised.dequantise`; ``table`` has the values of 4-bit numbers, without it they are float8."""
-    packed = table is not None
-    source = numbers if packed else numbers.view(torch.float8_e4m3fn)
-    shape = (*numbers.shape[:-1], numbers.shape[-1] * (2 if packed else 1))
-    out = torch.empty(shape, dtype=dtype, device=numbers.device)
-    grid = (triton.cdiv(out.numel(), TILE),)
-    _dequantise[grid](source, scales, table, out, out.numel(), BLOCK=block, PACKED=packed, TILE=TILE)
-    return out
+    count, tile = numbers.numel(), TILE // 2 if table is not None else TILE
+    grid = (triton.cdiv(count, tile),)
+    if table is not None:
+        _nf4[grid](numbers, scales, table, out, count, HALF=block // 2, TILE=tile)
+    else:
+        _fp8[grid](numbers.view(torch.float8_e4m3fn), scales, out, count, BLOCK=block, TILE=tile)

@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.unit
 
 
-SHORT = ("attention", "grouped", "linear", "model", "rows", "layers Qwen3")
+SHORT = ("attention", "grouped", "linear", "model", "quantised", "rows", "layers Qwen3")
 LONG = ("layers Llama Qwen2", "run")
 
 
