@@ -2,6 +2,7 @@
 
     python tools/bench/bench_gpu_engine.py                         # three shapes, 64, 256 and 1,024 in flight
     python tools/bench/bench_gpu_engine.py --shapes 135M --flights 256 --profile 25
+    python tools/bench/bench_gpu_engine.py --shapes 0.6B --flights 64 --base nf4 --lora-rank 32 --profile 12
 
 Models are drawn at random from their configs; every request is a prompt of its own (or one of --groups) and makes
 exactly --new tokens. One JSON line a measurement; "step_ms" is the time of the whole divided by the tokens of one
@@ -21,9 +22,10 @@ import torch
 import transformers
 
 from slime_core.engines.local import LocalEngine
+from slime_core.kernels.quantised import QuantisedWeight
 from slime_core.testing.models import char_tokenizer
 from slime_core.threads import TorchThread
-from slime_core.types import GenerateRequest, SamplingParams, WeightUpdate
+from slime_core.types import AdapterUpdate, GenerateRequest, SamplingParams, WeightUpdate
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny": ("LlamaConfig", {"vocab_size": 500, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -65,6 +67,26 @@ def draw_weights(folder: Folder, args: argparse.Namespace) -> dict[str, torch.Te
     return dict(model.state_dict())
 
 
+def update_of(folder: Folder, args: argparse.Namespace) -> WeightUpdate:
+    """Random weights, those of linear layers of --base bits, and an adapter of --lora-rank on all of them."""
+    weights = draw_weights(folder, args)
+    linear = {name: one for name, one in weights.items() if "_proj." in name}
+    update = WeightUpdate(version=0, epoch=0, transport="shared" if args.base else "tensors", tensors=weights)
+    if args.base:
+        dtype = getattr(torch, args.dtype)
+        update.tensors |= {name: QuantisedWeight.of(one, args.base, dtype) for name, one in linear.items()}
+    if args.lora_rank:
+        config = {"peft_type": "LORA", "r": args.lora_rank, "lora_alpha": args.lora_rank}
+        config["target_modules"] = sorted({name.split(".")[-2] for name in linear})
+        factors = {}
+        for name, one in linear.items():
+            prefix = f"{name.removesuffix('.weight')}.lora_"
+            factors[f"{prefix}A.weight"] = 0.01 * torch.randn(args.lora_rank, one.shape[1], device=one.device)
+            factors[f"{prefix}B.weight"] = 0.01 * torch.randn(one.shape[0], args.lora_rank, device=one.device)
+        update.adapters = {"default": AdapterUpdate(config=config, tensors=factors)}
+    return update
+
+
 def requests(folder: Folder, count: int, args: argparse.Namespace, number: int) -> list[GenerateRequest]:
     """``count`` requests of --prompt tokens, in --groups that share their prompts."""
     draws = np.random.default_rng(number)
@@ -81,7 +103,7 @@ def requests(folder: Folder, count: int, args: argparse.Namespace, number: int) 
 async def measure(shape: str, args: argparse.Namespace) -> None:
     """All measurements of one shape."""
     folder = Folder(shape)
-    weights = draw_weights(folder, args)
+    update = update_of(folder, args)
     thread = TorchThread(2)
     began = time.perf_counter()
     engine = LocalEngine(
@@ -94,8 +116,8 @@ async def measure(shape: str, args: argparse.Namespace) -> None:
         share=0.8,
         paged=True,
     )
-    await engine.load(WeightUpdate(version=0, epoch=0, transport="tensors", tensors=weights))
-    weights.clear()
+    await engine.load(update)
+    update.tensors = {}
     loaded = time.perf_counter() - began
     first = requests(folder, 1, args, 0)[0]
     await engine.generate(
@@ -152,6 +174,8 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--base", default="", choices=["", "nf4", "fp8"], help="Bits of linear layers.")
+    parser.add_argument("--lora-rank", type=int, default=0, help="Of an adapter beside the base.")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--profile", type=int, default=0, help="Rows of a table of kernels after each measurement.")

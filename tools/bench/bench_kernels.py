@@ -3,7 +3,7 @@
 Every call is captured in a CUDA graph, over several copies of its inputs, so that neither launches nor the L2 cache
 count.
 
-Example: python tools/bench/bench_kernels.py decode prefill training sampling
+Example: python tools/bench/bench_kernels.py decode prefill training sampling weights
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ import torch
 
 from slime_core.kernels.attention import AttentionBatch, paged_attention, varlen_attention
 from slime_core.kernels.cache import norm_rotate_store
+from slime_core.kernels.linear import joined
+from slime_core.kernels.quantised import QuantisedWeight
 from slime_core.kernels.sampling import log_softmax_at, sample
 from slime_core.trainers.flash import varlen
 
 SHAPES = {"135M": (9, 3, 64), "0.6B": (16, 8, 128), "4B": (32, 8, 128)}
+LAYERS = {"0.6B": (1024, 3072, 16, 8, 128), "4B": (2560, 9728, 32, 8, 128)}
 BF16 = {"dtype": torch.bfloat16, "device": "cuda"}
 INT = {"dtype": torch.int32, "device": "cuda"}
 PAGE = 16
@@ -155,9 +158,25 @@ def sampling() -> None:
             report(f"norm, rotate, store {shape} {rows}", ms, GB_s=qkv.numel() * 4 / ms / 1e6)
 
 
+def weights() -> None:
+    """Floats of weights in few bits, one layer's q, k and v joined, gate and up, and down."""
+    for shape, (hidden, inner, heads, kv_heads, width) in LAYERS.items():
+        sizes = {
+            "qkv": ([heads * width, kv_heads * width, kv_heads * width], hidden),
+            "gate, up": ([inner] * 2, hidden),
+        }
+        for name, (rows, columns) in (sizes | {"down": ([hidden], inner)}).items():
+            for form in ("nf4", "fp8"):
+                drawn = [torch.randn(count, columns, **BF16) for count in rows]
+                copies = [[QuantisedWeight.of(one, form, torch.bfloat16) for one in drawn] for _ in range(8)]
+                ms = milliseconds([lambda one=one: joined(one) for one in copies])
+                size = sum(one.stored_bytes for one in copies[0]) + sum(one.nbytes for one in drawn)
+                report(f"floats of {form} {shape} {name}", ms, GB_s=size / ms / 1e6)
+
+
 def main() -> None:
     """Run the parts named on the command line, or all."""
-    parts = {"decode": decode, "prefill": prefill, "training": training, "sampling": sampling}
+    parts = {"decode": decode, "prefill": prefill, "training": training, "sampling": sampling, "weights": weights}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", default=list(parts), choices=[*parts, []])
     for name in parser.parse_args().parts:
