@@ -87,35 +87,87 @@ def ticks(pid):
     return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
 
 
-@pytest.fixture
-def driver(tmp_path):
-    """Start a process that holds its interpreter for ever, in a run."""
-    with RunDir.create("demo", at=tmp_path / "run") as run_dir:
-        begin(run_dir, 0, {})
-        run_dir.ledger.touch()
-    (tmp_path / "driver.py").write_text(DRIVER)
-    started = []
+TOGETHER = [("thread", 600, 0), ("thread", 0.5, 0), ("loops", 0.5, 0), ("blocks", 600, 0), ("core", 600, 0.5)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the driver's program is."""
+    path = tmp_path_factory.mktemp("driver")
+    (path / "driver.py").write_text(DRIVER)
+    return path
+
+
+@pytest.fixture(scope="module")
+def start(folder):
+    """Start a process that holds its interpreter for ever, in a run; its first words are still to be read."""
+    processes = []
 
     def start(*words):
-        words = [sys.executable, str(tmp_path / "driver.py"), str(run_dir.path), *map(str, words)]
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        started.append(process)
+        with RunDir.create("demo", at=folder / f"run-{len(processes)}") as run_dir:
+            begin(run_dir, 0, {})
+            run_dir.ledger.touch()
+        command = [sys.executable, str(folder / "driver.py"), str(run_dir.path), *map(str, words)]
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        return processes[-1], run_dir
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def together(start):
+    """Those that several tests wait for, which takes seconds of each, at the same time."""
+    return {words: start(*words) for words in TOGETHER}
+
+
+@pytest.fixture
+def driver(start, together):
+    """A process that has begun, one of those that began together where it can be."""
+
+    def driver(*words):
+        process, run_dir = together.pop(words, None) or start(*words)
         assert process.stdout.readline() == "begins\n"
         return process, run_dir
 
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
+    return driver
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [
+        pytest.param(signal.SIGINT, "interrupted", id="SIGINT"),
+        pytest.param(signal.SIGTERM, "terminated", id="SIGTERM", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_second_signal_ends_a_run_whose_interpreter_is_held_and_the_first_says_by_whom(
+    driver, folder, number, status
+):
+    process, run_dir = driver("thread", 600, 0)
+    stood = place(folder, "slow", "re.match")
+    begun = ticks(process.pid)
+    while ticks(process.pid) < begun + 40:  # by then it is the expression that takes the processor
+        os.sched_yield()
+    process.send_signal(number)
+    assert process.stderr.readline() == "\n"
+    told = f"{number.name}: not handled yet: Python is blocked at {stood}; a second signal ends the run at once\n"
+    assert process.stderr.readline() == told
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert f"{number.name} again: ended at once" in said
+    assert f"blocked at {stood}" in said
+    assert run_dir.read_info()["status"] == status
 
 
 @pytest.mark.parametrize(
     "way", ["thread", *(pytest.param(way, marks=pytest.mark.nightly) for way in ("now", "awaited", "asleep"))]
 )
-def test_a_hook_that_holds_the_interpreter_is_ended_at_its_limit_and_named_with_its_line(driver, tmp_path, way):
+def test_a_hook_that_holds_the_interpreter_is_ended_at_its_limit_and_named_with_its_line(driver, folder, way):
     process, run_dir = driver(way, 0.5, 0)
     _, said = process.communicate(timeout=60)
-    stood = place(tmp_path, *(("asleep", "sem_wait") if way == "asleep" else ("slow", "re.match")))
+    stood = place(folder, *(("asleep", "sem_wait") if way == "asleep" else ("slow", "re.match")))
     assert process.returncode == -signal.SIGKILL
     assert "error PLG60  geo.slime_reward did not answer in 0.5 s for prompt 'main/3'" in said
     assert f"blocked at {stood}" in said
@@ -136,7 +188,7 @@ def test_a_hook_that_holds_the_interpreter_is_ended_at_its_limit_and_named_with_
     ],
 )
 def test_a_hook_that_loops_on_the_event_loop_is_ended_at_its_limit_and_named_with_its_line(
-    driver, tmp_path, way, function
+    driver, folder, way, function
 ):
     """Where asyncio cannot run, because the hook holds its loop."""
     process, run_dir = driver(way, 0.5, 0)
@@ -144,18 +196,18 @@ def test_a_hook_that_loops_on_the_event_loop_is_ended_at_its_limit_and_named_wit
     assert process.returncode == -signal.SIGKILL
     assert "error PLG60  geo.slime_reward did not answer in 0.5 s for prompt 'main/3'" in said
     assert "it holds the event loop" in said
-    assert f"blocked at {function} ({tmp_path / 'driver.py'}:" in said
+    assert f"blocked at {function} ({folder / 'driver.py'}:" in said
     assert "own_process" in said
     assert run_dir.read_info()["error"] == "PLG60"
 
 
 @pytest.mark.parametrize("way", ["blocks", pytest.param("waits", marks=pytest.mark.nightly)])
-def test_a_blocking_call_in_an_async_hook_is_named_with_its_line_and_one_that_waits_is_not(driver, tmp_path, way):
+def test_a_blocking_call_in_an_async_hook_is_named_with_its_line_and_one_that_waits_is_not(driver, folder, way):
     """A line on the terminal and in the log with plugin, hook and line; not an error."""
     process, run_dir = driver(way, 600, 0)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 0, said
-    stood = place(tmp_path, "blocks", "time.sleep(8)")
+    stood = place(folder, "blocks", "time.sleep(8)")
     lags = [line for line in said.splitlines() if "blocked the event loop" in line]
     assert len(lags) == (way == "blocks"), said
     if lags:
@@ -164,38 +216,12 @@ def test_a_blocking_call_in_an_async_hook_is_named_with_its_line_and_one_that_wa
         assert lags[0] in (run_dir.log / "run.log").read_text()
 
 
-def test_code_of_no_hook_that_holds_the_interpreter_is_ended_after_hang_timeout(driver, tmp_path):
+def test_code_of_no_hook_that_holds_the_interpreter_is_ended_after_hang_timeout(driver, folder):
     process, run_dir = driver("core", 600, 0.5)
     _, said = process.communicate(timeout=60)
-    stood = place(tmp_path, "asleep", "sem_wait")
+    stood = place(folder, "asleep", "sem_wait")
     assert f"error HNG125  the driver's interpreter is blocked at {stood}" in said
     assert run_dir.read_info()["error"] == "HNG125"
-
-
-@pytest.mark.parametrize(
-    ("number", "status"),
-    [
-        pytest.param(signal.SIGINT, "interrupted", id="SIGINT"),
-        pytest.param(signal.SIGTERM, "terminated", id="SIGTERM", marks=pytest.mark.nightly),
-    ],
-)
-def test_a_second_signal_ends_a_run_whose_interpreter_is_held_and_the_first_says_by_whom(
-    driver, tmp_path, number, status
-):
-    process, run_dir = driver("thread", 600, 0)
-    stood = place(tmp_path, "slow", "re.match")
-    begun = ticks(process.pid)
-    while ticks(process.pid) < begun + 40:  # by then it is the expression that takes the processor
-        os.sched_yield()
-    process.send_signal(number)
-    assert process.stderr.readline() == "\n"
-    told = f"{number.name}: not handled yet: Python is blocked at {stood}; a second signal ends the run at once\n"
-    assert process.stderr.readline() == told
-    process.send_signal(number)
-    _, said = process.communicate(timeout=60)
-    assert f"{number.name} again: ended at once" in said
-    assert f"blocked at {stood}" in said
-    assert run_dir.read_info()["status"] == status
 
 
 def test_the_watchdog_ends_with_the_block_and_leaves_handlers_and_descriptors_as_they_were(tmp_path):
