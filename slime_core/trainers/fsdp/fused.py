@@ -12,9 +12,9 @@ A layer is replaced only where its numbers and gradients were found to be the mo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -46,6 +46,8 @@ class Shape:
     eps: float
     recompute: bool  # keep nothing but the input, and make the rest again in the backward pass
     window: int | None = None  # rows that a row sees, on a GPU alone; all before it where it is None
+    masters: Masters | None = None  # that gradients are added to, on a GPU alone
+    adapters: float = 0.0  # scaling of their products
 
 
 class LayerWeights(NamedTuple):
@@ -138,16 +140,19 @@ class SavedActivations(NamedTuple):
 
 
 class Pass:
-    """One pack through a layer, forward and then backward."""
+    """See `WrittenPass`."""
+
+    reads_input = False
 
     def __init__(self, shape: Shape, segments: PackSegments, cos: Tensor, sin: Tensor) -> None:
         self.shape, self.cos, self.sin = shape, cos, sin
         self.attention = [Attention(run, shape.scaling) for run in segments.runs]
         self.saved: SavedActivations | None = None
 
-    def forward(self, x: Tensor, out: Tensor, w: LayerWeights, f: Folded, keep: bool) -> None:
-        """Fill ``out`` [T, hidden]."""
-        eps = self.shape.eps
+    def run(self, x: Tensor, out: Tensor, tensors: Sequence[Maybe], keep: bool) -> None:
+        """As in `WrittenPass`."""
+        w = LayerWeights(*tensors)  # type: ignore[arg-type]
+        f, eps = Folded.of(w, self.shape), self.shape.eps
         h, r = normed(x, eps)
         flat = torch.addmm(f.bias, h, f.qkv.T) if f.bias is not None else h @ f.qkv.T
         n, rn, o = self.attention_of(flat, f.heads, keep)
@@ -176,9 +181,12 @@ class Pass:
             one.run.put(one.forward(by_heads[0], by_heads[1], by_heads[2], keep).transpose(1, 2), out)
         return out
 
-    def backward(self, d_out: Tensor, d_x: Tensor, w: LayerWeights, f: Folded, sums: GradientSums) -> None:
-        """Fill ``d_x`` [T, hidden] and ``sums``; what was kept is given back."""
+    def gradients(self, d_out: Tensor, x: Maybe, tensors: Sequence[Maybe]) -> tuple[Maybe, ...]:
+        """As in `WrittenPass`."""
         assert self.saved is not None
+        w = LayerWeights(*tensors)  # type: ignore[arg-type]
+        f = Folded.of(w, self.shape)
+        sums = GradientSums.of(w, f)
         (h, r, n, rn, o, h2, r2, gu), self.saved = self.saved, None
         d_gu = self._mlp_backward(d_out, gu, w, sums)
         torch.mm(d_gu.T, h2, out=sums.gate_up)
@@ -188,7 +196,8 @@ class Pass:
         torch.mm(d_qkv.T, h, out=sums.qkv)
         if w.q_bias is not None:
             torch.sum(d_qkv, 0, out=sums.bias)
-        torch.add(normed_backward(d_qkv @ f.qkv, h, r), d_y, out=d_x)
+        d_x = normed_backward(d_qkv @ f.qkv, h, r).add_(d_y)
+        return d_x, *sums.gradients(w, self.shape)
 
     def _mlp_backward(self, d_out: Tensor, gu: Tensor, w: LayerWeights, sums: GradientSums) -> Tensor:
         """Gradient of [gate up], in place of ``gu``: fresh memory costs as much as what is done in it."""
@@ -217,36 +226,42 @@ class Pass:
         return d_all.flatten(1)
 
 
-class _FusedLayer(torch.autograd.Function):
-    """One layer on x [T, hidden]; see :func:`fuse`."""
+class WrittenPass(Protocol):
+    """One pack through a layer, forward and then backward; it keeps what the backward pass reads."""
+
+    shape: Shape
+    reads_input: bool  # in the backward pass
+
+    def run(self, x: Tensor, out: Tensor, tensors: Sequence[Maybe], keep: bool) -> None:
+        """Fill ``out`` [T, hidden]; ``tensors`` are the layer's weights, and factors of its adapters behind them."""
+
+    def gradients(self, d_out: Tensor, x: Maybe, tensors: Sequence[Maybe]) -> tuple[Maybe, ...]:
+        """Gradients of x and of ``tensors``; what was kept is given back."""
+
+
+class WrittenLayer(torch.autograd.Function):
+    """One layer on x [T, hidden], by a `WrittenPass` that may be made once more in the backward pass."""
 
     @staticmethod
-    def forward(
-        ctx: Any, shape: Shape, segments: PackSegments, cos: Tensor, sin: Tensor, x: Tensor, *rest: Maybe
-    ) -> Tensor:
-        w = LayerWeights(*rest)  # type: ignore[arg-type]
-        keep = any(ctx.needs_input_grad)
+    def forward(ctx: Any, one: WrittenPass, x: Tensor, *tensors: Maybe) -> Tensor:
+        keep, recompute = any(ctx.needs_input_grad), one.shape.recompute
         out = x.new_empty(1, *x.shape)  # with the batch axis from the start: FSDP's hooks want no view
-        done = Pass(shape, segments, cos, sin)
-        done.forward(x, out[0], w, Folded.of(w, shape), keep and not shape.recompute)
+        one.run(x, out[0], tensors, keep and not recompute)
         if keep:
-            ctx.shape, ctx.segments, ctx.done = shape, segments, done
-            ctx.save_for_backward(cos, sin, x if shape.recompute else None, *w)
+            ctx.one, ctx.tensors = one, tensors
+            ctx.save_for_backward(x if recompute or one.reads_input else None)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Maybe, ...]:
-        cos, sin, x, *rest = ctx.saved_tensors
-        d_out, w = grads[0][0], LayerWeights(*rest)
-        done, ctx.done = ctx.done, None
-        if ctx.shape.recompute:
-            done = Pass(ctx.shape, ctx.segments, cos, sin)
-            done.forward(x, torch.empty_like(x), w, Folded.of(w, ctx.shape), True)
-        folded = Folded.of(w, ctx.shape)
-        sums = GradientSums.of(w, folded)
-        d_x = torch.empty_like(d_out)
-        done.backward(d_out, d_x, w, folded, sums)
-        return None, None, None, None, d_x, *sums.gradients(w, ctx.shape)
+        (x,), one = ctx.saved_tensors, ctx.one
+        ctx.one = None
+        if one.shape.recompute:
+            one.run(x, torch.empty_like(x), ctx.tensors, True)
+        return None, *one.gradients(grads[0][0], x, ctx.tensors)
+
+
+MakePass = Callable[[Shape, PackSegments, Tensor, Tensor], WrittenPass]
 
 
 def swiglu_backward(d_act: Tensor, gu: Tensor, silu: Tensor, room: Tensor) -> Tensor:
@@ -283,14 +298,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Maybe = None) -> Tensor:
 def fuse(
     layer: nn.Module,
     config: Any,
-    on_gpu: Callable[..., Tensor] | None = None,
-    with_adapters: tuple[Callable[..., Tensor], Callable[..., Tensor]] | None = None,
+    on_gpu: MakePass | None = None,
+    with_adapters: tuple[MakePass, MakePass] | None = None,
 ) -> Callable[..., Tensor] | None:
     """A forward that replaces the layer's own, or None where the layer is not of a known shape.
 
     It takes what transformers' models hand to a layer (hidden states [1, T, hidden], ``position_embeddings``), and
     ``segments``, ``recompute`` and, on a GPU, ``masters`` that gradients are added to. ``on_gpu`` is the pass there,
-    `fused_cuda.GpuLayer.apply`, and ``with_adapters`` are those of layers with adapters, on a CPU and on a GPU.
+    `fused_cuda.GpuPass`, and ``with_adapters`` are those of layers with adapters, on a CPU and on a GPU.
     """
     by_triton = any(parameter.is_cuda for parameter in layer.parameters())
     if (
@@ -329,6 +344,8 @@ def fuse(
             eps=config.rms_norm_eps,
             recompute=recompute,
             window=window,
+            masters=masters,
+            adapters=adapters.spec.scaling if adapters is not None else 0.0,
         )
         cos, sin = (table[0, :, None, :] for table in position_embeddings)
         norms = [norm.weight if norm is not None else None for norm in head_norms]
@@ -336,16 +353,11 @@ def fuse(
             block.input_layernorm.weight, *(m.weight for m in biased), *(m.bias for m in biased), *norms,
             attention.o_proj.weight, block.post_attention_layernorm.weight, *(m.weight for m in plain[1:]),
         )  # fmt: skip
-        arguments = shape, segments, cos, sin, hidden_states[0], *weights
-        on_cuda = hidden_states.is_cuda
-        out: Tensor
+        make: MakePass = on_gpu if on_gpu is not None and hidden_states.is_cuda else Pass
+        factors: list[Maybe] = []
         if adapters is not None and with_adapters is not None:
-            factors = factors_of((*biased, *plain))
-            out = with_adapters[on_cuda](adapters.spec.scaling, *arguments, *factors)
-        elif on_gpu is not None and on_cuda:
-            out = on_gpu(masters, *arguments)
-        else:
-            out = _FusedLayer.apply(*arguments)
+            make, factors = with_adapters[hidden_states.is_cuda], factors_of((*biased, *plain))
+        out: Tensor = WrittenLayer.apply(make(shape, segments, cos, sin), hidden_states[0], *weights, *factors)
         return out
 
     return forward

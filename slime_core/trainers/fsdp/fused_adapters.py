@@ -6,19 +6,17 @@ input are one product of weights that lie side by side, and their adapters are a
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from slime_core.kernels.linear import joined
-from slime_core.trainers.fsdp.attention import PackSegments
 from slime_core.trainers.fsdp.fused import (
     LayerWeights,
     Maybe,
     Pass,
     SavedActivations,
-    Shape,
     Tensor,
     head_norms,
     normed,
@@ -32,12 +30,14 @@ WEIGHTS = len(LayerWeights._fields)
 
 
 class AdaptedPass(Pass):
-    """One pack through a layer with adapters, forward and then backward."""
+    """See `fused.WrittenPass`."""
 
     lows: tuple[Maybe, ...] = ()  # what adapters keep
 
-    def run(self, x: Tensor, out: Tensor, w: LayerWeights, adapters: LayerAdapters, keep: bool) -> None:
-        """Fill ``out`` [T, hidden]."""
+    def run(self, x: Tensor, out: Tensor, tensors: Sequence[Maybe], keep: bool) -> None:
+        """As in `fused.WrittenPass`."""
+        w = LayerWeights(*tensors[:WEIGHTS])  # type: ignore[arg-type]
+        adapters = LayerAdapters.of(w, tensors[WEIGHTS:], self.shape.adapters, x.dtype)
         h, r = normed(x, self.shape.eps)
         rows = h * w.norm1
         qkv = product(rows, (w.q, w.k, w.v), (w.q_bias, w.k_bias, w.v_bias))
@@ -57,9 +57,11 @@ class AdaptedPass(Pass):
             self.saved = SavedActivations(h, r, n, rn, o, h2, r2, gu)
             self.lows = low_qkv, low_o, low_gu, low_down
 
-    def gradients(self, d_out: Tensor, w: LayerWeights, adapters: LayerAdapters) -> tuple[Tensor, tuple[Maybe, ...]]:
-        """Gradients of x and of the factors, in their order; what was kept is given back."""
+    def gradients(self, d_out: Tensor, x: Maybe, tensors: Sequence[Maybe]) -> tuple[Maybe, ...]:
+        """As in `fused.WrittenPass`; weights have none."""
         assert self.saved is not None
+        w = LayerWeights(*tensors[:WEIGHTS])  # type: ignore[arg-type]
+        adapters = LayerAdapters.of(w, tensors[WEIGHTS:], self.shape.adapters, d_out.dtype)
         (h, r, n, rn, o, h2, r2, gu), self.saved = self.saved, None
         low_qkv, low_o, low_gu, low_down = self.lows
         gate, up = gu.chunk(2, dim=1)
@@ -76,36 +78,4 @@ class AdaptedPass(Pass):
         d_h = d_qkv @ joined((w.q, w.k, w.v))
         of_qkv = adapters.qkv.backward(d_qkv, h, low_qkv, d_h, w.norm1)
         d_x = normed_backward(d_h.mul_(w.norm1), h, r).add_(d_y)
-        return d_x, (*of_qkv, *of_o, *of_gate_up, *of_down)
-
-
-class AdaptedLayer(torch.autograd.Function):
-    """One layer on x [T, hidden], whose weights are frozen; the other arguments as `fused.fuse` collects them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, scaling: float, shape: Shape, segments: PackSegments, cos: Tensor, sin: Tensor, x: Tensor,
-        *rest: Maybe,
-    ) -> Tensor:  # fmt: skip
-        w = LayerWeights(*rest[:WEIGHTS])  # type: ignore[arg-type]
-        keep = any(ctx.needs_input_grad)
-        out = x.new_empty(1, *x.shape)  # with the batch axis from the start: FSDP's hooks want no view
-        one = AdaptedPass(shape, segments, cos, sin)
-        adapters = LayerAdapters.of(w, rest[WEIGHTS:], scaling, x.dtype)
-        one.run(x, out[0], w, adapters, keep and not shape.recompute)
-        if keep:
-            ctx.one, ctx.scaling = one, scaling
-            ctx.save_for_backward(x if shape.recompute else None, *rest)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Maybe, ...]:
-        x, *rest = ctx.saved_tensors
-        one, ctx.one = ctx.one, None
-        w = LayerWeights(*rest[:WEIGHTS])
-        d_out = grads[0][0]
-        adapters = LayerAdapters.of(w, rest[WEIGHTS:], ctx.scaling, d_out.dtype)
-        if one.shape.recompute:
-            one.run(x, torch.empty_like(x), w, adapters, True)
-        d_x, of_factors = one.gradients(d_out, w, adapters)
-        return None, None, None, None, None, d_x, *(None,) * WEIGHTS, *of_factors
+        return d_x, *(None,) * WEIGHTS, *of_qkv, *of_o, *of_gate_up, *of_down

@@ -5,27 +5,29 @@ What a backward pass of the base needs beside its input is the attention's outpu
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from slime_core.kernels.linear import joined
-from slime_core.trainers.fsdp.attention import PackSegments
-from slime_core.trainers.fsdp.fused import LayerWeights, Maybe, Shape, Tensor
+from slime_core.trainers.fsdp.fused import LayerWeights, Maybe, Tensor
 from slime_core.trainers.fsdp.fused_adapters import WEIGHTS
 from slime_core.trainers.fsdp.fused_cuda import GpuPass, product
 from slime_core.trainers.fsdp.low_rank import LayerAdapters
 
 
 class AdaptedGpuPass(GpuPass):
-    """One pack through a layer with adapters, forward and then backward."""
+    """See `fused.WrittenPass`."""
 
+    adapters: LayerAdapters  # of both passes
     lows: tuple[Maybe, ...] = ()  # what adapters keep
 
-    def run(self, x: Tensor, out: Tensor, w: LayerWeights, adapters: LayerAdapters, keep: bool) -> None:
-        """Fill ``out`` [T, hidden]."""
+    def run(self, x: Tensor, out: Tensor, tensors: Sequence[Maybe], keep: bool) -> None:
+        """As in `fused.WrittenPass`."""
         from slime_core.kernels.rows_cuda import activate
 
+        w = LayerWeights(*tensors[:WEIGHTS])  # type: ignore[arg-type]
+        adapters = self.adapters = LayerAdapters.of(w, tensors[WEIGHTS:], self.shape.adapters, x.dtype)
         rows = self.norm(x, w.norm1)
         qkv = product(rows, (w.q, w.k, w.v), (w.q_bias, w.k_bias, w.v_bias))
         low_qkv = adapters.qkv.add(qkv, rows)
@@ -42,12 +44,12 @@ class AdaptedGpuPass(GpuPass):
             self.saved = (*self.saved, o, y, gate_up)
             self.lows = low_qkv, low_o, low_gu, low_down
 
-    def gradients(
-        self, d_out: Tensor, x: Tensor, w: LayerWeights, adapters: LayerAdapters
-    ) -> tuple[Tensor, tuple[Maybe, ...]]:
-        """Gradients of x and of the factors, in their order; what was kept is given back."""
+    def gradients(self, d_out: Tensor, x: Maybe, tensors: Sequence[Maybe]) -> tuple[Maybe, ...]:
+        """As in `fused.WrittenPass`; weights have none."""
         from slime_core.kernels.rows_cuda import activate, activate_backward, norm_backward
 
+        assert x is not None
+        w, adapters = LayerWeights(*tensors[:WEIGHTS]), self.adapters  # type: ignore[arg-type]
         leaves, mixed, qkv, o, y, gate_up = self.saved
         self.saved = ()
         low_qkv, low_o, low_gu, low_down = self.lows
@@ -65,33 +67,4 @@ class AdaptedGpuPass(GpuPass):
         d_h = d_qkv @ joined((w.q, w.k, w.v))
         of_qkv = adapters.qkv.backward(d_qkv, self.norm(x, w.norm1), low_qkv, d_h)
         d_x, _ = norm_backward(d_h, d_y, x, w.norm1, eps, 0.0)
-        return d_x, (*of_qkv, *of_o, *of_gate_up, *of_down)
-
-
-class AdaptedGpuLayer(torch.autograd.Function):
-    """One layer on x [T, hidden], whose weights are frozen; the other arguments as `fused.fuse` collects them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, scaling: float, shape: Shape, segments: PackSegments, cos: Tensor, sin: Tensor, x: Tensor,
-        *rest: Maybe,
-    ) -> Tensor:  # fmt: skip
-        w = LayerWeights(*rest[:WEIGHTS])  # type: ignore[arg-type]
-        keep = any(ctx.needs_input_grad)
-        out = x.new_empty(1, *x.shape)  # with the batch axis from the start: FSDP's hooks want no view
-        one = AdaptedGpuPass(shape, segments, cos[:, 0], sin[:, 0])
-        adapters = LayerAdapters.of(w, rest[WEIGHTS:], scaling, x.dtype)
-        one.run(x, out[0], w, adapters, keep and not shape.recompute)
-        if keep:
-            ctx.one, ctx.weights, ctx.adapters = one, w, adapters
-            ctx.save_for_backward(x)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Maybe, ...]:
-        (x,) = ctx.saved_tensors
-        one, ctx.one = ctx.one, None
-        if one.shape.recompute:
-            one.run(x, torch.empty_like(x), ctx.weights, ctx.adapters, True)
-        d_x, of_factors = one.gradients(grads[0][0], x, ctx.weights, ctx.adapters)
-        return None, None, None, None, None, d_x, *(None,) * WEIGHTS, *of_factors
+        return d_x, *(None,) * WEIGHTS, *of_qkv, *of_o, *of_gate_up, *of_down

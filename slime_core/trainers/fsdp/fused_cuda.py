@@ -11,6 +11,7 @@ A layer is replaced only where its numbers and gradients were found to be the mo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,21 +24,24 @@ from slime_core.trainers.fsdp.masters import Masters
 
 
 class GpuPass:
-    """One pack through a layer, forward and then backward."""
+    """See `fused.WrittenPass`."""
+
+    reads_input = True
 
     def __init__(self, shape: Shape, segments: PackSegments, cos: Tensor, sin: Tensor) -> None:
-        self.shape, self.segments, self.cos, self.sin = shape, segments, cos, sin
+        self.shape, self.segments, self.cos, self.sin = shape, segments, cos[:, 0], sin[:, 0]
         self.flash: FlashCall | None = None  # its rows lie end to end, shared prompts in each sequence
-        if shape.dim % EIGHTS == 0 and by_varlen(cos, segments, shape.window):
+        if shape.dim % EIGHTS == 0 and by_varlen(self.cos, segments, shape.window):
             cu, longest, window = segments.cu_seqlens, segments.longest, shape.window
             self.flash = FlashCall(cu, cu, longest, longest, shape.scaling, -1 if window is None else window - 1)
         self.shared = segments.shared if self.flash is not None else None
         self.saved: tuple[Any, ...] = ()
 
-    def forward(self, x: Tensor, out: Tensor, w: LayerWeights, keep: bool) -> None:
-        """Fill ``out`` [T, hidden]."""
+    def run(self, x: Tensor, out: Tensor, tensors: Sequence[Maybe], keep: bool) -> None:
+        """As in `fused.WrittenPass`."""
         from slime_core.kernels.rows_cuda import activate
 
+        w = LayerWeights(*tensors)  # type: ignore[arg-type]
         qkv = product(self.norm(x, w.norm1), (w.q, w.k, w.v), (w.q_bias, w.k_bias, w.v_bias))
         o = self.attention_of(qkv, w, keep)
         y = torch.addmm(x, o, w.o.T)
@@ -82,10 +86,12 @@ class GpuPass:
         """Cosines and sines of the rows of attention."""
         return self.segments.tables(self.cos, self.sin) if self.shared else (self.cos, self.sin)
 
-    def backward(self, d_out: Tensor, x: Tensor, w: LayerWeights, masters: Masters | None) -> tuple[Maybe, ...]:
-        """Gradients of x and of the weights in their order; None of those that went into ``masters``."""
+    def gradients(self, d_out: Tensor, x: Maybe, tensors: Sequence[Maybe]) -> tuple[Maybe, ...]:
+        """As in `fused.WrittenPass`; None of weights whose gradients went into masters."""
         from slime_core.kernels.rows_cuda import activate, activate_backward, norm_backward
 
+        assert x is not None
+        w, masters = LayerWeights(*tensors), self.shape.masters  # type: ignore[arg-type]
         leaves, mixed, qkv, o, y, gate_up = self.saved
         self.saved = ()
         eps = self.shape.eps
@@ -147,36 +153,3 @@ def _gradients(masters: Masters | None, weights: tuple[Tensor, ...], d_out: Tens
         return (None,) * len(weights)
     gradients: tuple[Tensor, ...] = (d_out.T @ x).split([len(weight) for weight in weights])
     return gradients
-
-
-class GpuLayer(torch.autograd.Function):
-    """One layer on x [T, hidden]; the other arguments as `fused.fuse` collects them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        masters: Masters | None,
-        shape: Shape,
-        segments: PackSegments,
-        cos: Tensor,
-        sin: Tensor,
-        x: Tensor,
-        *rest: Maybe,
-    ) -> Tensor:
-        w = LayerWeights(*rest)  # type: ignore[arg-type]
-        keep = any(ctx.needs_input_grad)
-        out = x.new_empty(1, *x.shape)  # with the batch axis from the start: FSDP's hooks want no view
-        one = GpuPass(shape, segments, cos[:, 0], sin[:, 0])
-        one.forward(x, out[0], w, keep and not shape.recompute)
-        if keep:
-            ctx.one, ctx.masters, ctx.weights = one, masters, w
-            ctx.save_for_backward(x)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Maybe, ...]:
-        (x,) = ctx.saved_tensors
-        one, ctx.one = ctx.one, None
-        if one.shape.recompute:
-            one.forward(x, torch.empty_like(x), ctx.weights, True)
-        return None, None, None, None, None, *one.backward(grads[0][0], x, ctx.weights, ctx.masters)

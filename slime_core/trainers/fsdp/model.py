@@ -35,9 +35,9 @@ from slime_core.trainers.fsdp.blocks import layers, text_of, tower_layers
 from slime_core.trainers.fsdp.exact import ExactPass
 from slime_core.trainers.fsdp.experts import router_biases, use_kernels
 from slime_core.trainers.fsdp.fused import fuse
-from slime_core.trainers.fsdp.fused_adapters import AdaptedLayer
-from slime_core.trainers.fsdp.fused_adapters_cuda import AdaptedGpuLayer
-from slime_core.trainers.fsdp.fused_cuda import GpuLayer
+from slime_core.trainers.fsdp.fused_adapters import AdaptedPass
+from slime_core.trainers.fsdp.fused_adapters_cuda import AdaptedGpuPass
+from slime_core.trainers.fsdp.fused_cuda import GpuPass
 from slime_core.trainers.fsdp.host_inputs import HostInputs
 from slime_core.trainers.fsdp.masters import Masters
 from slime_core.trainers.fsdp.packs import RankPack, ResponseTokens
@@ -109,8 +109,8 @@ class FsdpPolicy(nn.Module):
 
     def _fuse(self, layer: nn.Module) -> Callable[..., torch.Tensor] | None:
         """The layer's forward written out, where its shape is known."""
-        adapted = AdaptedLayer.apply, AdaptedGpuLayer.apply
-        return fuse(layer, self.hf.config.get_text_config(), GpuLayer.apply, adapted)
+        adapted = AdaptedPass, AdaptedGpuPass
+        return fuse(layer, self.hf.config.get_text_config(), GpuPass, adapted)
 
     def _choose_forward(self, layer: nn.Module, number: int, *, compiles: bool = True) -> None:
         """Let the layer's forward follow ``fused``, ``compiled`` and ``recompute``."""

@@ -1,7 +1,6 @@
 """A GPU's layers in Triton's interpreter, against transformers' own and autograd."""
 
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -13,8 +12,8 @@ from slime_core.lora.spec import LoraSpec
 from slime_core.trainers import flash
 from slime_core.trainers.fsdp import attention, fused, fused_cuda
 from slime_core.trainers.fsdp.attention import PackSegments
-from slime_core.trainers.fsdp.fused_adapters import AdaptedLayer
-from slime_core.trainers.fsdp.fused_adapters_cuda import AdaptedGpuLayer
+from slime_core.trainers.fsdp.fused_adapters import AdaptedPass
+from slime_core.trainers.fsdp.fused_adapters_cuda import AdaptedGpuPass
 from slime_core.trainers.fsdp.low_rank import lay_side_by_side
 from slime_core.trainers.fsdp.masters import Masters
 
@@ -43,11 +42,6 @@ def spans_backward(grad, q, k, v, out, _sums, *call, **options):
         return torch.autograd.grad(again, leaves, grad)
 
 
-def run_as_on_a_gpu(masters):
-    """Have layers on a CPU take a GPU's pass."""
-    fused._FusedLayer = SimpleNamespace(apply=partial(fused_cuda.GpuLayer.apply, masters))
-
-
 def layer_of(family):
     head = {"head_dim": 16} if family == "Qwen3" else {}
     config = getattr(transformers, f"{family}Config")(**SIZES, **head)
@@ -69,7 +63,7 @@ def compare(family):
     out = layer(rows, attention_mask=None, **known)
     wanted = [out.detach(), *torch.autograd.grad(out, [rows, *parameters.values()], grad)]
     forward = fused.fuse(layer, config)
-    run_as_on_a_gpu(None)
+    fused.Pass = fused_cuda.GpuPass  # on a CPU, too
     for recompute, end_to_end in ((False, False), (True, False), (False, True)):
         fused_cuda.by_varlen = lambda *_, answer=end_to_end: answer
         rows = x.clone().requires_grad_()
@@ -77,9 +71,8 @@ def compare(family):
         results = [out.detach(), *torch.autograd.grad(out, [rows, *parameters.values()], grad)]
         torch.testing.assert_close(results, wanted, rtol=1e-4, atol=1e-5)
     masters = Masters(layer, torch.float32)
-    run_as_on_a_gpu(masters)
     for _ in range(2):
-        forward(x, recompute=False, **known).backward(grad)
+        forward(x, recompute=False, masters=masters, **known).backward(grad)
     sums = masters.gradients()
     assert list(sums) == list(parameters)
     torch.testing.assert_close([g / 2 for g in sums.values()], wanted[2:], rtol=1e-4, atol=1e-5)
@@ -99,8 +92,8 @@ def compare_adapters(family):
     x, grad = torch.randn(1, 9, 64), torch.randn(1, 9, 64)
     known = {"position_embeddings": model.model.rotary_emb(x, position_ids=POSITIONS), "segments": SEGMENTS}
     for name, leaves in ((adapters.active, learning), (None, [])):
-        for run in (AdaptedLayer, AdaptedGpuLayer):
-            forward = fused.fuse(layer, config, None, (run.apply, run.apply))
+        for one in (AdaptedPass, AdaptedGpuPass):
+            forward = fused.fuse(layer, config, None, (one, one))
             for recompute in (False, True):
                 results = []
                 for call in (partial(layer, attention_mask=None), partial(forward, recompute=recompute)):
