@@ -26,7 +26,7 @@ PLAN = "plan.json"
 """Of a run directory."""
 NO_GPU = "no GPU was named and this machine has none: planned for its processors; slime plan --gpu h100 plans for GPUs"
 EPILOG = """\b
-  slime plan --plugin rm_math --gpu h100
+  slime plan --hf-checkpoint Qwen/Qwen3-8B --gpu h100 --lora-rank 32
   slime plan recipe.toml --gpu 4090 --lora-rank 32 --response-tokens 600,2000
   slime plan recipe.toml --gpu h200 --gpus 8 --json
   slime plan runs/demo-0
@@ -83,7 +83,7 @@ def _settings(words: tuple[str, ...], session: CliSession, gpus: int | None) -> 
     from slime_core.config.load import split
 
     loaded = load_words(split([*words, *_ranks(gpus)]), session)
-    loaded.require_complete()
+    loaded.require_complete(data=False)
     return with_plugins(loaded)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime_cli.tables import heading, print_pairs, print_table
 from slime_core.config.load import stage_name
-from slime_core.planning.advice import advice, allowed, splits
+from slime_core.planning.advice import advice, beyond, splits
 from slime_core.planning.batch import BatchPlan
 from slime_core.planning.footprint import PHASES
 from slime_core.planning.gpus import CONTEXT, GIB
@@ -15,7 +15,6 @@ from slime_core.planning.memory import MemoryPlan, swapped
 from slime_core.planning.time import TimePlan
 
 if TYPE_CHECKING:
-    from slime_core.config.schema import Config
     from slime_core.planning.memory import DeviceMemory, StagePlan
 
 MARKS = {"rollout": "generating", "score": "scoring", "train": "training", "update": "optimizer", "sync": "weights"}
@@ -31,6 +30,7 @@ def facts(plan: MemoryPlan, gpus: int = 0) -> dict[str, Any]:
     subject, trainer, engine = plan.subject, plan.trainer, plan.engine
     batch, time = BatchPlan.of(subject.config, subject.lengths), TimePlan.of(plan)
     count = gpus or sum(device.count for device in plan.devices)
+    answers = advice(plan)
     return {
         "gpu": {"name": subject.gpu.name, "bytes": subject.gpu.memory, "source": subject.gpu.source},
         "model": {
@@ -62,12 +62,12 @@ def facts(plan: MemoryPlan, gpus: int = 0) -> dict[str, Any]:
         else {},
         "layout": dict(trainer.layout) if trainer else {},
         "time": _time(time) if time else {},
-        "advice": [{"text": one.text, "flags": one.flags, "keys": dict(one.keys)} for one in advice(plan)],
+        "advice": [{"text": one.text, "flags": one.flags, "keys": dict(one.keys)} for one in answers],
         "splits": [
             {"trainer": one.trainer, "engine": one.engine, "seconds": one.seconds, "waits": one.waits}
             for one in splits(plan, count)[:SHOWN_SPLITS]
         ],
-        "last_resort": _last_resort(subject.config),
+        "last_resort": "" if plan.fits or answers else _last_resort(plan),
         "notices": list(plan.notices),
     }
 
@@ -81,15 +81,10 @@ def _stage(stage: StagePlan) -> dict[str, Any]:
     }
 
 
-def _last_resort(config: Config) -> str:
+def _last_resort(plan: MemoryPlan) -> str:
     """What is left where no setting of one GPU makes a run fit."""
-    smaller = "LoRA (--lora-rank)"
-    if config.train.lora_rank:
-        values = {"base_weights": "nf4", "lora_sync": "adapter"}
-        names = [name for name, value in values.items() if getattr(config.train, name) != value]
-        names = [name for name in names if allowed(config, {f"train.{name}": values[name]})]
-        smaller = " ".join(f"--{name.replace('_', '-')} {values[name]}" for name in names)
-    return ", ".join(part for part in ("more GPUs", smaller, "or a smaller model") if part)
+    flags = [one.flags for one in beyond(plan)]
+    return "fits with " + ", or with ".join(flags) if flags else "more GPUs, or a smaller model"
 
 
 def _batch(plan: MemoryPlan, batch: BatchPlan) -> dict[str, Any]:
@@ -150,17 +145,26 @@ def print_plan(plan: Mapping[str, Any], title: str) -> None:
         ]
         print_table(["", "GiB at the peak", "in", "GiB missing"], rows)
     for device in plan["devices"]:
-        _print_memory(device)
+        _print_memory(device, "a GPU" if _on_gpus(plan) else "main memory")
     print_pairs(_verdict(plan))
     if plan["time"]:
         _print_time(plan["time"])
     if plan["splits"]:
         heading("GPUs of trainer and engine")
         rows = [
-            [one["trainer"], one["engine"] or "the same", f"{one['seconds']:.3g}", one["waits"]]
+            [one["trainer"], one["engine"] or "the same", seconds_text(one["seconds"]), one["waits"]]
             for one in plan["splits"]
         ]
         print_table(["trainer", "engine", "seconds a step", ""], rows)
+
+
+def _on_gpus(plan: Mapping[str, Any]) -> bool:
+    return bool(plan["gpu"]["name"] != "cpu")
+
+
+def seconds_text(seconds: float) -> str:
+    """Three digits, and never a power of ten."""
+    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}" if seconds >= 0.001 else "<0.001"
 
 
 def _head(plan: Mapping[str, Any]) -> dict[str, str]:
@@ -169,7 +173,9 @@ def _head(plan: Mapping[str, Any]) -> dict[str, str]:
     count = sum(device["count"] for device in plan["devices"])
     steps = f"{batch['optimizer_steps']} optimizer step{'s' * (batch['optimizer_steps'] > 1)}"
     rows = {
-        "GPUs": f"{count} x {gpu['name']}, {gib(gpu['bytes'])} GiB each ({gpu['source']})",
+        "GPUs"
+        if _on_gpus(plan)
+        else "machine": f"{count} x {gpu['name']}, {gib(gpu['bytes'])} GiB each ({gpu['source']})",
         "model": f"{model['type']}, {model['parameters'] / 1e6:,.1f} M parameters: {kinds}",
         "lengths": f"prompt {lengths['prompt']:,.0f}, response {lengths['response']:,.0f} (95 % up to "
         f"{lengths['p95']:,.0f}), longest sequence {lengths['longest']:,} tokens: {lengths['source']}",
@@ -184,8 +190,8 @@ def _head(plan: Mapping[str, Any]) -> dict[str, str]:
     return rows
 
 
-def _print_memory(device: Mapping[str, Any]) -> None:
-    heading(f"GiB of a GPU of the {device['role']}")
+def _print_memory(device: Mapping[str, Any], of: str) -> None:
+    heading(f"GiB of {of} of the {device['role']}")
     phases = [phase for phase in PHASES if phase in device["phases"]]
     names = list(dict.fromkeys(name for phase in phases for name in device["phases"][phase]))
     columns = [device["phases"][phase] for phase in phases]
@@ -202,21 +208,21 @@ def _verdict(plan: Mapping[str, Any]) -> dict[str, str]:
     if not plan["devices"]:
         return {"verdict": "nothing is planned: no stage trains or generates with backends that tell their memory"}
     device = max(plan["devices"], key=lambda one: one["short"] or one["peak"] - one["room"])
-    room = f"{gib(device['room'])} GiB beside {gib(CONTEXT)} of the CUDA context"
+    room = f"{gib(device['room'])} GiB" + (f" beside {gib(CONTEXT)} of the CUDA context" if _on_gpus(plan) else "")
     margin = f"a margin of {device['margin']:.0%}"
     fits = f"fits: {gib(device['peak'])} GiB at the peak and {margin}, of {room}"
     short = f"does not fit: {gib(device['short'])} GiB are missing, {margin} included, of {room}"
     rows = {"verdict": fits if plan["fits"] else short}
     if cache := plan["cache"]:
         rows["KV cache"] = (
-            f"{cache['tokens']:,} tokens an engine: {cache['sequences']:,} sequences of the longest length at once"
+            f"{cache['tokens']:,} tokens an engine: {cache['sequences']:,} of the longest sequences at once"
         )
     if host := {name: size for name, size in plan["host"].items() if size}:
         rows["main memory"] = ", ".join(f"{name} {gib(size)} GiB a rank" for name, size in host.items())
     for number, one in enumerate(plan["advice"], 1):
         rows[f"advice {number}"] = f"{one['text']}: {one['flags']}"
     if not plan["fits"] and not plan["advice"]:
-        rows["advice"] = f"no setting of one GPU makes it fit: {plan['last_resort']}"
+        rows["advice"] = f"no setting of memory alone makes it fit; {plan['last_resort']}"
     for number, text in enumerate(plan["notices"], 1):
         rows[f"notice {number}"] = text
     return rows
@@ -225,9 +231,9 @@ def _verdict(plan: Mapping[str, Any]) -> dict[str, str]:
 def _print_time(time: Mapping[str, Any]) -> None:
     heading("seconds of a step" + (", generating beside training" if time["overlapped"] else ""))
     rows: list[list[Any]] = [
-        [name, f"{seconds:.3g}", time["bound_by"].get(name, "")] for name, seconds in time["seconds"].items()
+        [name, seconds_text(seconds), time["bound_by"].get(name, "")] for name, seconds in time["seconds"].items()
     ]
-    rows.append(["a step", f"{time['total']:.3g}", time["bottleneck"]])
+    rows.append(["a step", seconds_text(time["total"]), time["bottleneck"]])
     print_table(["", "seconds", "bound by"], rows)
     pairs = {"speed": f"{time['tokens_per_second']:,.0f} response tokens/s, training at an MFU of {time['mfu']:.2f}"}
     if not time["measured_gpu"]:

@@ -44,13 +44,13 @@ class LoadedConfig:
     secrets: frozenset[str] = frozenset()  # values to keep out of every sink
     origins: Origins = field(default_factory=Origins)
 
-    def require_complete(self) -> None:
-        """Refuse a config that names no model or nothing to train on.
+    def require_complete(self, *, data: bool = True) -> None:
+        """Refuse a config that names no model or, with ``data``, nothing to train on.
 
         Raises:
             ConfigError: CFG04.
         """
-        raise_all([self.origins.place(problem) for problem in rules.incomplete(self.config)])
+        raise_all([self.origins.place(problem) for problem in rules.incomplete(self.config, data=data)])
 
 
 def load_config(

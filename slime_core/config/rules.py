@@ -49,19 +49,20 @@ def conflicts(config: Config) -> list[Problem]:
     ]
 
 
-def incomplete(config: Config) -> list[Problem]:
-    """What a run cannot start without."""
-    data, rollout = config.data, config.rollout
-    model = conflict("no model is named", ["rollout.hf_checkpoint"], fix="name a model folder: --hf-checkpoint DIR")
+def incomplete(config: Config, *, data: bool = True) -> list[Problem]:
+    """What a run cannot start without; without ``data``, what cannot be planned without it."""
+    rollout = config.rollout
+    fix = "name a model folder, or a model on the hub: --hf-checkpoint DIR   or   --hf-checkpoint ORG/NAME"
+    model = conflict("no model is named", ["rollout.hf_checkpoint"], fix=fix)
     prompts = conflict(
         "there is nothing to train on",
         ["data.prompt_data"],
         why="no data set, task, data source or plugin is named",
         fix="name one: --prompt-data FILE.jsonl   or   --plugin NAME",
     )
-    named = (data.prompt_data, data.tasks, rollout.data_source_path, rollout.rollout_function_path)
+    named = (config.data.prompt_data, config.data.tasks, rollout.data_source_path, rollout.rollout_function_path)
     trains = any((*named, rollout.load_debug_rollout_data, config.plugins))
-    return [*([] if rollout.hf_checkpoint else [model]), *([] if trains else [prompts])]
+    return [*([] if rollout.hf_checkpoint else [model]), *([] if trains or not data else [prompts])]
 
 
 def notices(config: Config) -> list[str]:

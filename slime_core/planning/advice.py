@@ -5,8 +5,9 @@ Each answer is a plan that was computed with the changed keys, so it holds by th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from slime_core.config.rules import conflicts
@@ -22,6 +23,8 @@ Keys = Mapping[str, Any]
 """Dotted key -> value: ``{"train.max_tokens_per_gpu": 8192}``."""
 STEP, MOST = 1024, 131072  # tokens of a micro-batch that are tried
 TOKENS = (16384, 8192, 4096, 2048, 1024)
+RANK = 32  # of adapters that are suggested
+NODE = (2, 4, 8)  # GPUs of a machine that are suggested
 SLOTS = (512, 256, 128, 64, 32, 16, 8)
 
 
@@ -94,16 +97,20 @@ def _samples(plan: MemoryPlan) -> int:
 def remedies(plan: MemoryPlan) -> Iterator[Keys]:
     """Changes that need less memory, by parts of them: recomputed layers and offloads, micro-batches, sequences."""
     config, longest = plan.subject.config, plan.subject.lengths.longest
-    switches: list[dict[str, Any]] = [{}]
-    for key in ("gradient_checkpointing", "activation_offload", "fsdp_cpu_offload"):
-        changed = switches[-1] | {f"train.{key}": True}
-        if plan.trainer is not None and not getattr(config.train, key) and allowed(config, changed):
-            switches.append(changed)
+    names = ("gradient_checkpointing", "activation_offload", "fsdp_cpu_offload") if plan.trainer is not None else ()
+    open_keys = [f"train.{name}" for name in names if not getattr(config.train, name)]
+    switches = [keys for chosen in subsets(open_keys) if allowed(config, keys := dict.fromkeys(chosen, True))]
     tokens = plan.trainer.tokens if plan.trainer is not None else 0
     sizes = [tokens, *(size for size in TOKENS if longest <= size < tokens)]
     for switch in switches:
         for size in sizes:
             yield switch | ({"train.max_tokens_per_gpu": size} if size != tokens else {})
+
+
+def subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Every choice of some of the names: none first, all last."""
+    for count in range(len(names) + 1):
+        yield from combinations(names, count)
 
 
 def fewer_slots(plan: MemoryPlan, keys: Keys) -> Keys | None:
@@ -125,6 +132,30 @@ def to_fit(plan: MemoryPlan) -> Advice | None:
     candidates = [keys for change in remedies(plan) if (keys := fewer_slots(plan, change)) is not None]
     answers = [Advice(text="fits with", keys=keys, plan=replan(plan, keys)) for keys in candidates]
     return min(answers, key=cost) if answers else None
+
+
+def beyond(plan: MemoryPlan) -> list[Advice]:
+    """What fits where no setting does: adapters, on a base in 4 bits if need be; and more GPUs, the fewest of them."""
+    config, cluster = plan.run.config, plan.run.config.cluster
+    adapters: list[dict[str, Any]] = [{} if config.train.lora_rank else {"train.lora_rank": RANK}]
+    sync = {} if plan.subject.sizes.by_kind().get("experts") else {"train.lora_sync": "adapter"}  # theirs are merged
+    adapters.append(adapters[0] | {"train.base_weights": "nf4"} | sync)
+    ranks = NODE[-1] if plan.run.gpu.processor else cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
+    more = [{"cluster.actor_num_gpus_per_node": count} for count in NODE if count > ranks]
+    return [answer for keys in (adapters, more) if (answer := _first_that_fits(plan, keys)) is not None]
+
+
+def _first_that_fits(plan: MemoryPlan, candidates: Sequence[Keys]) -> Advice | None:
+    tried = (_made_to_fit(plan, keys) for keys in candidates if keys and allowed(plan.run.config, keys))
+    return next(filter(None, tried), None)
+
+
+def _made_to_fit(plan: MemoryPlan, keys: Keys) -> Advice | None:
+    other = replan(plan, keys)
+    if other.fits:
+        return Advice(text="fits with", keys=keys, plan=other)
+    answer = to_fit(other)
+    return replace(answer, keys={**keys, **answer.keys}) if answer is not None else None
 
 
 def cost(answer: Advice) -> tuple[float, int]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from slime_core.config.sections.train import FEW_TOKENS
 from slime_core.config.stages import LEAST_SLOTS, MOST_SLOTS, rollout_slots, stages
 from slime_core.memory import GIB
-from slime_core.planning.advice import Advice, allowed, cost, largest_slots
+from slime_core.planning.advice import Advice, allowed, cost, largest_slots, subsets
 from slime_core.planning.gpus import GPUS, Gpu, gpu_of
 from slime_core.planning.memory import LengthsOf, MemoryPlan, fits, replan, with_keys
 from slime_core.plugins.backends import engine_of
@@ -108,18 +108,15 @@ def _seated(plan: MemoryPlan, slots: bool) -> Advice:
 
 
 def _changes(plan: MemoryPlan, names: list[str], tokens: bool) -> Iterator[dict[str, Any]]:
-    """Settings from the fastest to the smallest: micro-batches shrink before layers recompute, state offloads last."""
+    """All combinations, those that need least memory last: micro-batches, layers that recompute, state that waits."""
     sizes = [0]
     if tokens and plan.trainer is not None:
         halvings = int(math.log2(max(1, plan.trainer.tokens // FEW_TOKENS)))
         sizes += [plan.trainer.tokens >> count for count in range(1, halvings + 1)]
-    switches: list[dict[str, Any]] = [{}]
-    for name in names:
-        if allowed(plan.run.config, {name: True}):
-            switches.append(switches[-1] | {name: True})
-    for switch in switches:
+    usable = [name for name in names if allowed(plan.run.config, {name: True})]
+    for switch in subsets(usable):
         for size in sizes:
-            yield switch | ({TOKENS_KEY: size} if size else {})
+            yield dict.fromkeys(switch, True) | ({TOKENS_KEY: size} if size else {})
 
 
 def _fitting(tried: list[Advice], slots: bool) -> Advice:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from slime_core.planning import automatic
 from slime_core.planning.footprint import Lengths
 from slime_core.planning.gpus import GIB, gpu_of, processor
 from slime_core.planning.memory import fits, with_keys
+from slime_core.planning.time import TimePlan
 from slime_core.testing.models import tiny_model
 
 pytestmark = pytest.mark.unit
@@ -58,6 +61,21 @@ def test_a_large_gpu_leaves_all_as_it_is_and_a_small_one_gets_the_first_settings
     assert again == small  # what was chosen is what a resume is told
     limited = config.model_copy(update={"cluster": config.cluster.model_copy(update={"gpu_memory_limit": 23.5})})
     assert automatic.with_plan(limited, gpu_of("h200"))[0].train == small.train
+
+
+def test_the_choice_is_the_fastest_of_all_combinations_of_switches(folder: Path) -> None:
+    """State may wait in main memory while layers keep their activations."""
+    config, gpu = config_of(folder, lora_rank=0), gpu_of("gpu=40")
+    chosen, _ = automatic.with_plan(config, gpu)
+    seconds = {}
+    for switches in product((False, True), repeat=2):
+        keys = dict(zip(("gradient_checkpointing", "fsdp_cpu_offload"), switches, strict=True))
+        plan = fits(automatic.with_plan(config_of(folder, **keys), gpu)[0], folder, gpu)
+        time = TimePlan.of(plan)
+        seconds[switches] = time.total if plan.fits and time is not None else math.inf
+    picked = (chosen.train.gradient_checkpointing, chosen.train.fsdp_cpu_offload)
+    assert picked == (False, True)
+    assert seconds[picked] <= 1.01 * min(seconds.values())
 
 
 def test_what_a_config_says_stays_and_a_plan_that_does_not_fit_says_so(folder: Path) -> None:
