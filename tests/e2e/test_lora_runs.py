@@ -87,6 +87,8 @@ def test_a_killed_run_resumes_its_adapters_to_the_same_bits_and_not_as_full_trai
         tensor.numel() for tensor in load_file(calm / "final" / "adapter" / "adapter_model.safetensors").values()
     )
     assert f"default: rank 4, {learning:,} parameters learn beside " in shown.stdout, shown.stdout
+    replayed = forked_slime("replay", calm, "--step", 3)
+    assert replayed.returncode == 0, replayed.stderr
     reported = forked_slime("report", calm)
     assert reported.returncode == 0, reported.stderr
     assert json.loads((calm / "run.json").read_text())["status"] == "finished"

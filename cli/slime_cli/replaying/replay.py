@@ -143,7 +143,8 @@ async def replay(
         )
         alone = config.rollout.model_copy(update={"debug_train_only": True, "save_debug_rollout_data": ""})
         local = config.report.model_copy(update={"ledger_dir": ""})
-        quiet = config.model_copy(update={"rollout": alone, "report": local})
+        train = config.train.model_copy(update={"lora_load": ""}) if checkpoint is not None else config.train
+        quiet = config.model_copy(update={"rollout": alone, "report": local, "train": train})
         async with build_cluster(quiet, plugins, Report(copy, quiet)) as components:
             await _Making(recorded, steps, quiet, plugins, components, copy.path, note, verify).run(answer, checkpoint)
         _compare_metrics(run_dir, answer)

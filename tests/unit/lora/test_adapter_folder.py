@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3Config, Qwen3MoeConfig
 
+from slime_core.config.sections.train import TrainSection
 from slime_core.errors import ConfigError, DataError
-from slime_core.lora.folder import factors_of, read_factors, read_spec, write_adapter
+from slime_core.lora.folder import BaseForm, factors_of, read_factors, read_spec, start_notices, write_adapter
 from slime_core.lora.layers import attach
 from slime_core.lora.spec import LoraSpec
 
@@ -172,6 +173,21 @@ def test_a_bad_folder_is_refused_with_what_is_wrong(folder, spoil, code, words):
     assert raised.value.code == code
     assert str(folder) in raised.value.where
     assert raised.value.fix
+
+
+def test_a_start_on_another_base_is_said_where_the_folder_tells_its_own(tmp_path):
+    adapters = attach(built(Qwen3Config(**SHAPE)), LoraSpec(rank=4), seed=0)
+    said = {}
+    for was in ("auto", "fp8", ""):
+        base = BaseForm(was, "bfloat16")
+        write_adapter(tmp_path, adapters.spec.to_peft("base"), factors_of(adapters, "default"), base)
+        for now in ("auto", "nf4"):
+            train = TrainSection(lora_rank=4, base_weights=now, lora_load=str(tmp_path))
+            said[was, now] = [f"--base-weights {was} " in text for text in start_notices(train)]
+    assert said == {
+        **{("auto", "auto"): [], ("auto", "nf4"): [True], ("fp8", "auto"): [True], ("fp8", "nf4"): [True]},
+        **{("", "auto"): [], ("", "nf4"): []},
+    }
 
 
 def test_another_base_and_no_folder_are_refused(folder, tmp_path):
