@@ -8,7 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from forked_channel import fork
 
+from slime_core.clusters.channel import ProcessChannel
 from slime_core.clusters.embedded import embedded_engine
 from slime_core.clusters.engine_process import EngineProcess
 from slime_core.config.load import load_config
@@ -106,7 +108,9 @@ async def syncing(go, tmp_path, *, apart=False, dtype="float32", keys=(), pages=
 @pytest.mark.parametrize(
     ("apart", "dtype"), [(False, "float32"), (False, "bfloat16"), (True, "float32")], ids=["here", "bfloat16", "apart"]
 )
-def test_the_base_crosses_once_and_the_engine_computes_what_is_trained(tmp_path, apart, dtype):
+def test_the_base_crosses_once_and_the_engine_computes_what_is_trained(tmp_path, apart, dtype, monkeypatch):
+    monkeypatch.setattr(ProcessChannel, "start", classmethod(fork))
+
     async def go(sync):
         sync.move(0)
         await sync_weights(sync.trainer, sync.engine, 0)
