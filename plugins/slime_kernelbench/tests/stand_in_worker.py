@@ -9,7 +9,7 @@
     hang                                              never an answer
     wait                                              writes its pid to the pipe FOLDER/begun, reads the pipe FOLDER/go
     meet                                              an answer where three are judged at once
-    (the canary's source)                             correct, but wrong where FOLDER/sick names this device
+    (the canary's source, which imports)              correct, but wrong where FOLDER/sick names this device
 
 FOLDER/judged has a line for each: the device and the word. The protocol and its loop are the worker's own.
 """
@@ -20,10 +20,6 @@ import signal
 import sys
 from pathlib import Path
 
-import click
-
-from slime_kernelbench.problems import answer
-from slime_kernelbench.service.serve import JudgeSettings, serve
 from slime_kernelbench.service.verdicts import hash_of, infra
 from slime_kernelbench.service.worker import run
 from slime_kernelbench.types import Diagnostic, Verdict
@@ -37,7 +33,7 @@ class AsTold:
         self.three = asyncio.Barrier(3)
 
     async def judge(self, source, problem):
-        word = "canary" if source.startswith(answer("add")) else source.split()[0]
+        word = "canary" if "import" in source else source.split()[0]
         with (FOLDER / "judged").open("a") as file:
             file.write(f"{DEVICE} {word}\n")
         if word == "die" or (word == "die_once" and not (FOLDER / "died").exists()):
@@ -70,6 +66,10 @@ class AsTold:
 
 
 def serve_stand_ins(folder, workers, grace):
+    import click  # a worker begins without these
+
+    from slime_kernelbench.service.serve import JudgeSettings, serve
+
     command = (sys.executable, __file__, folder)
     settings = JudgeSettings(folder=Path(folder), workers=int(workers), grace=float(grace), command=command)
     serve(settings, lambda url, path: click.echo(url))
