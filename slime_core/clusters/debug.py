@@ -94,7 +94,7 @@ class IdleTrainer(Trainer):
     def _publish(self, version: int, route: WeightRoute | None) -> WeightUpdate:
         model = self._folder.build_model(dtype="float32", seed=self._config.seed)
         from slime_core.trainers.fsdp.adapters import MergedWeights
-        from slime_core.trainers.fsdp.publishing import rounded, sources_of, stored_buffers
+        from slime_core.trainers.fsdp.publishing import check_names, rounded, sources_of, stored_buffers
         from slime_core.weights.folder_layout import FolderLayout
 
         layout = FolderLayout(model)
@@ -110,7 +110,7 @@ class IdleTrainer(Trainer):
             self._senders = Senders(torch.device(self._device), self._folder.path, self._config, form)
         named = dict(model.named_parameters()) | stored_buffers(model)
         sources = sources_of(MergedWeights(None, named), torch.device("cpu"), layout.parts)
-        layout.check(sources, self._folder)
+        check_names(layout, sources, self._folder)
         update = self._senders.publish(sources, version, route)
         update.epoch = self._epoch
         return update

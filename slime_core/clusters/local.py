@@ -283,14 +283,13 @@ async def local_serving(config: Config) -> AsyncIterator[Serving]:
 
 def _weights(folder: ModelFolder, seed: int, form: BaseForm) -> dict[str, Any]:
     """A folder's weights as floats, with the values that they had in the few bits of ``form``."""
-    from slime_core.kernels.quantised import dense
-    from slime_core.lora.base_weights import quantise
-    from slime_core.trainers.fsdp.adapters import outside_of
+    import torch
 
-    model: Any = folder.build_model(form.dtype or "float32", seed)
-    if form.form != "auto":
-        quantise(model, form.form, model.device, folder.tensors(), outside_of(model))
-    return {name: dense(tensor) for name, tensor in model.state_dict().items()}
+    from slime_core.trainers.fsdp.adapters import rounded_on
+
+    put = rounded_on(torch.device("cpu"), folder, form.form, floats=True)
+    model: Any = folder.build_model(form.dtype or "float32", seed, put=put)
+    return dict(model.state_dict())
 
 
 def _not_beside(config: Config, adapters: str) -> ConfigError:

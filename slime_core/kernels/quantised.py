@@ -36,6 +36,7 @@ class NumberForm:
     per_byte: int  # numbers
 
 
+AT_ONCE, AT_ONCE_ON_CPU = 1 << 22, 1 << 20  # numbers that are rounded at a time, which takes some ten bytes of each
 FORMS = {"nf4": NumberForm("nf4", 64, 2), "fp8": NumberForm("fp8", 128, 1)}
 
 
@@ -76,7 +77,12 @@ class QuantisedWeight(torch.Tensor):
     @torch.no_grad()
     def of(cls, weight: Tensor, form: str, dtype: torch.dtype) -> QuantisedWeight:
         """Round a float weight [..., rows, columns] whose columns are whole blocks; it computes in ``dtype``."""
-        numbers, scales = (_nf4 if form == "nf4" else _fp8)(weight.detach().float())
+        rounded, (*lead, rows, columns) = _nf4 if form == "nf4" else _fp8, weight.shape
+        flat, height = weight.detach().reshape(-1, columns), BlockFormat().height
+        matrices = (flat,) if form == "nf4" else flat.split(rows)  # blocks of nf4 lie within rows
+        some = max(1, (AT_ONCE if weight.is_cuda else AT_ONCE_ON_CPU) // (columns * height)) * height
+        parts = [rounded(one.float()) for matrix in matrices for one in matrix.split(some)]
+        numbers, scales = (torch.cat(of_rows).view(*lead, rows, -1) for of_rows in zip(*parts))
         return cls(numbers, _shortest(scales, dtype), FORMS[form], dtype)
 
     @classmethod
@@ -331,16 +337,11 @@ def _nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
     return indices[..., ::2] << 4 | indices[..., 1::2], scales
 
 
-def _fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+def _fp8(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """As `weights.fp8` has it; each row with the scales of its blocks."""
-    form, rows = BlockFormat(), weight.shape[-2]
-    numbers, scales = [], []
-    for matrix in weight.reshape(-1, *weight.shape[-2:]):
-        of_blocks = form.scales(matrix)
-        numbers.append(form.quantise(matrix, of_blocks).view(torch.uint8))
-        scales.append(_by_row(of_blocks, rows))
-    shape = weight.shape[:-1]
-    return torch.stack(numbers).view(weight.shape), torch.stack(scales).view(*shape, -1)
+    form = BlockFormat()
+    scales = form.scales(matrix)
+    return form.quantise(matrix, scales).view(torch.uint8), _by_row(scales, len(matrix))
 
 
 def _by_row(scales: Tensor, rows: int) -> Tensor:

@@ -14,6 +14,7 @@ from slime_core.kernels.quantised import FORMS, QuantisedWeight
 from slime_core.lora.layers import are_experts
 from slime_core.weights.folder_layout import FolderLayout
 from slime_core.weights.fp8 import BlockFormat
+from slime_core.weights.loading import Put
 from slime_core.weights.nf4 import Nf4Weight
 from slime_core.weights.shards import Shards
 
@@ -96,24 +97,25 @@ class FewBits:
         return (full[0], full[1]) if full else None
 
 
-def quantise(
+def rounding(
     model: Any, form: str, device: torch.device, shards: Shards | None = None, outside: Sequence[nn.Module] = ()
-) -> None:
-    """Hold weights of a model in ``form``, on the device; in place. Arguments are as in `FewBits`.
+) -> Put:
+    """What takes each weight to the device as it is loaded, and holds it in ``form`` there, or as floats.
 
-    Each goes to the device alone, in the dtype that the model computes in; what stays floats stays where it is.
+    Arguments are as in `FewBits`.
 
     Raises:
         ConfigError: CFG04 no weight of the model can be held so.
     """
-    few_bits, count = FewBits(model, form, shards, outside), 0
-    for name, (module, key) in few_bits.weights.items():
-        quantised = few_bits.of(name, getattr(module, key).data, device)
-        if quantised is not None:
-            module._parameters[key] = nn.Parameter(quantised, requires_grad=False)
-            count += 1
-    if not count:
+    few_bits = FewBits(model, form, shards, outside)
+    if not few_bits.weights:
         raise none_fits(model, form)
+
+    def put(name: str, weight: torch.Tensor) -> torch.Tensor:
+        quantised = few_bits.of(name, weight, device) if name in few_bits.weights else None
+        return weight.to(device) if quantised is None else quantised
+
+    return put
 
 
 def none_fits(model: Any, form: str) -> ConfigError:

@@ -235,16 +235,6 @@ def attention_window(attention: Any) -> int:
     return int(getattr(attention, "sliding_window", whole_model) or 0)
 
 
-def load_by_name(model: Any, shards: Shards, stored_as: Mapping[str, str]) -> None:
-    """Copy every tensor of the state dict from the folder, one at a time, cast to the parameter's dtype."""
-    done: set[int] = set()
-    for name, tensor in model.state_dict().items():
-        if tensor.data_ptr() in done and tensor.numel():
-            continue
-        tensor.copy_(shards[stored_as.get(name, name)])
-        done.add(tensor.data_ptr())
-
-
 def load_converted(
     folder: Path, config: Any, dtype: str, attn_implementation: str | None, trust_remote_code: bool
 ) -> Any:

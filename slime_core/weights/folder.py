@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from slime_core.weights.build import Fit
+    from slime_core.weights.loading import Put
 
 REMOTE_CODE_FILES = (
     "config.json",
@@ -128,25 +129,39 @@ class ModelFolder:
         device: str = "cpu",
         *,
         attn_implementation: str | None = None,
+        put: Put | None = None,
     ) -> nn.Module:
         """The causal language model in eval mode, with the folder's weights or, for ``random``, drawn from the seed.
+
+        Args:
+            put: takes each parameter as soon as it was read, so that no more than one is on the host beside what stays
+                there; drawn ones, and those of families that transformers alone can load, when all have values
 
         Raises:
             DataError: TOK48 a dtype other than float32 and bfloat16, TOK46 tensors that do not fit, TOK47 damage.
         """
-        from slime_core.weights import build
+        from slime_core.weights import build, loading
 
-        if self.init_weights == "load" and self._fit is not None and not self._fit:
-            attention = attn_implementation
-            model = build.load_converted(self.path, self.config, dtype, attention, self.trust_remote_code)
-            return model.to(device)  # type: ignore[no-any-return]
-        model = build.allocate(self.config, dtype, device, attn_implementation, self.trust_remote_code)
-        if self.init_weights == "random":
+        attention, trusted, places = attn_implementation, self.trust_remote_code, None
+        renamed = self.init_weights == "load" and self._fit is not None and not self._fit
+        model: Any = None
+        if put is not None or not renamed:
+            model = build.allocate(self.config, dtype, device, attention, trusted)
+        if renamed and put is not None:
+            places = loading.places_of(model, self.tensors())
+        if renamed and places is None:
+            model = build.load_converted(self.path, self.config, dtype, attention, trusted).to(device)
+        elif self.init_weights == "random":
             build.draw(model, seed)
+        elif places is not None:
+            loading.load_by_places(model, self.tensors(), places, put)
+            return model  # type: ignore[no-any-return]
         else:
-            assert self._shards is not None
             assert self._fit is not None
-            build.load_by_name(model, self._shards, self._fit.stored_as)
+            loading.load_by_name(model, self.tensors(), self._fit.stored_as, put)
+            return model  # type: ignore[no-any-return]
+        if put is not None:
+            loading.put_all(model, put)
         return model  # type: ignore[no-any-return]
 
     def _note(self, text: str) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from slime_core.errors import TrainerError
-from slime_core.weights.transports.buckets import TensorPart, TensorSource, one_part
-
-if TYPE_CHECKING:
-    from slime_core.weights.folder import ModelFolder
+from slime_core.weights.transports.buckets import TensorPart, one_part
 
 Parts = Callable[[str, torch.Size], tuple[TensorPart, ...]]
 """What a tensor of this name and shape is in a model folder."""
@@ -40,7 +37,7 @@ class FolderLayout:
         self._converters = [one for one in reverse if not isinstance(one, WeightRenaming)]
         self.prefix = f"{hf.base_model_prefix}."
         ties = getattr(hf, "all_tied_weights_keys", None) or {}
-        self._ties = {*ties, *ties.values()}
+        self.ties = {*ties, *ties.values()}
 
     def names(self, name: str) -> tuple[str, str]:
         """Under which a folder may have a tensor: with the base model's prefix or without."""
@@ -91,26 +88,6 @@ class FolderLayout:
                 for part, piece in zip(parts, pieces, strict=True):
                     part.cut(whole).copy_(piece)
         return tensors
-
-    def check(self, sources: Iterable[TensorSource], folder: ModelFolder) -> None:
-        """Compare the names of what would be sent with those of the folder that an engine has loaded.
-
-        Raises:
-            TrainerError: a name that the folder does not have, which an engine would pass over.
-        """
-        if folder.init_weights == "random":
-            return
-        names = self._ties | folder.tensors().keys()
-        sent = (part.name for source in sources for part in source.parts)
-        if unknown := [name for name in sent if not names & {*self.names(name)}]:
-            raise TrainerError(
-                f"{len(unknown)} tensors are not in the model folder by the names that they would be sent under: "
-                + ", ".join(unknown[:3]),
-                where=str(folder.path),
-                why="an engine keeps what it has of tensors whose names it does not know",
-                fix="save the model again with transformers (from_pretrained, then save_pretrained), or use "
-                "rollout_engine=local",
-            )
 
 
 def _rows(number: int, begin: int, end: int, tensor: torch.Tensor) -> torch.Tensor:

@@ -105,11 +105,12 @@ def test_a_base_in_4_bits_goes_to_the_device_one_weight_at_a_time(tmp_path):
     config = load_config(None, [*flags, "--lora-rank", "8"])
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    from slime_core.lora.base_weights import quantise
+    from slime_core.lora.base_weights import rounding
+    from slime_core.weights.build import skeleton
 
     folder = ModelFolder.open(model)
-    hf = folder.build_model("bfloat16")
-    quantise(hf, "nf4", torch.device("cuda"), folder)
+    put = rounding(skeleton(folder.config), "nf4", torch.device("cuda"), folder.tensors())
+    hf = folder.build_model("bfloat16", put=put)
     stored = sum(p.stored_bytes for p in hf.parameters() if isinstance(p, QuantisedWeight))
     largest = max(p.numel() for p in hf.parameters() if isinstance(p, QuantisedWeight))
     assert torch.cuda.max_memory_allocated() - before < stored + 40 * largest

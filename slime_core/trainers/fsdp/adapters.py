@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from slime_core.kernels.quantised import QuantisedWeight, dense
+from slime_core.lora.base_weights import rounding
 from slime_core.lora.dropout import micro_keys
 from slime_core.lora.folder import Factors, factors_of, load_adapters, to_peft
 from slime_core.lora.layers import Adapters, attach, check_targets
@@ -24,9 +25,12 @@ from slime_core.seeds import seed_of
 from slime_core.trainers.fsdp.low_rank import lay_side_by_side
 from slime_core.trainers.fsdp.shards import full
 from slime_core.trainers.optimizer_step import to_device
+from slime_core.weights.build import skeleton
 
 if TYPE_CHECKING:
     from slime_core.trainers.fsdp.packs import RankPack
+    from slime_core.weights.folder import ModelFolder
+    from slime_core.weights.loading import Put
 
 Tensors = dict[str, torch.Tensor]
 
@@ -52,6 +56,23 @@ def adapt(hf: Any, train: Any, seed: int) -> Adapters | None:
 def outside_of(hf: Any) -> Sequence[nn.Module]:
     """Modules of a model of transformers that see pictures, and have no adapters."""
     return tower(hf) if MediaLayout.of(hf.config) is not None else ()
+
+
+def rounded_on(device: torch.device, folder: ModelFolder, form: str, *, floats: bool = False) -> Put:
+    """What takes weights to a device as a folder's model is loaded, those of a base in few bits rounded there.
+
+    Args:
+        form: as `train.base_weights`
+        floats: hold floats of the rounded values
+
+    Raises:
+        ConfigError: CFG04 no weight of the model can be held so.
+    """
+    if form == "auto":
+        return lambda name, tensor: tensor.to(device)
+    hf: Any = skeleton(folder.config, trust_remote_code=folder.trust_remote_code)
+    put = rounding(hf, form, device, folder.tensors() if folder.init_weights == "load" else None, outside_of(hf))
+    return (lambda name, tensor: dense(put(name, tensor))) if floats else put
 
 
 @contextmanager

@@ -21,7 +21,8 @@ from slime_core.weights.transports.quantised import no_linear_layers
 
 if TYPE_CHECKING:
     from slime_core.trainers.fsdp.adapters import MergedWeights
-    from slime_core.weights.folder_layout import Parts
+    from slime_core.weights.folder import ModelFolder
+    from slime_core.weights.folder_layout import FolderLayout, Parts
     from slime_core.weights.fp8 import BlockFormat
 
 
@@ -84,3 +85,24 @@ def stored_buffers(hf: torch.nn.Module) -> dict[str, torch.Tensor]:
             if name not in module._non_persistent_buffers_set:
                 buffers[f"{prefix}.{name}" if prefix else name] = buffer
     return buffers
+
+
+def check_names(layout: FolderLayout, sources: Iterable[TensorSource], folder: ModelFolder) -> None:
+    """Compare the names of what would be sent with those of the folder that an engine has loaded.
+
+    Raises:
+        TrainerError: a name that the folder does not have, which an engine would pass over.
+    """
+    if folder.init_weights == "random":
+        return
+    names = layout.ties | folder.tensors().keys()
+    sent = (part.name for source in sources for part in source.parts)
+    if unknown := [name for name in sent if not names & {*layout.names(name)}]:
+        raise TrainerError(
+            f"{len(unknown)} tensors are not in the model folder by the names that they would be sent under: "
+            + ", ".join(unknown[:3]),
+            where=str(folder.path),
+            why="an engine keeps what it has of tensors whose names it does not know",
+            fix="save the model again with transformers (from_pretrained, then save_pretrained), or use "
+            "rollout_engine=local",
+        )

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from slime_core.kernels.quantised import stored_parts
-from slime_core.lora.base_weights import quantise
 from slime_core.lora.effective import put_on
 from slime_core.memory import gpu_memory
 from slime_core.planning.fsdp import micro_batch_tokens
@@ -24,8 +23,8 @@ from slime_core.trainers.fsdp.adapters import (
     ServedWeights,
     adapt,
     dropout,
-    outside_of,
     peft_tensors,
+    rounded_on,
     whole_factors,
     without_dropout,
 )
@@ -100,13 +99,11 @@ class FsdpWorker(Worker):
     def _model(self) -> Any:
         """transformers' model on the device: float32 where it is trained, in the dtype of compute under adapters.
 
-        Weights in fewer bits go there one at a time.
+        Weights go there one at a time, and are rounded there where the base has fewer bits.
         """
         name = self.train.dtype if self.train.lora_rank else "float32"
-        model: Any = self.folder.build_model(name, self.config.seed)
-        if self.train.base_weights != "auto":
-            shards = self.folder.tensors() if self.folder.init_weights == "load" else None
-            quantise(model, self.train.base_weights, self.device, shards, outside_of(model))
+        put = rounded_on(self.device, self.folder, self.train.base_weights)
+        model: Any = self.folder.build_model(name, self.config.seed, put=put)
         return model.to(self.device).eval().requires_grad_(True)
 
     def _try_model(self) -> None:
@@ -292,7 +289,7 @@ class FsdpWorker(Worker):
         reshard(self.policy)
         weights = MergedWeights(self.policy.adapters, self.policy.base() | publishing.stored_buffers(self.policy.hf))
         sources = publishing.sources_of(weights, self.device, self.parts)
-        self.layout.check(sources, self.folder)
+        publishing.check_names(self.layout, sources, self.folder)
         return sources
 
     def parts(self, name: str, shape: torch.Size) -> tuple[TensorPart, ...]:

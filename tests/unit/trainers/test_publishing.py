@@ -19,7 +19,7 @@ from slime_core.testing.models import char_tokenizer
 from slime_core.threads import TorchThread
 from slime_core.trainers.fsdp import FsdpTrainer
 from slime_core.trainers.fsdp.adapters import MergedWeights
-from slime_core.trainers.fsdp.publishing import sources_of, stored_buffers
+from slime_core.trainers.fsdp.publishing import check_names, sources_of, stored_buffers
 from slime_core.types import Piece, RankTensor, WeightRoute
 from slime_core.weights import hashing
 from slime_core.weights.build import skeleton
@@ -150,7 +150,7 @@ def test_of_a_model_of_pictures_the_text_part_leaves_in_the_folders_names(tmp_pa
     save_file(dict(model.state_dict()), tmp_path / "model.safetensors", metadata={"format": "pt"})
     folder = ModelFolder.open(tmp_path)
     sources, layout = sources_in(folder)
-    layout.check(sources, folder)
+    check_names(layout, sources, folder)
     stored = {name: tensor for name, tensor in folder.tensors().items() if ".visual." not in name}
     sent = {part.name: part.cut(tensor) for parts, tensor in stream(sources) for part in parts}
     assert sent.keys() == stored.keys()
@@ -162,7 +162,7 @@ def test_names_that_the_folder_does_not_have_are_refused(tmp_path):
     """As an older transformers saved GPT-NeoX: an engine would keep its output matrix for ever."""
     folder = ModelFolder.open(family_model(tmp_path / "m", "neox"))
     sources, layout = sources_in(folder)
-    layout.check(sources, folder)
+    check_names(layout, sources, folder)
     file = folder.path / "model.safetensors"
     tensors = load_file(file)
     tensors["lm_head.weight"] = tensors.pop("embed_out.weight")
@@ -170,7 +170,7 @@ def test_names_that_the_folder_does_not_have_are_refused(tmp_path):
     folder = ModelFolder.open(folder.path)
     sources, layout = sources_in(folder)
     with pytest.raises(TrainerError, match=r"1 tensors .*: embed_out\.weight"):
-        layout.check(sources, folder)
+        check_names(layout, sources, folder)
 
 
 def test_tensors_of_another_layout_are_refused_by_name():
