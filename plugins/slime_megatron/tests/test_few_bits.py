@@ -6,7 +6,8 @@ import shutil
 import pytest
 import torch
 from bitsandbytes.functional import quantize_4bit
-from megatron_ranks import PIPELINE, TENSOR, Ranks, answer, mixture, run_ranks
+from megatron_ranks import PIPELINE, TENSOR, Ranks, answer, config_of, make_worker, mixture, run_ranks
+from peak_memory import ROUNDING, mixture_folder, peak_of, sizes
 from safetensors.torch import load_file, save_file
 from splits import fill_adapters, rank_batch_of, with_roles
 from trainer_bench import Bench, batch_of
@@ -73,6 +74,27 @@ def are_alike(models, zygote, root, case):
         assert one["restored"] == one["saved"]
         assert one["again"] == one["on"] != one["saved"]
     assert sum(one["numbers"] for one in pair) == pair[0]["fsdp numbers"]
+
+
+def test_the_peak_of_a_stage_in_4_bits_is_what_is_kept_and_one_tensor(zygote, tmp_path):
+    mixture_folder(tmp_path / "large")
+    mixture_folder(tmp_path / "small", hidden_size=128, num_hidden_layers=1, moe_intermediate_size=128)
+    (of_rank,) = run_ranks(zygote, tmp_path, peak, 1, tmp_path)
+    peak_bytes, kept, plain, largest = of_rank
+    assert plain > 180e6
+    assert kept < 0.3 * plain
+    assert peak_bytes < kept + 2 * largest + ROUNDING < plain / 2
+
+
+def peak(rank, root):
+    """Peak of a worker, after a small one brought what is imported and kept."""
+    from megatron.core import parallel_state
+
+    for name in ("small", "large"):
+        parallel_state.destroy_model_parallel()
+        config = config_of(root / name, lora_rank=1, base_weights="nf4", dtype="bfloat16")
+        peak_bytes, worker = peak_of(lambda of=config: make_worker(of, rank, 1, root / "meeting"))
+    return [peak_bytes, *sizes(worker.policy.stage)]
 
 
 def pack(origin, folder):
@@ -152,4 +174,4 @@ def beside_fsdp(worker, of_fsdp):
 
 
 if __name__ == "__main__":
-    answer(two_ranks)
+    answer(two_ranks, peak)

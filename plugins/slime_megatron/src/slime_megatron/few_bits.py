@@ -31,13 +31,16 @@ if TYPE_CHECKING:
     from slime_megatron.model import ModelStage
 
 Tensor = torch.Tensor
+PLAIN = torch.contiguous_format
 
 
 @torch.no_grad()
-def quantise(stage: ModelStage, tensors: Tensors, folder: ModelFolder, form: str, seed: int) -> None:
-    """Hold the weights of a stage's linear layers and experts in ``form``, one at a time; in place.
+def fill(stage: ModelStage, tensors: Tensors, folder: ModelFolder, form: str, seed: int, device: torch.device) -> None:
+    """Read the weights of a stage onto the device, those of linear layers and experts in ``form``; in place.
 
-    A layer of which a part stays floats, such as a few rows of keys, has the floats of its rounded parts.
+    Each is read, rounded and dropped before the next. The stage is on the host, where parameters that are never
+    written take no memory. A layer of which a part stays floats, such as a few rows of keys, has the floats of its
+    rounded parts.
 
     Raises:
         ConfigError: CFG04 no weight of the model can be held so.
@@ -47,27 +50,36 @@ def quantise(stage: ModelStage, tensors: Tensors, folder: ModelFolder, form: str
     few_bits, weights = FewBits(model, form, shards, tower(model)), stored(folder, seed)
     if not few_bits.weights:
         raise none_fits(model, form)
-    for chunk in stage.chunks:
-        for prefix, module in chunk.named_modules():
-            for leaf, parameter in module._parameters.items():
-                name = canonical(f"{prefix}.{leaf}", chunk)
-                if parameter is None or (local := tensors.by_name.get(name)) is None:
-                    continue
-                parts = _parts(local, tensors, few_bits, weights)
-                if parts and all(isinstance(one, QuantisedWeight) for one in parts):
-                    quantised = nn.Parameter(_joined(local, parts, tensors), requires_grad=False)  # type: ignore[arg-type]
-                    quantised.__dict__ |= parameter.__dict__  # what megatron-core notes of it
-                    module._parameters[leaf] = quantised
-                    tensors.by_name[name] = LocalTensor(local.entry, quantised)
-                elif parts:
-                    local.tensor.copy_(_shard(local, [dense(one) for one in parts], tensors))
+    places = {
+        canonical(f"{prefix}.{leaf}", chunk): (module, leaf)
+        for chunk in stage.chunks
+        for prefix, module in chunk.named_modules()
+        for leaf, parameter in module._parameters.items()
+        if parameter is not None
+    }
+    for name, local in list(tensors.by_name.items()):
+        parts = _parts(local, tensors, few_bits, weights, device) if name in places else []
+        if parts and all(isinstance(one, QuantisedWeight) for one in parts):
+            quantised = nn.Parameter(_joined(local, parts, tensors), requires_grad=False)  # type: ignore[arg-type]
+            quantised.__dict__ |= local.tensor.__dict__  # what megatron-core notes of it
+            module, leaf = places[name]
+            module._parameters[leaf] = quantised
+            tensors.by_name[name] = LocalTensor(local.entry, quantised)
+            continue
+        local.tensor.copy_(
+            _shard(local, list(map(dense, parts)), tensors) if parts else tensors.shard_of(local, weights)
+        )
+        local.tensor.data = local.tensor.data.to(device)
+    for parameter in stage.parameters():  # what is no tensor of its own, such as a tied output matrix
+        if parameter.device != device:
+            parameter.data = parameter.data.to(device)
 
 
 def _parts(
-    local: LocalTensor, tensors: Tensors, few_bits: FewBits, weights: Mapping[str, Tensor]
+    local: LocalTensor, tensors: Tensors, few_bits: FewBits, weights: Mapping[str, Tensor], device: torch.device
 ) -> list[Tensor | QuantisedWeight]:
     """The whole tensors of a folder that a layer's weight is made of, rounded; nothing where none of them is."""
-    device, dtype, parts = local.tensor.device, local.tensor.dtype, list[Tensor]()
+    dtype, parts = local.tensor.dtype, list[Tensor]()
     places = list(zip(local.entry.hf, spots(local.entry, tensors), strict=True))
     if not any(spot.name in few_bits.weights for _, spot in places):
         return []
@@ -88,7 +100,7 @@ def _joined(local: LocalTensor, parts: list[QuantisedWeight], tensors: Tensors) 
         width = math.gcd(form.block, local.tensor.shape[1])
         scales = [one.repeat_interleave(form.block // width, 1) for one in scales]
         form = replace(form, block=width)
-    rows, of_rows = (_shard(local, one, tensors).contiguous() for one in (numbers, scales))
+    rows, of_rows = (_shard(local, one, tensors).clone(memory_format=PLAIN) for one in (numbers, scales))
     return QuantisedWeight(rows, of_rows, form, local.tensor.dtype)
 
 

@@ -29,8 +29,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from slime_convert.tower import build_tower
 from slime_core.trainers.compiling import Choice, pays
 from slime_core.trainers.optimizer_step import to_device
+from slime_megatron import few_bits
 from slime_megatron.accumulating import provide
-from slime_megatron.few_bits import quantise
 from slime_megatron.lora import StageAdapter
 from slime_megatron.packing import make_pack, owned
 from slime_megatron.passes import Passes
@@ -355,13 +355,16 @@ def build_model(
         DataError: the folder lacks a tensor, or is damaged.
     """
     ahead = settings.ahead > 0
-    stage = build_stage(PackedGPT, settings, bridge, folder.config, device, ahead=ahead)
+    rounded = settings.base_weights != "auto"
+    stage = build_stage(PackedGPT, settings, bridge, folder.config, device, ahead=ahead, on_host=rounded)
     multiple, entries = settings.vocabulary_multiple, bridge.entries(folder.config, int(ahead))
     model = Model(stage, Tensors(stage.chunks, bridge, folder.config, multiple=multiple, entries=entries), device)
     model.passes.ahead = settings.ahead
-    model.fill(stored(folder, seed))
-    if settings.base_weights != "auto":
-        quantise(stage, model.tensors, folder, settings.base_weights, seed)
+    if rounded:
+        few_bits.fill(stage, model.tensors, folder, settings.base_weights, seed, device)
+        model.spread_embedding()
+    else:
+        model.fill(stored(folder, seed))
     if settings.lora is not None:
         model.adapters = StageAdapter.attach(
             stage, model.tensors, folder, settings.lora, names=settings.adapters, seed=seed
@@ -377,10 +380,18 @@ def build_stage(
     bridge: Bridge,
     hf_config: Any,
     device: torch.device,
+    *,
+    on_host: bool = False,
     **more: Any,
 ) -> ModelStage:
-    """This rank's chunks of a model, without its weights; ``more`` are arguments of their class."""
+    """This rank's chunks of a model, without its weights; ``more`` are arguments of their class.
+
+    Args:
+        on_host: leave parameters there, where those that are never written take no memory
+    """
     config, chunks = build(settings).transformer, settings.layout.vp
+    config.use_cpu_initialization |= on_host
+    config.perform_initialization &= not on_host
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     vision = tower = None
     if bridge.tower:
@@ -400,9 +411,13 @@ def build_stage(
                 tower=None if number else tower,
                 **settings.model,
                 **more,
-            ).to(device)
+            )
             for number in range(chunks)
         ]
     )
+    if not on_host:
+        stage.to(device)
+    for module in stage.modules():
+        module._buffers |= {name: one.to(device) for name, one in module._buffers.items() if one is not None}
     stage.choose_compiling(settings.compile)
     return stage

@@ -149,14 +149,19 @@ class Tensors:
     def fill(self, folder: Mapping[str, torch.Tensor]) -> None:
         """Copy this rank's shards from a folder's tensors, by Hugging Face name, each read when it is asked for."""
         for local in self.by_name.values():
-            local.tensor.copy_(self._local_part(local, folder))
+            local.tensor.copy_(self.shard_of(local, folder))
 
     @torch.no_grad()
     def read(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """This rank's shards of another folder's tensors, beside the model's own; as :meth:`fill` reads them."""
-        return {n: self._local_part(local, tensors).to(local.tensor, copy=True) for n, local in self.by_name.items()}
+        return {n: self.shard_of(local, tensors).to(local.tensor, copy=True) for n, local in self.by_name.items()}
 
-    def _local_part(self, entry: LocalTensor, folder: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def shard_of(self, entry: LocalTensor, folder: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """This rank's part of a tensor, of a folder's tensors.
+
+        Raises:
+            TrainerError: TRN108 it has another shape.
+        """
         whole = join(entry.entry, [folder[name] for name in entry.entry.hf], self.sizes)
         local = shard(entry.entry, whole, entry.group.rank(), entry.group.size())
         if local.shape != entry.tensor.shape:
