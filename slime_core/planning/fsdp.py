@@ -70,6 +70,15 @@ def published_bytes(sizes: ModelSizes, train: Any, itemsize: int) -> int:
     return itemsize * sizes.parameters
 
 
+def loading(sizes: ModelSizes, itemsize: int) -> int:
+    """Bytes of main memory that a rank takes at most while it loads a model for a GPU: its largest tensor.
+
+    It is there as it was read, in 16 bits, and in ``itemsize`` bytes a number where that is another form. Every other
+    tensor has gone to the device; what has few bits is rounded there.
+    """
+    return (itemsize + (2 if itemsize != 2 else 0)) * max(weight.count for weight in sizes.weights)
+
+
 def gathered_layer(sizes: ModelSizes, train: Any, itemsize: int) -> int:
     """Bytes of the largest layer on a rank that has gathered it: a quantised base as it is stored, and adapters."""
     spec, stored = LoraSpec.of(train), stored_bytes(sizes, train, itemsize) or itemsize
@@ -136,6 +145,9 @@ class _Fsdp:
         inputs = self.recomputed * self.pack * self.sizes.layer.hidden * self.subject.itemsize
         host = {"optimizer": offloaded if on_host else 0}
         host["activations"] = inputs if self.train.activation_offload else 0
+        host["loading"] = (
+            0 if self.gpu.processor else loading(self.sizes, 4 if self.spec is None else self.subject.itemsize)
+        )
         return TrainerFootprint(
             moments=tuple(self._moments()),
             resident=self._weights(),

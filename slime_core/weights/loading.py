@@ -26,6 +26,11 @@ Places = Mapping[str, Sequence[tuple[str, TensorPart]]]
 """Stored tensors that are parts of a model's, by its name."""
 
 
+def moved_to(device: torch.device) -> Put:
+    """What holds parameters on a device as they are."""
+    return lambda name, tensor: tensor.to(device)
+
+
 @torch.no_grad()
 def load_by_name(model: Any, shards: Shards, stored_as: Mapping[str, str], put: Put | None = None) -> None:
     """Fill every tensor of a model; ``stored_as`` has names of the folder, where they are others."""

@@ -26,6 +26,7 @@ from slime_core.trainers.fsdp.low_rank import lay_side_by_side
 from slime_core.trainers.fsdp.shards import full
 from slime_core.trainers.optimizer_step import to_device
 from slime_core.weights.build import skeleton
+from slime_core.weights.loading import moved_to
 
 if TYPE_CHECKING:
     from slime_core.trainers.fsdp.packs import RankPack
@@ -69,7 +70,7 @@ def rounded_on(device: torch.device, folder: ModelFolder, form: str, *, floats: 
         ConfigError: CFG04 no weight of the model can be held so.
     """
     if form == "auto":
-        return lambda name, tensor: tensor.to(device)
+        return moved_to(device)
     hf: Any = skeleton(folder.config, trust_remote_code=folder.trust_remote_code)
     put = rounding(hf, form, device, folder.tensors() if folder.init_weights == "load" else None, outside_of(hf))
     return (lambda name, tensor: dense(put(name, tensor))) if floats else put

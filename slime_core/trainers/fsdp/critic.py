@@ -20,6 +20,7 @@ from slime_core.trainers.fsdp.packs import RankPack
 from slime_core.trainers.roles import KEY, open_critic
 from slime_core.trainers.vision import PackPixels
 from slime_core.weights import build
+from slime_core.weights.loading import moved_to
 
 if TYPE_CHECKING:
     from slime_core.trainers.fsdp.attention import PackSegments
@@ -126,7 +127,7 @@ def build_values(path: str, policy: ModelFolder, seed: int, device: torch.device
         hf: Any = build.allocate(folder.config, "float32", "cpu", None, folder.trust_remote_code)
         _load_layers(hf, stored, head, folder)
     else:
-        hf = folder.build_model("float32", seed)
+        hf = folder.build_model("float32", seed, put=moved_to(device))
     if hf.base_model is hf:
         raise TrainerError(
             f"{type(hf).__name__} has no layers of its own to put a value head on",

@@ -15,6 +15,7 @@ from slime_core.trainers import roles
 from slime_core.trainers.fsdp.experts import router_biases
 from slime_core.trainers.fsdp.model import FsdpPolicy, shard
 from slime_core.trainers.fsdp.shards import local, own_part
+from slime_core.weights.loading import moved_to
 
 if TYPE_CHECKING:
     from slime_core.protocols import Role
@@ -58,7 +59,8 @@ class FsdpFrozen:
             return {name: tensor.clone() for name, tensor in (policy.locals() | policy.biases()).items()}
         folder = roles.open_model("train.ref_load", path, self._folder)
         parameters = policy.module.base()
-        model = folder.build_model(_dtype_name(parameters)).to(self._device)  # type: ignore[arg-type]
+        built = folder.build_model(_dtype_name(parameters), put=moved_to(self._device))
+        model = built.to(self._device)  # type: ignore[arg-type]
         reference = dict(model.named_parameters())
         policys, references = ({name: tuple(p.shape) for name, p in one.items()} for one in (parameters, reference))
         roles.same_tensors("train.ref_load", folder, policys, references, self._folder)
@@ -70,9 +72,8 @@ class FsdpFrozen:
             folder = roles.open_model("train.teacher_load", train.teacher_load, self._folder)
             roles.same_layout(folder, self._folder)
             self.teacher = None
-            teacher = FsdpPolicy(
-                folder.build_model("float32").to(self._device).eval(), chunk=train.logprob_chunk_tokens
-            )
+            built = folder.build_model("float32", put=moved_to(self._device))
+            teacher = FsdpPolicy(built.to(self._device).eval(), chunk=train.logprob_chunk_tokens)
             teacher.try_model()
             teacher.share_packs(self._ranks)
             teacher.choose_compiling(train.compile)

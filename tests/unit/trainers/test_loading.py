@@ -8,6 +8,8 @@ import pytest
 import torch
 from peak_memory import ROUNDING, mixture_folder, peak_of, sizes
 
+from slime_core.planning.fsdp import loading
+from slime_core.planning.sizes import ModelSizes
 from slime_core.testing.families import family_model
 from slime_core.trainers.fsdp.adapters import rounded_on
 from slime_core.weights.build import load_converted
@@ -27,6 +29,12 @@ def test_the_peak_of_a_base_in_4_bits_is_what_is_kept_and_one_tensor(zygote, tmp
     assert plain > 180e6
     assert kept < 0.3 * plain
     assert peak < kept + largest + ROUNDING < plain / 2
+
+
+def test_a_plan_counts_the_largest_tensor(tmp_path):
+    sizes_of = ModelSizes.of(mixture_folder(tmp_path / "large"))
+    assert loading(sizes_of, 2) == 2 * 16 * 512 * 1024  # gates and ups of a layer's experts
+    assert loading(sizes_of, 4) == 3 * loading(sizes_of, 2), "as it was read, and in float32"
 
 
 def measure(root):

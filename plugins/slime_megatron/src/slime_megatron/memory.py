@@ -15,7 +15,7 @@ from slime_core.lora.spec import LoraSpec
 from slime_core.planning.activations import TokenCosts, head_bytes, spread_of
 from slime_core.planning.batch import BatchPlan, PackSize
 from slime_core.planning.footprint import Moment, Subject, TrainerFootprint
-from slime_core.planning.fsdp import micro_batch_tokens, published_bytes, quantised_weights, stored_bytes
+from slime_core.planning.fsdp import loading, micro_batch_tokens, published_bytes, quantised_weights, stored_bytes
 from slime_core.planning.vision import VisionSizes
 from slime_megatron.layout import Layout, check
 from slime_megatron.settings import VOCABULARY_MULTIPLE
@@ -90,7 +90,9 @@ class _Stage:
     number: int
 
     def footprint(self) -> TrainerFootprint:
-        layout, host = self.layout, self._offloaded()
+        layout, host, subject = self.layout, self._offloaded(), self.subject
+        read = 0 if subject.gpu.processor else loading(subject.sizes, subject.itemsize)
+        of_host = {"optimizer": host, "loading": read}
         sizes = {"data parallel": layout.dp, "tensor parallel": layout.tp, "pipeline": layout.pp}
         sizes |= {"context parallel": layout.cp, "expert parallel": layout.ep}
         return TrainerFootprint(
@@ -102,7 +104,7 @@ class _Stage:
             pipeline=layout.pp,
             layout={name: size for name, size in sizes.items() if size > 1},
             recomputed=self._recomputed() / max(1, self._layers()),
-            host={"optimizer": host} if host else {},
+            host={name: size for name, size in of_host.items() if size},
             moved=2 * host,
             launch=LAUNCH,
             publish=published_bytes(self.subject.sizes, self.subject.config.train, self.subject.itemsize),
