@@ -100,8 +100,8 @@ def places_of(model: Any, shards: Shards) -> Places | None:
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    if any(re.search(pattern, name) for pattern in kept for name, _ in model.named_parameters()):
+    patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    if any(re.search(pattern, name) for pattern in patterns for name, _ in model.named_parameters()):
         return None
     if (places := _places(model, shards)) is None:
         model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)  # prefixes are changed too
