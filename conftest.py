@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 from forked import Zygote, start_zygote
+from scripts import forking, python
 
 ROOT = Path(__file__).parent
 
@@ -232,6 +233,14 @@ def zygote():
     """What forks `slime ARGS`: it has imported torch, so that a run begins at once."""
     with Zygote() as process:
         yield process
+
+
+@pytest.fixture(scope="session")
+def torch_python():
+    """A command that runs a script, or ``-c TEXT``, where torch is imported already; see `scripts.py`."""
+    name = f"slime-torch-{os.getpid()}"
+    with forking(name, ["torch.distributed", "safetensors.torch", "slime_core.weights.shared_memory"]):
+        yield python(name)
 
 
 @pytest.fixture

@@ -93,15 +93,18 @@ def attend(line: socket.socket) -> None:
 
 
 def run(words: list[str], folder: str, env: dict[str, str]) -> None:
-    """As `python SCRIPT ARGS` would."""
+    """As `python SCRIPT ARGS` would, or `python -c TEXT ARGS`."""
     code: object = 1
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env)
-    sys.argv = words
-    sys.path[0] = str(Path(words[0]).parent)
     try:
-        runpy.run_path(words[0], run_name="__main__")
+        if words[0] == "-c":
+            sys.argv, sys.path[0] = ["-c", *words[2:]], ""
+            exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            sys.argv, sys.path[0] = words, str(Path(words[0]).parent)
+            runpy.run_path(words[0], run_name="__main__")
         code = 0
     except SystemExit as error:
         code = error.code

@@ -1,10 +1,8 @@
 """A group of the trainer and of servers' ranks, over gloo: bytes arrive whole, and a failure of one side ends both."""
 
 import json
-import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -96,11 +94,9 @@ def loopback(monkeypatch):
 class Peer:
     """`PEER` in a process of its own."""
 
-    def __init__(self):
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", PEER], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+    def __init__(self, python):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.process = subprocess.Popen([*python, "-c", PEER], text=True, **pipes)
 
     def tell(self, *call):
         print(json.dumps(call), file=self.process.stdin, flush=True)
@@ -110,9 +106,9 @@ class Peer:
 
 
 @pytest.fixture(scope="module")
-def peer():
-    """A rank that joins one group after another: it takes seconds to start."""
-    one = Peer()
+def peer(torch_python):
+    """A rank that joins one group after another."""
+    one = Peer(torch_python)
     yield one
     one.process.kill()
     one.process.communicate()
@@ -195,9 +191,11 @@ def test_a_server_that_gives_up_ends_the_transfer_at_once():
     assert said(handle) == "server 3: it refused"
 
 
-def test_a_server_that_dies_between_buckets_is_told_to_all_and_its_group_is_not_used_again(peer, tmp_path):
+def test_a_server_that_dies_between_buckets_is_told_to_all_and_its_group_is_not_used_again(
+    peer, tmp_path, torch_python
+):
     """A partial bucket: the first of three has arrived."""
-    sender, victim = nccl.BroadcastSender(torch.device("cpu")), Peer()
+    sender, victim = nccl.BroadcastSender(torch.device("cpu")), Peer(torch_python)
     handle, _ = sent(sender, tensors_of(), route())
     victim.tell("join", handle, 1)
     victim.tell("half", handle)
@@ -243,9 +241,9 @@ def test_the_group_before_is_destroyed_when_the_servers_change(peer, tmp_path):
     assert [one() is None for one in groups] == [True, True, False]
 
 
-def test_a_group_whose_peer_died_is_destroyed_too(peer, tmp_path):
+def test_a_group_whose_peer_died_is_destroyed_too(peer, tmp_path, torch_python):
     """Nothing of it stays until the end of the run."""
-    sender, victim = nccl.BroadcastSender(torch.device("cpu")), Peer()
+    sender, victim = nccl.BroadcastSender(torch.device("cpu")), Peer(torch_python)
     broken = joined(sender, victim, tmp_path, "of the dead")
     victim.process.kill()
     victim.process.communicate()

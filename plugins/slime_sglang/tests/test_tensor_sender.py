@@ -4,7 +4,6 @@ import io
 import json
 import pickle
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -72,9 +71,9 @@ for line in sys.stdin:
 """
 
 
-def test_another_process_reads_each_update_through_the_same_handle():
+def test_another_process_reads_each_update_through_the_same_handle(torch_python):
     """The memory is shared, so the second update is there without a new handle."""
-    other = subprocess.Popen([sys.executable, "-c", OTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    other = subprocess.Popen([*torch_python, "-c", OTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     sender, handles = tensor.TensorSender(CPU), []
     route = WeightRoute(transport="tensor", dtype="bfloat16", checks=(QK,))
     try:

@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -119,7 +118,7 @@ import os, signal, socket, sys
 import torch
 from slime_core.weights.shared_memory import MappedBlock, SharedBlock
 
-channel = socket.socket(fileno=int(sys.argv[2]))
+channel = socket.socket(fileno=0)
 if sys.argv[1] == "writer":
     block = SharedBlock()
     block.fill({"w": torch.ones(1 << 18)})
@@ -128,29 +127,27 @@ else:
     _, (fd,), _, _ = socket.recv_fds(channel, 1, 1)
     size = os.fstat(fd).st_size
     reader = MappedBlock(fd, {"block": 1, "size": size})
-print("ready", flush=True)
+print(os.getpid(), flush=True)
 signal.pause()
 """
 
 
 @pytest.mark.parametrize("killed", ["writer", "reader"])
-def test_after_a_sigkill_of_either_side_no_name_of_the_block_is_left(killed):
+def test_after_a_sigkill_of_either_side_no_name_of_the_block_is_left(killed, torch_python):
     """The block has no name to begin with; when both are gone the kernel has freed it."""
     ends = socket.socketpair()
-    processes = {}
+    processes, pids = {}, {}
     for side, end in zip(("writer", "reader"), ends):
-        processes[side] = subprocess.Popen(
-            [sys.executable, "-c", SIDE, side, str(end.fileno())], pass_fds=[end.fileno()], stdout=subprocess.PIPE
-        )
-        end.close()
-    for process in processes.values():
-        assert process.stdout.readline() == b"ready\n"
-    assert all(line.endswith("/memfd:slime-weights (deleted)") for line in _mapped(processes["reader"].pid))
+        with end:
+            processes[side] = subprocess.Popen([*torch_python, "-c", SIDE, side], stdin=end, stdout=subprocess.PIPE)
+    for side, process in processes.items():
+        pids[side] = int(process.stdout.readline())
+    assert all(line.endswith("/memfd:slime-weights (deleted)") for line in _mapped(pids["reader"]))
     other = "reader" if killed == "writer" else "writer"
-    processes[killed].send_signal(signal.SIGKILL)
-    processes[killed].wait()
-    assert _mapped(processes[other].pid), "the other side lost it"
-    processes[other].kill()
+    os.kill(pids[killed], signal.SIGKILL)
+    assert processes[killed].wait() == -signal.SIGKILL
+    assert _mapped(pids[other]), "the other side lost it"
+    os.kill(pids[other], signal.SIGKILL)
     processes[other].wait()
     assert not [name for name in os.listdir("/dev/shm") if "slime-weights" in name]
     for process in processes.values():
