@@ -13,11 +13,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_channel import fork
 from recorded import steps_of
 from small_task import write_task
 
 from slime_cli.main import main
 from slime_cli.starts import starts_of
+from slime_core.clusters.channel import ProcessChannel
 from slime_core.report import RunDir
 
 pytestmark = pytest.mark.system
@@ -85,7 +87,10 @@ def _flags(work, *flags):
 def _run(work, name, *flags, code=0, kill=""):
     if kill:
         (work / "kill").write_text(f"{kill} {name}")
-    assert main(["run", *_flags(work, *flags), "--run-dir", str(work / name)]) == code
+    with pytest.MonkeyPatch.context() as patch:
+        if not kill:  # who is killed is found by its command
+            patch.setattr(ProcessChannel, "start", classmethod(fork))
+        assert main(["run", *_flags(work, *flags), "--run-dir", str(work / name)]) == code
     assert not (work / "kill").exists()
     return work / name
 

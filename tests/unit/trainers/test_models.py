@@ -104,7 +104,8 @@ def test_fused_layers_have_the_modules_own_gradient(bench, family, recompute):
 @pytest.mark.parametrize(
     ("backend", "recompute"),
     [
-        ("aot_eager", False),
+        ("eager", False),
+        pytest.param("aot_eager", False, marks=pytest.mark.nightly),
         pytest.param("aot_eager", True, marks=pytest.mark.nightly),
         pytest.param("inductor", False, marks=pytest.mark.nightly),  # its C++ takes a minute to build
     ],
