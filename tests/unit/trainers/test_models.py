@@ -101,14 +101,10 @@ def test_fused_layers_have_the_modules_own_gradient(bench, family, recompute):
         assert error < 2e-5, (name, error)
 
 
+@pytest.mark.nightly  # by day `test_rank_layouts.py` has compiled layers
 @pytest.mark.parametrize(
     ("backend", "recompute"),
-    [
-        ("eager", False),
-        pytest.param("aot_eager", False, marks=pytest.mark.nightly),
-        pytest.param("aot_eager", True, marks=pytest.mark.nightly),
-        pytest.param("inductor", False, marks=pytest.mark.nightly),  # its C++ takes a minute to build
-    ],
+    [("aot_eager", False), ("aot_eager", True), ("inductor", False)],  # whose C++ takes a minute to build
 )
 def test_compiled_layers_have_the_modules_own_gradient(bench, backend, recompute):
     one, batch = bench(max_tokens_per_gpu=80, gradient_checkpointing=recompute, compile="on"), made.batch_of()
