@@ -92,6 +92,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 $(VENV)/.demo: $(MANIFESTS) | $(BIN)/python
+	@echo "installing slime, PyTorch and transformers into $(VENV): once, some minutes and 2 GB"
 	$(PIP) -e ".[fsdp]" $(INSTALL_TASKS)
 	@touch $@
 

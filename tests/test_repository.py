@@ -164,7 +164,7 @@ def test_every_long_option_of_the_documentation_exists() -> None:
 def test_the_command_table_is_what_help_lists(sub_commands: set[str]) -> None:
     (rows, *_) = [rows[2:] for rows in tables(ROOT / "docs" / "cli.md") if rows[0][0] == "command"]
     named = {match[1] for row in rows if (match := re.match(r"`slime ([a-z-]+)", row[0]))}
-    assert named - PLUGIN_COMMANDS == sub_commands
+    assert named - PLUGIN_COMMANDS == sub_commands - PLUGIN_COMMANDS
 
 
 def test_the_support_table_is_what_the_project_declares() -> None:
@@ -213,7 +213,15 @@ def test_the_own_data_example_trains_as_it_is_written(tmp_path: Path, forked_sli
     words = shlex.split(blocks["sh"].replace("\\\n", " "))
     assert words[:2] == ["slime", "run"]
     words[words.index("--num-rollout") + 1] = "1"
-    small = ["--init-weights", "random", "--rollout-batch-size", "2", "--rollout-max-response-len", "4"]
+    small = [
+        "--init-weights",
+        "random",
+        "--no-apply-chat-template",
+        "--rollout-batch-size",
+        "2",
+        "--rollout-max-response-len",
+        "4",
+    ]
     done = forked_slime(*words[1:], *small, "--cpu-threads", "1")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs" / "run-0" / "final" / "model.safetensors").is_file()

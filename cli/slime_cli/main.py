@@ -39,6 +39,15 @@ COMMANDS = {
 }
 """Sub-command -> its line in `slime --help`; the module has the same name."""
 
+PLUGIN_COMMANDS = {
+    "report": "make one HTML page of runs",
+    "watch": "show a run while it trains, in a browser or this terminal",
+    "diagnose": "say why a run does not learn, and what to change",
+    "convert": "turn checkpoints and GGUF files into model or adapter folders",
+    "compat": "check scripts and functions of THUDM/slime",
+}
+"""Commands of slime's own plugins -> their lines in `slime --help`, where they are installed."""
+
 
 EPILOG = """\b
 Start: slime doctor, then slime run --plugin NAME. Every command has --help.
@@ -64,9 +73,15 @@ class LazyGroup(click.Group):
         return plugin_command(name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The table above, with nothing imported."""
+        """The tables above; no plugin is imported."""
+        from slime_core.plugins import available
+
+        names = {info.name for info in available()}
+        rows = [(name, text) for name, text in PLUGIN_COMMANDS.items() if name in names]
         with formatter.section("Commands"):
-            formatter.write_dl([*COMMANDS.items(), ("NAME", "a plugin's own commands (slime plugins list)")])
+            formatter.write_dl([*COMMANDS.items()])
+        with formatter.section("Commands of plugins"):
+            formatter.write_dl([*rows, ("NAME", "any other plugin's (slime plugins list)")])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Commands of ours and of plugins; nothing is imported."""

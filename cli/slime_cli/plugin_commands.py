@@ -6,6 +6,14 @@ import click
 
 from slime_core.errors import ConfigError, PluginError, SlimeError, nearest
 
+MEANT = {
+    "resume": "slime run --resume RUN_DIR",
+    "train": "slime run RECIPE",
+    "merge": "slime convert adapter-to-hf ADAPTER DST",
+    "export": "slime convert --help",
+}
+"""Words of other programs -> the command here."""
+
 
 def plugin_command(name: str) -> click.Command | None:
     """The command of an installed plugin, or None where no plugin has that name.
@@ -61,5 +69,5 @@ def no_command(name: str, commands: list[str]) -> SlimeError:
         code="CFG01",
         where=f"command line: {name}",
         why=f"commands: {', '.join(commands)}" + (f"; plugins: {', '.join(sorted(set(plugins)))}" if plugins else ""),
-        fix="\n".join(filter(None, [near + guess, "all commands: slime --help"])),
+        fix="\n".join(filter(None, [MEANT.get(name) or near + guess, "all commands: slime --help"])),
     )

@@ -203,7 +203,7 @@ class ModelFolder:
             self._note(f"a response ends at any of {'; '.join(named)}")
         if tokenizer.pad_token_id is None or tokenizer.pad_token_id in self.eos_token_ids:
             kind = "there is no pad token" if tokenizer.pad_token_id is None else "the pad token is an end token"
-            self._note(f"{kind}: padding is found by length, so the end token still trains")
+            self._note(f"{kind}: nothing to do, lengths say what is padding, and the end token trains")
 
     def _check_weights(self) -> None:
         from slime_core.weights import build

@@ -57,6 +57,7 @@ def test_the_list_of_plugins_loads_no_torch_numpy_ray_or_transformers():
 
 def test_help_lists_every_command(cli):
     done = cli("--help")
+    assert "\n  report " in done.out
     assert done.code == 0
     assert all(name in done.out for name in COMMANDS)
 
@@ -101,6 +102,10 @@ def test_an_unknown_command_is_answered_with_the_nearest(cli):
     assert "slime has no command 'rnu'" in done.err
     assert "did you mean 'run'?" in done.err
     assert "slime --help" in done.err
+
+
+def test_a_word_of_another_program_is_answered_with_the_command_here(cli):
+    assert "fix: slime run --resume RUN_DIR" in cli("resume", "runs/a").err
 
 
 def test_a_command_of_a_package_that_is_not_installed_names_the_package(cli, monkeypatch):
