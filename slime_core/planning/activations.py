@@ -59,7 +59,7 @@ class TokenCosts:
         f, qkv = layer.inner / tensor, q + k + v
         attention = spread * (qkv + 2 * q + k)  # v is a view of qkv
         if form == "fused":
-            saved = 2 * h + attention + 2 * f
+            saved = 2 * h + attention + 2 * f + (q if spread > 1 else 0)  # attention's output, of the pack's rows too
         elif form == "megatron":
             saved = 4 * h + attention + v + q + 3 * f
         elif form == "adapters":

@@ -259,7 +259,8 @@ class _Fsdp:
         spread = spread_of(lengths.prompt, lengths.response, samples, self.tokens * self.context)
         form: Form = "fused" if self.fused else "plain" if self.spec is None else "adapters"
         layer = (sizes or self.sizes).layer
-        return TokenCosts.of(layer, form, itemsize=self.subject.itemsize, tensor=self.tensor, spread=spread)
+        rank = self.spec.rank if self.spec is not None else 0
+        return TokenCosts.of(layer, form, itemsize=self.subject.itemsize, tensor=self.tensor, spread=spread, rank=rank)
 
     def _head(self, rows: int, sizes: ModelSizes | None = None) -> tuple[int, int]:
         sizes, chunk = sizes or self.sizes, self.train.logprob_chunk_tokens

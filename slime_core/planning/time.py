@@ -1,8 +1,7 @@
 """Expected seconds of a step by phase, and what each is bound by: a roofline with measured shares of the peaks.
 
-    train     products with weights and attention (`weights.flops`), each at a share of the peak, the logits once
-              more in the backward pass, and what activations and logits write and read; or launches, where they take
-              longer.
+    train     products with weights and attention (`weights.flops`), each at a share of the peak, and what activations
+              and logits write and read; or launches, where they take longer.
               Under adapters a third of the products with weights is spared, and each layer's outputs are added to
     update    bytes that AdamW reads and writes / bandwidth, or over the bus where masters lie in main memory
     sync      copies of the weights by the way they go; swap: state to main memory and back
@@ -26,11 +25,11 @@ from slime_core.planning.memory import MemoryPlan, swapped
 if TYPE_CHECKING:
     from slime_core.planning.footprint import EngineFootprint, TrainerFootprint
 
-PRODUCTS, ATTENTION = 0.66, 0.566  # shares of the peak in forward and backward passes
+PRODUCTS, ATTENTION = 0.66, 0.565  # shares of the peak in forward and backward passes
 STREAMING = 0.8  # share of bandwidth that optimizers and copies reach
-TRAFFIC = 18  # times that what a layer keeps is written and read at the full bandwidth, both passes
-LOGIT = 16  # bytes a logit that is written and read, both passes
-LOW_RANK = 26  # bytes an output of a layer with an adapter, and token: forward and backward passes of low rank
+TRAFFIC = 20  # times that what a layer keeps is written and read at the full bandwidth, both passes
+LOGIT = 12  # bytes a logit that is written and read, both passes
+LOW_RANK = 28  # bytes an output of a layer with an adapter, and token: forward and backward passes of low rank
 ADAMW = 40  # bytes a parameter: norm 4, scaling 8, masters 8, moments 16, gradient 4 (`fsdp.adamw`), copies
 IPC, NCCL_SHARE, DISK = 0.08, 0.3, 1.6e9  # seconds of an update by CUDA IPC, share of a link, bytes/s of a disk
 SWAP_SHARE = 1.0  # of the bus
@@ -139,11 +138,8 @@ class _Step:
     def _passes(self, trainer: TrainerFootprint, part: float) -> float:
         """Seconds of a ``part`` of forward and backward passes over the step's samples, on one GPU."""
         learns, layer, (weights, attention) = part >= 1, self.sizes.layer, self._operations()
-        operations = part * weights
-        if learns:
-            operations += 2 * layer.hidden * self.sizes.vocab * self.batch.response_tokens  # logits are made again
-            operations -= weights / 3 if self.spec is not None else 0  # frozen weights have no gradient
-        seconds = (operations / PRODUCTS + part * attention / ATTENTION) / self.gpu.bf16
+        spared = weights / 3 if learns and self.spec is not None else 0.0  # frozen weights have no gradient
+        seconds = ((part * weights - spared) / PRODUCTS + part * attention / ATTENTION) / self.gpu.bf16
         form = "fused" if trainer.exact else "plain"
         costs = TokenCosts.of(layer, form)  # type: ignore[arg-type]
         written = part * TRAFFIC * costs.saved * self.batch.computed * self.sizes.layers

@@ -249,8 +249,12 @@ class FsdpPolicy(nn.Module):
         for self.fused in (False, True):
             x, out = trial.layer(layer)
             results.append((out.detach(), *torch.autograd.grad(out.square().mean(), [x, *parameters])))
-        alike = close if next(self.hf.parameters()).dtype == torch.float32 else close_in_half
-        return all(map(alike, *results))
+        pairs = list(zip(*results, strict=True))
+        if next(self.hf.parameters()).dtype == torch.float32:
+            return all(close(*pair) for pair in pairs)
+        # those of q and k nearly cancel in short sequences, so that rounding is as large as they are
+        size = max((float(one.float().norm()) for one, _ in pairs[2:]), default=0.0)
+        return all(close_in_half(*pair) for pair in pairs[:2]) and all(close_in_half(*p, size) for p in pairs[2:])
 
     def _try_picture(self) -> None:
         """Compare the log-probs of a picture and text with those of transformers' own forward.

@@ -80,7 +80,6 @@ def test_generation_is_as_fast_as_measured(model: dict[str, Any], engine: str, s
         pytest.param(256, (), 0.433, id="prompts of 256"),
         pytest.param(100, (), 0.385, id="prompts of 100"),
         pytest.param(100, ("--gradient-checkpointing", "--max-tokens-per-gpu", "16384"), 0.493, id="recomputed"),
-        pytest.param(100, ("--lora-rank", "32"), 0.393, id="adapters"),
     ],
 )
 def test_training_in_a_run_takes_what_was_measured(prompt: int, flags: tuple[str, ...], measured: float) -> None:

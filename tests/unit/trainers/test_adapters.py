@@ -16,6 +16,7 @@ from slime_core.errors import ConfigError
 from slime_core.lora.layers import merged
 from slime_core.testing import tiny_model, tiny_vision_model
 from slime_core.testing.families import family_model
+from slime_core.trainers.fsdp import low_rank
 from slime_core.trainers.fsdp.trial import PolicyTrial
 from slime_core.types import WeightRoute
 
@@ -142,6 +143,16 @@ def test_a_model_of_pictures_has_adapters_on_its_text_model_alone(adapted, tmp_p
     assert not [name for name in one.parameters() if "visual" in name]
     report = one.call("verify", picture_batch("qwen3_vl", one.folder.config))
     assert max(report["gradient_error"], report["loss_error"]) < 1e-5
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_rounding_in_half_precision_leaves_no_layer_out_and_a_wrong_gradient_does(
+    adapted, tmp_path, monkeypatch, factor
+):
+    """Of so wide a layer the gradients of q nearly cancel: bfloat16 is 0.1 off."""
+    folder, product = tiny_model(tmp_path / "wide", hidden=1024, layers=1), low_rank._product
+    monkeypatch.setattr(low_rank, "_product", lambda left, right: factor * product(left, right))
+    assert adapted(folder=folder, dtype="bfloat16").worker.policy.fused == (factor == 1.0)
 
 
 def test_a_critic_beside_adapters_is_trained_in_full(adapted):
