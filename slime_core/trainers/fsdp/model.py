@@ -251,10 +251,11 @@ class FsdpPolicy(nn.Module):
             results.append((out.detach(), *torch.autograd.grad(out.square().mean(), [x, *parameters])))
         pairs = list(zip(*results, strict=True))
         if next(self.hf.parameters()).dtype == torch.float32:
-            return all(close(*pair) for pair in pairs)
+            return all(close(one, other) for one, other in pairs)
         # those of q and k nearly cancel in short sequences, so that rounding is as large as they are
         size = max((float(one.float().norm()) for one, _ in pairs[2:]), default=0.0)
-        return all(close_in_half(*pair) for pair in pairs[:2]) and all(close_in_half(*p, size) for p in pairs[2:])
+        gradients = all(close_in_half(one, other, size) for one, other in pairs[2:])
+        return gradients and all(close_in_half(one, other) for one, other in pairs[:2])
 
     def _try_picture(self) -> None:
         """Compare the log-probs of a picture and text with those of transformers' own forward.
