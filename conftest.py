@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from forked import Zygote, start_zygote
+from forked import ADDRESS as ZYGOTE, Zygote, start_zygote
 from scripts import forking, python
 
 ROOT = Path(__file__).parent
@@ -62,6 +62,8 @@ def find_python(marker):
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session):
     """Compile the packages and start the zygote once for all workers of a whole run."""
+    if not hasattr(session.config, "workerinput"):
+        os.environ.pop(ZYGOTE, None)  # a session within a test of another may have other code
     if session.config.getoption("numprocesses", None):
         for folder in (ROOT / "slime_core", ROOT / "cli", *sorted(ROOT.glob("plugins/*/src"))):
             compileall.compile_dir(folder, quiet=2)

@@ -32,7 +32,7 @@ def kills(*args, timeout):
 @pytest.mark.integration
 def test_a_run_that_is_killed_anywhere_and_resumed_loses_and_doubles_nothing():
     """Every kind of run at least once, and two seconds of it."""
-    figures = kills("--seconds", "2", "--worlds", "10", "--workers", "1", timeout=280)
+    figures = kills("--seconds", "2", "--worlds", "10", "--each", "3", "--workers", "1", timeout=280)
     assert figures["worlds"] >= 10
     assert figures["kills"] >= 10
 

@@ -64,6 +64,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=0, help="stop after so many; 0: no limit")
     parser.add_argument("--seconds", type=float, default=0.0, help="stop after so long; 0: no limit")
     parser.add_argument("--worlds", type=int, default=0, help="with --seconds: no fewer runs than these")
+    parser.add_argument("--each", type=int, default=15, help="kills of a run at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--scenario", action="append", default=[], help="only these")
@@ -73,9 +74,9 @@ def main() -> int:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        return work(args.seed, args.scenario)
+        return work(args.seed, args.scenario, args.each)
     if args.world is not None:
-        return again(args.seed, args.world, args.scenario)
+        return again(args.seed, args.world, args.scenario, args.each)
     if not (args.kills or args.seconds):
         parser.error("say --kills N or --seconds S")
     figures = Figures(seed=args.seed)
@@ -91,7 +92,7 @@ def main() -> int:
 def drive(figures: Figures, args: argparse.Namespace) -> None:
     """Hand world after world to the workers until there are enough kills, or time is up."""
     begun, before = time.monotonic(), figures.seconds
-    command = [sys.executable, __file__, "--worker", "--seed", str(args.seed)]
+    command = [sys.executable, __file__, "--worker", "--seed", str(args.seed), "--each", str(args.each)]
     command += [word for name in args.scenario for word in ("--scenario", name)]
     workers = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
@@ -131,7 +132,7 @@ def drive(figures: Figures, args: argparse.Namespace) -> None:
             worker.wait()
 
 
-def work(seed: int, names: list[str]) -> int:
+def work(seed: int, names: list[str], most: int) -> int:
     """A worker: numbers of worlds in, one JSON line each out. One thread, no event loop, no database."""
     world = _world()
     scenarios = [world.SCENARIOS[name] for name in names] or list(world.SCENARIOS.values())
@@ -142,7 +143,7 @@ def work(seed: int, names: list[str]) -> int:
         known: dict[Any, Any] = {}
         for line in sys.stdin:
             number = int(line)
-            done = one(world, scenarios, place, seed, number, known)
+            done = one(world, scenarios, place, seed, number, known, most)
             if done["wrong"]:
                 kept = Path(tempfile.mkdtemp(prefix="slime-chaos-wrong-"))
                 shutil.copytree(place / f"world-{number}", kept / "world")
@@ -159,19 +160,19 @@ def memory() -> str | None:
     return str(place) if free > 64 << 20 else None
 
 
-def again(seed: int, number: int, names: list[str]) -> int:
+def again(seed: int, number: int, names: list[str], most: int) -> int:
     """One world, in a folder that stays."""
     world = _world()
     scenarios = [world.SCENARIOS[name] for name in names] or list(world.SCENARIOS.values())
     place = Path(tempfile.mkdtemp(prefix="slime-chaos-"))
     world.install(place / "site")
-    done = one(world, scenarios, place, seed, number, {})
+    done = one(world, scenarios, place, seed, number, {}, most)
     print(json.dumps({**done, "folder": str(place)}, indent=1))
     return 1 if done["wrong"] else 0
 
 
 def one(
-    world: Any, scenarios: list[Any], place: Path, seed: int, number: int, known: dict[Any, Any]
+    world: Any, scenarios: list[Any], place: Path, seed: int, number: int, known: dict[Any, Any], most: int
 ) -> dict[str, Any]:
     """Run, kill and judge one world; ``known`` keeps the runs that were left alone."""
     scenario, run_seed = scenarios[number % len(scenarios)], (number // len(scenarios)) % RUN_SEEDS
@@ -179,7 +180,7 @@ def one(
     if key not in known:
         known[key] = world.left_alone(scenario, place / f"alone-{scenario.name}-{run_seed}", run_seed)
     rng = random.Random(f"{seed}/{number}")
-    kills = rng.randint(5, 15)
+    kills = min(rng.randint(5, 15), most)
     return {
         "world": number,
         "scenario": scenario.name,

@@ -35,7 +35,7 @@ LAYOUTS = {
     "tensor": (2, TENSOR | {"num_layers": 2}),
     "pipeline": (2, PIPELINE),
 }
-TRIED = ["one", "tensor", pytest.param("pipeline", marks=pytest.mark.nightly)]
+TRIED = [pytest.param(name, marks=[pytest.mark.nightly] * (name != "tensor")) for name in LAYOUTS]
 """By day stages have their witness in `test_learning_with_pictures.py`."""
 LARGER = {
     "data": (2, {}),
@@ -303,8 +303,8 @@ def test_models_with_experts_score_and_learn_as_those_of_the_other_backend(run, 
     assert found["offloaded"] == [0, True]
 
 
-def test_memory_that_runs_out_names_the_keys_that_lower_it(ranks):
-    found = ranks("one")[0]["short"]
+def test_memory_that_runs_out_names_the_keys_that_lower_it(run, folders):
+    found, _ = run(memory_that_runs_out, "short", folders, *LAYOUTS["one"])
     step, score, *smaller = found["answers"]
     for error, what in ((step, "training on"), (score, "scoring")):
         assert error["code"] == "TRN96", error
@@ -388,8 +388,6 @@ def all_roles(rank, root, world, folders, megatron):
     found["guards"] = guards(trainer, batch)
     found["frozen"] = frozen(trainer, batch)
     found["refused"] = refused(trainer, folders, stage_of)
-    if world == 1:
-        found["short"] = short(trainer, stage_of)
     return found
 
 
@@ -500,8 +498,11 @@ def refused(trainer, folders, stage_of):
     return found
 
 
-def short(trainer, stage_of):
-    """Memory that really runs out, in a step and in scoring; then the same step in smaller passes."""
+def memory_that_runs_out(rank, root, world, folders, megatron):
+    """What a step and scoring say where memory really runs out; then of the same in smaller passes."""
+    stage_of = stages(folders, megatron)
+    trainer = make_trainer(rank, root, world, folders, stage_of)
+    np.savez(root / "columns.npz")
     big = batch_of(groups=36, rollouts=8, longest=300, fan_out=False)
     answers = []
     for tokens in (1 << 20, 600):
@@ -524,4 +525,4 @@ def short(trainer, stage_of):
 
 
 if __name__ == "__main__":
-    answer(all_roles, learning_alone)
+    answer(all_roles, learning_alone, memory_that_runs_out)
