@@ -49,7 +49,7 @@ def one_port(launch: Launch) -> tuple[list[held_ports.Hold], list[str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """How a process is started: ``python launcher.py``, whose stdin gets one JSON line and then stays open.
+    """How a process is started: ``python -I -S launcher.py``, whose stdin gets one JSON line and then stays open.
 
     The line has ``program``, ``arguments`` (with ``--host``, ``--port`` and what ``hold`` adds), ``token`` and
     ``folder`` for temporary files. The launcher ends its program when stdin closes.
@@ -106,7 +106,7 @@ class LocalHost:
             with launch.log.open("ab") as out:
                 begin = out.tell()
                 process = subprocess.Popen(
-                    [launch.python, _file_of(launch.launcher)],
+                    [launch.python, "-I", "-S", _file_of(launch.launcher)],  # the standard library is all it needs
                     stdin=subprocess.PIPE,  # open as long as we live: the launcher ends with us
                     stdout=out,
                     stderr=subprocess.STDOUT,
