@@ -152,11 +152,11 @@ def phases(install_plugin):
     ("phase", "versions"),
     [
         ("start 1", {0}),  # trackers open: nothing is loaded yet
-        ("evaluation 1", {0}),
+        pytest.param("evaluation 1", {0}, marks=pytest.mark.nightly),
         ("rollout 6", {1}),
         pytest.param("filter 4", {1, 2}, marks=pytest.mark.nightly),
         ("batch 2", {2}),  # between journal and optimizer step
-        ("step_done 1", {1}),
+        pytest.param("step_done 1", {1}, marks=pytest.mark.nightly),
         pytest.param(
             "figures 3", {2, 3}, marks=pytest.mark.nightly
         ),  # with the evaluation before the first step, the second step's

@@ -5,7 +5,9 @@ import os
 import re
 
 import pytest
+from forked_channel import fork
 
+from slime_core.clusters.channel import ProcessChannel
 from slime_core.clusters.colocation import DedicatedDevices, TimeSharing
 from slime_core.clusters.engine_process import EngineProcess
 from slime_core.clusters.local import local_cluster
@@ -71,7 +73,8 @@ def test_one_stage_that_runs_ahead_is_enough_for_an_engine_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_engine_and_updates_carry_the_epoch_of_the_run_whichever_process_they_live_in(ahead, tmp_path):
+def test_engine_and_updates_carry_the_epoch_of_the_run_whichever_process_they_live_in(ahead, tmp_path, monkeypatch):
+    monkeypatch.setattr(ProcessChannel, "start", classmethod(fork))
     flags = [
         "--hf-checkpoint",
         str(tiny_model(tmp_path / "model", hidden=32)),

@@ -43,7 +43,7 @@ def _moments(draw):
     return most, batch, version, dict(enumerate(ages)), finished
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(_moments())
 def test_a_step_is_taken_exactly_where_brute_force_finds_a_take_that_leaves_the_rest_in_time(moment):
     most, batch, version, ages, finished = moment
@@ -134,7 +134,7 @@ class _Run:
 
 
 @pytest.mark.parametrize("policy", ["wait", "restart", "mask", "drop"])
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(most=st.integers(0, 3), batch=st.integers(1, 3), steps=st.integers(1, 8), seed=st.integers(0, 2**32))
 def test_in_any_run_nothing_that_trains_is_older_than_the_bound_and_nothing_waits_for_ever(
     policy, most, batch, steps, seed

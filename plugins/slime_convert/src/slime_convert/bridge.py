@@ -146,13 +146,15 @@ class Bridge:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of config attributes that a folder may leave out
     only: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
-    def entries(self, config: Any, ahead: int = 0) -> list[Entry]:
+    def entries(self, config: Any, ahead: int = 0, experts: int | None = None) -> list[Entry]:
         """Every tensor of a model with this config, in the order of layers.
 
         Args:
             ahead: layers that predict further ahead, each built as the last layer is
+            experts: of a layer that are listed, the first ones; None for all
         """
         whole, sizes, config = config, self.sizes(config), language_part(config)
+        sizes = sizes if experts is None else replace(sizes, experts=min(experts, sizes.experts))
         rows = [row for row in self.rows if holds(row.when, config, self.defaults)]
         entries = self._tower_entries(whole)
         entries += [e for row in rows if "{layer}" not in row.megatron for e in _filled(row, -1, sizes)]

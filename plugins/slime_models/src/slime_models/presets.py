@@ -61,10 +61,10 @@ def count(bridge: Bridge, config: Any) -> ParameterCounts:
     fields = bridge.megatron(config)
     chosen, experts = int(fields.get("moe_router_topk") or 0), int(fields.get("num_moe_experts") or 0)
     total = routed = ends = 0
-    for entry in replace(bridge, tower="").entries(config):  # a tower's need transformers
+    for entry in replace(bridge, tower="").entries(config, experts=1):  # a tower's need transformers
         if entry.megatron.endswith(".expert_bias"):
             continue
-        number = sum(math.prod(shape) for shape in entry.shapes)
+        number = sum(math.prod(shape) for shape in entry.shapes) * (experts if entry.expert >= 0 else 1)
         total += number
         routed += number if entry.expert >= 0 else 0
         ends += number if entry.kind == "vocabulary" else 0
