@@ -503,7 +503,7 @@ def memory_that_runs_out(rank, root, world, folders, megatron):
     stage_of = stages(folders, megatron)
     trainer = make_trainer(rank, root, world, folders, stage_of)
     np.savez(root / "columns.npz")
-    big = batch_of(groups=36, rollouts=8, longest=300, fan_out=False)
+    big = batch_of(groups=12, rollouts=8, longest=300, fan_out=False)
     answers = []
     for tokens in (1 << 20, 600):
         train = {"lr": 1e-3, "max_tokens_per_gpu": tokens, "gradient_checkpointing": False}
