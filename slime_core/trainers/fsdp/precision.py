@@ -5,7 +5,8 @@ Parameters are gathered as they are needed: those of a layer for the time of its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from slime_core.trainers.fsdp.model import FsdpPolicy
 from slime_core.trainers.fsdp.shards import reshard
 
 
-def in_dtype(policy: FsdpPolicy, dtype: torch.dtype) -> FsdpPolicy:
-    """A model without shards of its own; its passes are collectives, and nothing of ``policy`` changes."""
+@contextmanager
+def in_dtype(policy: FsdpPolicy, dtype: torch.dtype) -> Iterator[FsdpPolicy]:
+    """A model without shards of its own, for the block; its passes are collectives, and ``policy`` does not change."""
     reshard(policy)
     weights = policy.merged()
     with torch.device("meta"):
@@ -35,8 +37,14 @@ def in_dtype(policy: FsdpPolicy, dtype: torch.dtype) -> FsdpPolicy:
         of_layer = [f"{names[layer]}.{name}" for name, _ in layer.named_parameters(remove_duplicate=False)]
         inside.update(of_layer)
         _gather_during(layer, hf, of_layer, weights, policy.device, dtype)
-    _fill(hf, [name for name in weights.parameters if name not in inside], weights, policy.device, dtype)
-    return other
+    outside = [name for name in weights.parameters if name not in inside]
+    _fill(hf, outside, weights, policy.device, dtype)
+    try:
+        yield other
+    finally:
+        for name in outside:  # hooks and modules refer to each other: the memory would stay until a collection
+            module, leaf = _place(hf, name)
+            module._parameters[leaf] = None
 
 
 def _gather_during(

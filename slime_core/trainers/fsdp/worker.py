@@ -111,9 +111,9 @@ class FsdpWorker(Worker):
         if self.policy.adapters is None or self.dtype == torch.float32:
             self.policy.try_model()
             return
-        trial = in_dtype(self.policy, torch.float32)
-        trial.try_passes()
-        self.policy.packs, self.policy.linear_head = trial.packs, trial.linear_head
+        with in_dtype(self.policy, torch.float32) as trial:
+            trial.try_passes()
+            self.policy.packs, self.policy.linear_head = trial.packs, trial.linear_head
         self.policy.try_fused()
 
     def _tokens(self) -> int:
@@ -163,7 +163,8 @@ class FsdpWorker(Worker):
         return columns.cpu().numpy()
 
     def log_probs_in(self, rank_batch: RankBatch, dtype: torch.dtype) -> Columns:
-        return {"log_probs": self.columns(rank_batch, in_dtype(self.policy, dtype), "policy", 2)[0]}
+        with in_dtype(self.policy, dtype) as policy:
+            return {"log_probs": self.columns(rank_batch, policy, "policy", 2)[0]}
 
     def as_reference(self) -> AbstractContextManager[None]:
         return self.frozen.as_reference(self.actor)

@@ -1,6 +1,7 @@
 """The FSDP trainer with adapters: what learns, what engines get, the reference, and families of models."""
 
 import asyncio
+import gc
 from functools import partial
 from pathlib import Path
 
@@ -117,6 +118,20 @@ def test_log_probs_in_another_dtype_are_of_merged_weights(adapted):
     scored = one.call("score", batch, frozenset({"policy", "bfloat16"}))
     difference = np.abs(scored["policy"]["log_probs"] - scored["bfloat16"]["log_probs"])
     assert 0 < difference.max() < 0.05
+
+
+def test_models_in_another_dtype_leave_nothing_behind(adapted):
+    """What tries the model at the start, and what scores: their embedding would stay until a collection of garbage."""
+    gc.collect()
+    gc.disable()
+    try:
+        one = adapted(dtype="bfloat16")
+        one.call("score", batch_of(), frozenset({"policy", "float32"}))
+        shape = one.worker.policy.base()[EMBEDDING].shape
+        tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
+        assert not [one for one in tensors if one.shape == shape and one.dtype == torch.float32]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss", "deepseek-v2"])
