@@ -228,6 +228,8 @@ class _Suite:
             values = []
             for _ in range(2):
                 group = self._group(config, ctx)
+                if "slime_generate" in self.loaded.hooks:  # rewards may read what it leaves in metadata
+                    group = asyncio.run(self._generated(plugins, group, ctx))
                 for sample in group.samples:
                     sample.response = str(sample.label) if text is None else text
                     sample.append_response(ctx.tokenizer.encode(ascii(sample.response)), mask=0)

@@ -1,8 +1,10 @@
 """`slime plugins list | show | check | hooks`: metadata alone, or a process for each plugin; a broken one breaks no other."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -131,6 +133,15 @@ def test_check_keeps_a_record_of_every_promise(cli, install_plugin):
     install_plugin("new", "slime_api = 1\n" + GOOD)
     done = cli("plugins", "check", "new")
     assert ("API" in done.out, done.out.endswith("all promises kept\n")) == (False, True)
+
+
+def test_the_environment_of_the_documentation_keeps_its_promises(cli, tmp_path):
+    """Its rewards read what its episodes leave."""
+    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+    (code,) = re.findall(r"```python\n([^`]*def episode[^`]*)```", page)
+    (tmp_path / "guess.py").write_text(code)
+    done = cli("plugins", "check", str(tmp_path / "guess.py"))
+    assert (done.code, done.out.endswith("all promises kept\n")) == (0, True), done.out
 
 
 BROKEN = {
