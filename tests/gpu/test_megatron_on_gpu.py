@@ -12,7 +12,8 @@ import torch
 HERE = Path(__file__).resolve().parents[2] / "plugins" / "slime_megatron" / "tests"
 sys.path.append(str(HERE))
 
-from megatron_ranks import EVERYTHING, PPO, Ranks, equal, optimizer_states, weights  # noqa: E402
+from megatron_ranks import EVERYTHING, PPO, Ranks, config_of, equal, make_worker, optimizer_states, weights  # noqa: E402
+from peak_memory import sizes  # noqa: E402
 from test_families import FAMILIES, LAYOUTS, draw  # noqa: E402
 
 from slime_core.testing import tiny_model  # noqa: E402
@@ -202,6 +203,22 @@ def test_two_adapters_learn_over_a_base_in_bfloat16_and_in_4_bits(base, tmp_path
     learn_opposite_jobs(tmp_path, "--train-backend", "megatron", "--plugin", "models", "--base-weights", base)
 
 
+def test_a_base_in_4_bits_is_on_the_gpu_a_weight_at_a_time(tmp_path):
+    tiny_model(tmp_path / "model", hidden=1024, layers=8)
+    command = [sys.executable, __file__, tmp_path, "few bits", "{}"]
+    subprocess.run(list(map(str, command)), check=True, timeout=300)
+    peak, kept, plain, largest = json.loads((tmp_path / "few bits.json").read_text())
+    assert peak < kept + 20 * largest < plain, "rounding has float32 copies of a weight or two"
+
+
+def few_bits_on_gpu(root):
+    """The most memory of a worker while it is made."""
+    config = config_of(root / "model", dtype="bfloat16", lora_rank=1, base_weights="nf4")
+    worker = make_worker(config, 0, 1, root / "meeting", "cuda:0")
+    of_base = sizes(worker.policy.stage)
+    (root / "few bits.json").write_text(json.dumps([torch.cuda.max_memory_allocated(), *of_base]))
+
+
 def offload_on_gpu(root, case, flags, other):
     """One rank, its optimizer on the GPU or in main memory: steps, memory, a checkpoint; and ``other``'s checkpoint.
 
@@ -252,4 +269,7 @@ def parked(worker):
 
 
 if __name__ == "__main__":
-    offload_on_gpu(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), *(sys.argv[4:] or [""]))
+    if sys.argv[2] == "few bits":
+        few_bits_on_gpu(Path(sys.argv[1]))
+    else:
+        offload_on_gpu(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), *(sys.argv[4:] or [""]))

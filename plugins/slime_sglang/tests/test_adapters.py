@@ -232,6 +232,18 @@ def test_what_sglang_cannot_serve_is_refused_with_the_way_out(changes, message):
     assert not [problem for problem in conflicts(config_of(**changes, lora_sync="merged")) if message in problem.what]
 
 
+@pytest.mark.parametrize("stored", [True, False])
+def test_servers_that_start_without_weights_take_adapters_from_memory_alone(tmp_path, stored):
+    table = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": table} if stored else {}))
+    rollout = {"hf_checkpoint": str(tmp_path)} | ({} if stored else {"init_weights": "random"})
+    (problem,) = conflicts(config_of(rollout=rollout))
+    assert problem.code == "CFG04"
+    assert problem.fix.startswith("--lora-sync merged")
+    assert not list(conflicts(config_of(rollout=rollout, lora_sync="merged")))
+    assert not [one for one in conflicts(config_of(rollout=rollout, device="cuda")) if "lora_sync" in one.what]
+
+
 def test_a_pause_mode_of_ones_own_is_said_to_have_no_effect():
     rollout = {"pause_generation_mode": "in_place", "max_staleness": 1}
     assert any("no effect with lora_sync = adapter" in text for text in notices(config_of(rollout=rollout)))

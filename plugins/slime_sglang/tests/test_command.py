@@ -129,8 +129,20 @@ def test_servers_are_told_how_weights_are_sent_where_their_folder_says_otherwise
     if overrides:
         assert value(words, "--load-format") == "dummy"
         assert json.loads(value(words, "--json-model-override-args")) == overrides
-    fixed = commands(config, installed(), topology(config), fixed=True)[0].arguments
+    fixed = commands(config, installed("bitsandbytes"), topology(config), fixed=True)[0].arguments
     assert not {"--load-format", "--json-model-override-args"} & set(fixed)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_servers_that_read_their_folder_as_it_is_are_refused_nf4_that_they_cannot_read(tmp_path, device):
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": NF4}))
+    config = config_of(device=device, hf_checkpoint=str(tmp_path))
+    with pytest.raises(ConfigError, match="nf4 of bitsandbytes") as caught:
+        commands(config, installed(), topology(config), fixed=True)
+    assert caught.value.code == "CFG04"
+    assert ("pip install bitsandbytes" in caught.value.fix) is (device == "cuda")
+    if device == "cuda":
+        assert commands(config, installed("bitsandbytes"), topology(config), fixed=True)
 
 
 def test_a_draft_model_is_refused_where_servers_start_without_weights(tmp_path):

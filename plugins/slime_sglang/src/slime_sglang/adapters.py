@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from slime_core.config.problems import Problem, conflict
 from slime_core.errors import ConfigError
 from slime_core.lora.spec import DEFAULT, PLAIN, LoraSpec
+from slime_core.weights.fp8 import rollout_form
+from slime_core.weights.stored_forms import storage_form
 from slime_sglang.model_config import raw_config
 
 if TYPE_CHECKING:
@@ -82,6 +84,7 @@ def conflicts(config: Config) -> Iterator[Problem]:
             name = key.partition(".")[2]
             yield conflict(f"{name} with lora_sync = adapter", [key, SYNC], why=reason, fix=MERGED)
     yield from _targets(train.lora_target_modules, config.rollout.hf_checkpoint)
+    yield from _start(config)
     table = {name.replace("-", "_"): (name, value) for name, value in config.table("sglang").items()}
     for option in OPTIONS:
         if option in table:
@@ -99,6 +102,26 @@ def conflicts(config: Config) -> Iterator[Problem]:
             [f"sglang.{name}", SYNC],
             why="SGLang loads no adapters into data-parallel replicas of one server",
             fix=f"start one server a replica   or   {MERGED}",
+        )
+
+
+def _start(config: Config) -> Iterator[Problem]:
+    """Servers that start without their folder's weights, and so read no adapters from folders either."""
+    rollout, cluster = config.rollout, config.cluster
+    stored = storage_form(raw_config(rollout.hf_checkpoint))
+    if rollout.init_weights == "random":
+        key, state = "rollout.init_weights", "init_weights = random"
+    elif rollout_form(rollout.rollout_quantization, stored) != stored:
+        key, state = "rollout.hf_checkpoint", f"a model folder in {stored.form if stored else 'floats'}"
+    else:
+        return
+    by_memory = cluster.device != "cpu" and cluster.colocate and not rollout.rollout_external_engine_addrs
+    if not by_memory or rollout.update_weight_transport not in ("auto", "tensor"):
+        yield conflict(
+            f"{state} with lora_sync = adapter",
+            [key, SYNC],
+            why="SGLang starts without the folder's weights, and then reads no adapters from folders",
+            fix=f"{MERGED}: the trainer sends its base as floats with the adapter in it   or   --rollout-engine local",
         )
 
 

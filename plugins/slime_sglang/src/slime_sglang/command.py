@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from slime_core.config.problems import raise_all
 from slime_core.errors import ConfigError
 from slime_core.weights.fp8 import rollout_form
+from slime_core.weights.nf4 import Nf4Format
 from slime_core.weights.stored_forms import storage_form
 from slime_sglang import adapters, rules as engine_rules
 from slime_sglang.installation import (
@@ -163,6 +164,8 @@ def command(
     if not group.frozen and not fixed and (as_sent := stored_otherwise(config, group.model)):
         _check_draft(written)
         defaults |= as_sent
+    if group.frozen or fixed:
+        _check_served(config, installation, group.model)
     beside = {} if group.frozen or fixed else adapters.options(config, group.model)
     defaults |= beside
     if not group.frozen and shares(config):
@@ -230,6 +233,26 @@ def stored_otherwise(config: Config, model: str) -> dict[str, Any]:
         return {}
     table = sent.table() if sent is not None else None
     return {"load_format": "dummy", engine_rules.OVERRIDES: json.dumps({"quantization_config": table})}
+
+
+def _check_served(config: Config, installation: Installation, model: str) -> None:
+    """Refuse a folder in nf4 for servers that read it as it is, where they cannot.
+
+    Raises:
+        ConfigError: CFG04.
+    """
+    on_cpu, python = config.cluster.device == "cpu", installation.python
+    if not isinstance(storage_form(raw_config(model)), Nf4Format):
+        return
+    if on_cpu or "bitsandbytes" not in installation.features:
+        raise ConfigError(
+            f"SGLang cannot serve {model}, whose weights are nf4 of bitsandbytes",
+            code="CFG04",
+            where=model,
+            why="it reads them on a GPU alone" if on_cpu else f"{python} has no bitsandbytes",
+            fix=("" if on_cpu else f"{python} -m pip install bitsandbytes   or   ")
+            + "--rollout-engine local, which reads them as floats   or   name a folder of floats",
+        )
 
 
 def _check_draft(options: Mapping[str, Any]) -> None:

@@ -42,7 +42,7 @@ FEATURES = {  # name -> file of the installation, and what stands in it
     "adapters": (SERVER, r"\"/load_lora_adapter_from_tensors\""),
 }
 MODELS = re.compile(r"^EntryClass\b[^=]*=\s*(\[[^\]]*\]|\w+)", re.MULTILINE)
-PACKAGES = {"router": "sglang_router", "memory_saver": "torch_memory_saver"}
+PACKAGES = {"router": "sglang_router", "memory_saver": "torch_memory_saver", "bitsandbytes": "bitsandbytes"}
 
 
 def facts() -> dict[str, Any]:
