@@ -44,8 +44,14 @@ EXACT = {"train", "rollout"}  # the phases that decide whether a run fits
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_was_planned_is_what_is_measured(case: str, tmp_path: Path) -> None:
-    answer = planned_run(tmp_path, CASES[case])
+def test_what_was_planned_is_what_is_measured(case: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    recipe: list[str] = []
+    if "sglang" in case:
+        _, sglang = request.getfixturevalue("place")
+        make_model(tmp_path)
+        sglang.config(tmp_path / "model")  # writes model.toml
+        recipe = ["model.toml"]
+    answer = planned_run(tmp_path, [*recipe, *CASES[case]])
     print(json.dumps({name: answer[name] for name in ("memory", "seconds", "lengths")}, indent=1))
     for row in answer["memory"]:
         if row["phase"] in EXACT:
@@ -54,12 +60,18 @@ def test_what_was_planned_is_what_is_measured(case: str, tmp_path: Path) -> None
     assert step["ratio"] == pytest.approx(1, abs=0.15), answer["seconds"]
 
 
-def planned_run(root: Path, flags: list[str]) -> dict:
-    """A run of six steps of 64 answers of 512 tokens to prompts of 256, and what it measured beside its plan."""
+def make_model(root: Path) -> Path:
+    """A folder without weights."""
     model = root / "model"
     model.mkdir(exist_ok=True)
     char_tokenizer().save_pretrained(str(model))
     (model / "config.json").write_text(json.dumps(SHAPE))
+    return model
+
+
+def planned_run(root: Path, flags: list[str]) -> dict:
+    """A run of six steps of 64 answers of 512 tokens to prompts of 256, and what it measured beside its plan."""
+    model = make_model(root)
     questions = ((f"{n}+1=" * PROMPT)[:PROMPT] for n in range(64))
     (root / "rows.jsonl").write_text("".join(json.dumps({"question": text}) + "\n" for text in questions))
     (root / "own_reward.py").write_text(REWARD)
