@@ -82,7 +82,7 @@ def figures(report: StepReport, wall: float, trend: float | None = None) -> list
     parts += [f"{label} {metrics[key]:.2f}" for label, key in DYNAMICS.items() if key in metrics]
     if "response_len/mean" in metrics:
         parts.append(f"len {metrics['response_len/mean']:.0f}")
-    if metrics.get("truncated_ratio"):
+    if metrics.get("truncated_ratio", 0.0) >= 0.005:
         parts.append(f"truncated {metrics['truncated_ratio']:.0%}")
     if metrics.get("rollout/dropped_samples"):
         parts.append(f"dropped {metrics['rollout/dropped_samples']:.0f}")

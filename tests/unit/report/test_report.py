@@ -264,6 +264,7 @@ def test_a_plain_line_has_reward_length_speed_and_time_left():
             {"reward/mean": 0.0, "reward/equal_groups": 1.0}, ["reward 0.000 (all groups equal)"], id="equal"
         ),
         pytest.param({"reward/mean": 0.25, "reward/equal_groups": 0.5}, ["reward 0.250"], id="mixed"),
+        pytest.param({"loss": 1.0, "truncated_ratio": 0.004}, ["loss 1.0000"], id="what rounds to 0 % is left out"),
         pytest.param(
             {"reward/mean": 0.5, "reward/min": 0.0, "reward/max": 1.0, "loss": 0.0, "entropy": 0.81, "grad_norm": 1.5},
             ["reward 0.500", "entropy 0.81", "grad 1.50"],
