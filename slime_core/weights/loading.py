@@ -77,7 +77,9 @@ def hold(module: nn.Module, key: str, tensor: torch.Tensor) -> None:
     """Let a parameter be ``tensor``: a plain one stays the same object, which other modules may share."""
     parameter = module._parameters[key]
     assert parameter is not None
-    if type(tensor) is torch.Tensor:
+    if type(tensor) is torch.Tensor and tensor.device == parameter.device:
+        parameter.data.copy_(tensor)  # the memory of what was read cannot be resized, as offloading does
+    elif type(tensor) is torch.Tensor:
         parameter.data = tensor
     else:
         module._parameters[key] = nn.Parameter(tensor, requires_grad=False)
