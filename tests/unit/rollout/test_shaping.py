@@ -172,7 +172,7 @@ async def _evaluated(group, plugins, ctx):
 
 def _evaluator(plugins, ctx):
     made = Evaluator.__new__(Evaluator)
-    made._vocab_size, made._plugins, made._ctx = 10, plugins, ctx
+    made._vocab_size, made._plugins, made._ctx, made._judged_count = 10, plugins, ctx, 0
     plugins.sampling = lambda prompt, ctx: None
     return made
 

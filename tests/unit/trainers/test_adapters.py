@@ -122,14 +122,18 @@ def test_log_probs_in_another_dtype_are_of_merged_weights(adapted):
 
 def test_models_in_another_dtype_leave_nothing_behind(adapted):
     """What tries the model at the start, and what scores: their embedding would stay until a collection of garbage."""
+    shape = adapted(dtype="bfloat16").worker.policy.base()[EMBEDDING].shape
+
+    def embeddings():
+        tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
+        return [one for one in tensors if one.shape == shape and one.dtype == torch.float32]
+
     gc.collect()
     gc.disable()
     try:
-        one = adapted(dtype="bfloat16")
-        one.call("score", batch_of(), frozenset({"policy", "float32"}))
-        shape = one.worker.policy.base()[EMBEDDING].shape
-        tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
-        assert not [one for one in tensors if one.shape == shape and one.dtype == torch.float32]
+        before = {id(one) for one in embeddings()}
+        adapted(dtype="bfloat16").call("score", batch_of(), frozenset({"policy", "float32"}))
+        assert not [one for one in embeddings() if id(one) not in before]
     finally:
         gc.enable()
 
