@@ -241,6 +241,8 @@ def test_servers_that_start_without_weights_take_adapters_from_memory_alone(tmp_
     assert problem.code == "CFG04"
     assert problem.fix.startswith("--lora-sync merged")
     assert not list(conflicts(config_of(rollout=rollout, lora_sync="merged")))
+    running = {"rollout_external_engine_addrs": ["http://127.0.0.1:30000"]}  # their weights are there already
+    assert not [one for one in conflicts(config_of(rollout=rollout | running)) if "lora_sync" in one.what]
     assert not [one for one in conflicts(config_of(rollout=rollout, device="cuda")) if "lora_sync" in one.what]
 
 

@@ -106,8 +106,10 @@ def conflicts(config: Config) -> Iterator[Problem]:
 
 
 def _start(config: Config) -> Iterator[Problem]:
-    """Servers that start without their folder's weights, and so read no adapters from folders either."""
+    """Servers that slime starts without their folder's weights, and that so read no adapters from folders either."""
     rollout, cluster = config.rollout, config.cluster
+    if rollout.rollout_external_engine_addrs:
+        return
     stored = storage_form(raw_config(rollout.hf_checkpoint))
     if rollout.init_weights == "random":
         key, state = "rollout.init_weights", "init_weights = random"
@@ -115,7 +117,7 @@ def _start(config: Config) -> Iterator[Problem]:
         key, state = "rollout.hf_checkpoint", f"a model folder in {stored.form if stored else 'floats'}"
     else:
         return
-    by_memory = cluster.device != "cpu" and cluster.colocate and not rollout.rollout_external_engine_addrs
+    by_memory = cluster.device != "cpu" and cluster.colocate
     if not by_memory or rollout.update_weight_transport not in ("auto", "tensor"):
         yield conflict(
             f"{state} with lora_sync = adapter",
