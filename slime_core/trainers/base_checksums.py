@@ -84,12 +84,13 @@ class BaseChecksums:
             self.checked = True
 
 
-def compare_saved(path: Path, state: Mapping[str, Any], worker: Any) -> None:
+def compare_saved(path: Path, state: Mapping[str, Any], worker: Any, older: Mapping[str, list[int]] = {}) -> None:
     """Refuse a worker's base where it is not that of a checkpoint.
 
     Args:
         path: of the trainer's files
         state: that the trainer stored beside them; older ones do not say base_weights
+        older: sums that are as good as those of the worker's base
 
     Raises:
         TrainerError: TRN116. StorageError: STO112.
@@ -98,7 +99,9 @@ def compare_saved(path: Path, state: Mapping[str, Any], worker: Any) -> None:
     changed = {key: pair for key, pair in values.items() if pair[0] not in (None, pair[1])}
     reason = "".join(f"{key} was {was} and is {now}; " for key, (was, now) in changed.items())
     fix = " ".join(f"--{key.replace('_', '-')} {was}" for key, (was, _) in changed.items())
-    compare(read(path), worker.base.sums, str(worker.folder.path), fix or SAME_FOLDER, reason)
+    saved = read(path)
+    now = worker.base.sums | {name: sums for name, sums in older.items() if saved.get(name) == sums}
+    compare(saved, now, str(worker.folder.path), fix or SAME_FOLDER, reason)
 
 
 def compare(was: Sums, now: Sums, where: str, fix: str = SAME_FOLDER, reason: str = "") -> None:

@@ -118,6 +118,27 @@ def test_a_resume_with_another_base_is_refused_with_the_tensor_that_differs(benc
     assert (raised.value.code, raised.value.where) == ("TRN116", str(one.folder.path))
 
 
+def test_router_biases_that_an_older_run_had_in_bfloat16_are_those_of_its_base(bench, tmp_path):
+    folder = family_model(tmp_path / "model", "minimax-m2")
+    tensors = load_file(folder / "model.safetensors")
+    biases = {name: torch.linspace(0.1, 0.4, len(one)) for name, one in tensors.items() if name.endswith("_bias")}
+    assert len(biases) == 2
+    save_file(tensors | biases, folder / "model.safetensors", {"format": "pt"})
+    one = bench(folder=folder, **LORA, dtype="bfloat16")
+    one.call("save", tmp_path / "state")
+    sums = json.loads((tmp_path / "state" / "base.json").read_text())
+    older = {name.replace("block_sparse_moe", "mlp"): (bias.bfloat16(), 0) for name, bias in biases.items()}
+    assert older.keys() <= sums.keys()
+    rounded = base_checksums.sums_of(older, 1)
+    (tmp_path / "state" / "base.json").write_text(json.dumps(sums | rounded))
+    one.call("restore", tmp_path / "state")
+    fsdp_to_hf(tmp_path / "state", tmp_path / "merged", folder, How())
+    other = {name: [a, b + 1] for name, (a, b) in rounded.items()}
+    (tmp_path / "state" / "base.json").write_text(json.dumps(sums | other))
+    with pytest.raises(TrainerError, match="2 of 27 tensors of the base model"):
+        one.call("restore", tmp_path / "state")
+
+
 def test_full_training_and_adapters_do_not_resume_each_other(bench, tmp_path):
     full, lora = bench(), after_a_step(bench)
     full.call("save", tmp_path / "full")
