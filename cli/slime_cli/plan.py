@@ -64,7 +64,7 @@ def command(
     try:
         config, lengths = settings.loaded.config, _lengths(response_tokens, prompt_tokens)
         gpu = _gpu(gpu_name, config)
-        config, choice = _chosen(config, gpu, lengths)
+        config, choice = _chosen(config, gpu, lengths, named=gpu_name is not None)
         answer = planned(config, gpu, settings.plugins, lengths, gpus or 0)
     finally:
         settings.plugins.close()
@@ -106,12 +106,13 @@ def _gpu(name: str | None, config: Config) -> Gpu:
     return gpu_named(*facts) if facts is not None else processor(available_memory())
 
 
-def _chosen(config: Config, gpu: Gpu, lengths: LengthsOf) -> tuple[Config, str]:
+def _chosen(config: Config, gpu: Gpu, lengths: LengthsOf, *, named: bool) -> tuple[Config, str]:
     """The config with what is ``auto`` as a run on this GPU would choose it, and a line about that."""
     from slime_core.memory import machine_memory
     from slime_core.planning.automatic import with_plan
 
-    return with_plan(config, replace(gpu, memory=machine_memory()) if gpu.processor else gpu, lengths)
+    gpu = replace(gpu, memory=machine_memory()) if gpu.processor else gpu
+    return with_plan(config, gpu, lengths, 0 if named else machine_memory())
 
 
 def planned(config: Config, gpu: Gpu, plugins: Plugins, lengths: LengthsOf, gpus: int = 0) -> dict[str, Any]:

@@ -61,7 +61,8 @@ def resolve_machine(config: Config, *, trains: bool = True) -> Config:
     if cluster_of(config).remote:
         return automatic.without_plan(config)
     key, only = "rollout.debug_rollout_only", config.rollout.debug_rollout_only
-    config, line = automatic.with_plan(with_keys(config, {key: only or not trains}), _kind_of(device))
+    alone = with_keys(config, {key: only or not trains})
+    config, line = automatic.with_plan(alone, _kind_of(device), main_memory=machine_memory())
     if line:
         notice("auto", line)
     return with_keys(config, {key: only})

@@ -52,13 +52,14 @@ def without_plan(config: Config, device: str = "") -> Config:
     return with_keys(config, keys | ({SLOTS_KEY: rollout_slots(config, device)} if _open_slots(config) else {}))
 
 
-def with_plan(config: Config, gpu: Gpu, lengths: LengthsOf | None = None) -> tuple[Config, str]:
+def with_plan(config: Config, gpu: Gpu, lengths: LengthsOf | None = None, main_memory: int = 0) -> tuple[Config, str]:
     """The config with what is ``auto`` chosen for this kind of GPU or processor, and a line that says what and why.
 
     Without a plan, for a backend or a model that has none, it is that of `without_plan`, and the line is empty.
 
     Args:
         lengths: of a stage; None takes the most that the config allows
+        main_memory: bytes of the machine that has the GPUs; 0 where it is not known
     """
     plain = without_plan(config, "cpu" if gpu.processor else "cuda")
     slots, tokens = _open_slots(config), not (gpu.processor or config.train.max_tokens_per_gpu)
@@ -74,9 +75,8 @@ def with_plan(config: Config, gpu: Gpu, lengths: LengthsOf | None = None) -> tup
         return plain, ""
     best = _seated(plan, slots)
     if not (best.plan.fits or gpu.processor):
-        best = _fitting(
-            [_seated(replan(plan, keys), slots) for keys in _changes(plan, _switches(config), tokens)], slots
-        )
+        tried = [_seated(replan(plan, keys), slots) for keys in _changes(plan, _switches(config), tokens)]
+        best = _fitting(tried, slots, main_memory)
     return best.plan.run.config, _line(plain, plan, best, slots=slots)
 
 
@@ -119,12 +119,24 @@ def _changes(plan: MemoryPlan, names: list[str], tokens: bool) -> Iterator[dict[
             yield dict.fromkeys(switch, True) | ({TOKENS_KEY: size} if size else {})
 
 
-def _fitting(tried: list[Advice], slots: bool) -> Advice:
-    """The fastest step that fits, with fewer slots where these are open; the smallest settings where none does."""
+def _fitting(tried: list[Advice], slots: bool, main_memory: int) -> Advice:
+    """The fastest step that fits, with fewer slots where these are open; the smallest settings where none does.
+
+    What waits in main memory counts where that is known: first come those that it has room for.
+    """
     if slots:
         tried = [_fewer(one) for one in tried]
     fitting = [one for one in tried if one.plan.fits]
+    if main_memory:
+        fitting = [one for one in fitting if _waiting(one.plan) < main_memory] or fitting
     return min(fitting, key=cost) if fitting else tried[-1]
+
+
+def _waiting(plan: MemoryPlan) -> int:
+    """Bytes that the ranks of a machine keep in main memory while they train."""
+    trainer = plan.trainer
+    nbytes = sum(size for name, size in trainer.host.items() if name != "loading") if trainer is not None else 0
+    return nbytes * plan.run.config.cluster.actor_num_nodes * plan.run.config.cluster.actor_num_gpus_per_node
 
 
 def _fewer(one: Advice) -> Advice:

@@ -76,6 +76,10 @@ def test_the_choice_is_the_fastest_of_all_combinations_of_switches(folder: Path)
     picked = (chosen.train.gradient_checkpointing, chosen.train.fsdp_cpu_offload)
     assert picked == (False, True)
     assert seconds[picked] <= 1.01 * min(seconds.values())
+    assert math.isfinite(seconds[True, False])
+    (short, _), (ample, _) = (automatic.with_plan(config, gpu, main_memory=size * GIB) for size in (16, 64))
+    assert (short.train.gradient_checkpointing, short.train.fsdp_cpu_offload) == (True, False)
+    assert ample == chosen
 
 
 def test_what_a_config_says_stays_and_a_plan_that_does_not_fit_says_so(folder: Path) -> None:
