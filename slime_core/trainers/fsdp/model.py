@@ -245,16 +245,21 @@ class FsdpPolicy(nn.Module):
 
     def _fused_alike(self, trial: PolicyTrial, layer: nn.Module) -> bool:
         idle = self.adapters.idle() if self.adapters is not None else ()
-        parameters, results = [p for p in layer.parameters() if p.requires_grad and p not in idle], []
+        learning = {name: p for name, p in layer.named_parameters() if p.requires_grad and p not in idle}
+        results = []
         for self.fused in (False, True):
             x, out = trial.layer(layer)
-            results.append((out.detach(), *torch.autograd.grad(out.square().mean(), [x, *parameters])))
+            results.append((out.detach(), *torch.autograd.grad(out.square().mean(), [x, *learning.values()])))
         pairs = list(zip(*results, strict=True))
         if next(self.hf.parameters()).dtype == torch.float32:
             return all(close(one, other) for one, other in pairs)
         # those of q and k nearly cancel in short sequences, so that rounding is as large as they are
-        size = max((float(one.float().norm()) for one, _ in pairs[2:]), default=0.0)
-        gradients = all(close_in_half(one, other, size) for one, other in pairs[2:])
+        norms = [float(one.float().norm()) for one, _ in pairs[2:]]
+        whole = max(norms, default=0.0)
+        cancel = ["q_proj" in name or "k_proj" in name for name in learning]
+        sizes = [whole if nearly else min(whole, 5 * norm) for nearly, norm in zip(cancel, norms, strict=True)]
+        sized = zip(pairs[2:], sizes, strict=True)
+        gradients = all(close_in_half(one, other, size) for (one, other), size in sized)
         return gradients and all(close_in_half(one, other) for one, other in pairs[:2])
 
     def _try_picture(self) -> None:

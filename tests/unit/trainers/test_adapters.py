@@ -164,13 +164,18 @@ def test_a_model_of_pictures_has_adapters_on_its_text_model_alone(adapted, tmp_p
     assert max(report["gradient_error"], report["loss_error"]) < 1e-5
 
 
-@pytest.mark.parametrize("factor", [1.0, 1.5])
+@pytest.mark.parametrize(("factor", "rows"), [(1.0, None), (1.5, None), (1.5, 1024)], ids=["right", "all", "few"])
 def test_rounding_in_half_precision_leaves_no_layer_out_and_a_wrong_gradient_does(
-    adapted, tmp_path, monkeypatch, factor
+    adapted, tmp_path, monkeypatch, factor, rows
 ):
-    """Of so wide a layer the gradients of q nearly cancel: bfloat16 is 0.1 off."""
+    """Of so wide a layer the gradients of q nearly cancel: bfloat16 is 0.1 off. Those of B that has 1,024 rows are small."""
     folder, product = tiny_model(tmp_path / "wide", hidden=1024, layers=1), low_rank._product
-    monkeypatch.setattr(low_rank, "_product", lambda left, right: factor * product(left, right))
+
+    def wrong(left, right):
+        right_one = rows is not None and (left.shape[1] != rows or right.shape[1] >= rows)
+        return (1.0 if right_one else factor) * product(left, right)
+
+    monkeypatch.setattr(low_rank, "_product", wrong)
     assert adapted(folder=folder, dtype="bfloat16").worker.policy.fused == (factor == 1.0)
 
 
