@@ -6,8 +6,8 @@
     update    bytes that AdamW reads and writes / bandwidth, or over the bus where masters lie in main memory
     sync      copies of the weights by the way they go; swap: state to main memory and back
 
-Shares were fitted to eleven steps of models from 135 million to 4 billion weights on H100 and H200, each of which they
-give within 12 % (docs/benchmarks.md); for other GPUs they are assumed the same, which ``measured`` says.
+Shares were fitted to ten steps of models from 135 million to 4 billion weights on H100 and H200, each of which they
+give within 14 % (docs/benchmarks.md); for other GPUs they are assumed the same, which ``measured`` says.
 """
 
 from __future__ import annotations

@@ -19,7 +19,9 @@ import torch.distributed as dist
 
 from slime_core.config.presets import settle
 from slime_core.errors import ConfigError, SlimeError, TrainerError
-from slime_core.memory import first_line, is_out_of_memory, limit_gpu, trim
+from slime_core.memory import first_line, gpu_memory, is_out_of_memory, limit_gpu, trim
+from slime_core.planning.fsdp import micro_batch_tokens
+from slime_core.planning.sizes import ModelConfig, ModelSizes
 from slime_core.profile import StepProfile
 from slime_core.trainers import exporting
 from slime_core.trainers.base_checksums import BaseChecksums, Sums
@@ -36,7 +38,7 @@ from slime_core.trainers.optimizer_step import (
     optimizer_steps,
     summary,
 )
-from slime_core.trainers.process_group import join_group
+from slime_core.trainers.process_group import join_group, least
 from slime_core.trainers.publisher import Publisher
 from slime_core.trainers.roles import critic_figures, missing
 from slime_core.trainers.routing import RoutingReplay
@@ -454,6 +456,15 @@ class Worker(Publisher):
     def export(self, path: Path) -> None:
         exporting.export(self, path)
         self.barrier()
+
+    def default_tokens(self, *, fused: bool, ranks: int = 1) -> int:
+        """Tokens of a micro-batch, by the memory of a device of this kind and not by what is free: a resume's too.
+
+        A collective; arguments as in `micro_batch_tokens`.
+        """
+        memory = gpu_memory(self.device) if self.device.type == "cuda" else 0
+        sizes = ModelSizes(ModelConfig.of(self.folder.config), ())
+        return least(micro_batch_tokens(sizes, memory, fused=fused, ranks=ranks))
 
     def begun_stage(self) -> Config:
         if self.stage is None:

@@ -255,9 +255,9 @@ class FsdpPolicy(nn.Module):
             return all(close(one, other) for one, other in pairs)
         # those of q and k nearly cancel in short sequences, so that rounding is as large as they are
         norms = [float(one.float().norm()) for one, _ in pairs[2:]]
-        whole = max(norms, default=0.0)
+        largest = max(norms, default=0.0)
         cancel = ["q_proj" in name or "k_proj" in name for name in learning]
-        sizes = [whole if nearly else min(whole, 5 * norm) for nearly, norm in zip(cancel, norms, strict=True)]
+        sizes = [largest if nearly else min(largest, 5 * norm) for nearly, norm in zip(cancel, norms, strict=True)]
         sized = zip(pairs[2:], sizes, strict=True)
         gradients = all(close_in_half(one, other, size) for (one, other), size in sized)
         return gradients and all(close_in_half(one, other) for one, other in pairs[:2])

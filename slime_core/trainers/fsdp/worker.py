@@ -12,9 +12,6 @@ import torch
 
 from slime_core.kernels.quantised import stored_parts
 from slime_core.lora.effective import put_on
-from slime_core.memory import gpu_memory
-from slime_core.planning.fsdp import micro_batch_tokens
-from slime_core.planning.sizes import ModelConfig, ModelSizes
 from slime_core.trainers.base_checksums import Sums, sums_of
 from slime_core.trainers.data_parallel import DataParallelRank, RankBatch
 from slime_core.trainers.fsdp import checkpoint, publishing
@@ -39,7 +36,6 @@ from slime_core.trainers.fsdp.precision import in_dtype
 from slime_core.trainers.fsdp.ranks import FsdpRanks
 from slime_core.trainers.fsdp.shards import full, local, own_runs, reshard
 from slime_core.trainers.optimizer_step import LossSums, to_device
-from slime_core.trainers.process_group import least
 from slime_core.trainers.rank_grid import RankGrid
 from slime_core.trainers.routing import RoutingReplay
 from slime_core.trainers.verify import slow_model
@@ -93,7 +89,7 @@ class FsdpWorker(Worker):
             size=grid.data,
             flops=Flops.of(self.folder.config, frozen_tower=self.train.freeze_vision_tower),
             context_parallel=grid.context,
-            tokens=least(self._tokens()),
+            tokens=self.default_tokens(fused=self.policy.fused and self.policy.exact is None),
         )
 
     def _model(self) -> Any:
@@ -115,12 +111,6 @@ class FsdpWorker(Worker):
             trial.try_passes()
             self.policy.packs, self.policy.linear_head = trial.packs, trial.linear_head
         self.policy.try_fused()
-
-    def _tokens(self) -> int:
-        """Tokens of a micro-batch, by the memory of a device of this kind and not by what is free: a resume's too."""
-        memory = gpu_memory(self.device) if self.device.type == "cuda" else 0
-        sizes = ModelSizes(ModelConfig.of(self.folder.config), ())
-        return micro_batch_tokens(sizes, memory, fused=self.policy.fused and self.policy.exact is None)
 
     def prepare_stage(self) -> None:
         self.policy.chunk = self.train.logprob_chunk_tokens

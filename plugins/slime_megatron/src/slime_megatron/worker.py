@@ -17,13 +17,9 @@ from slime_convert.bridges import find_bridge
 from slime_core.context import Context
 from slime_core.kernels.quantised import stored_parts
 from slime_core.lora.folder import to_peft
-from slime_core.memory import gpu_memory
-from slime_core.planning.fsdp import micro_batch_tokens
-from slime_core.planning.sizes import ModelConfig, ModelSizes
 from slime_core.seeds import seed_of
 from slime_core.trainers.data_parallel import DataParallelRank, RankBatch
 from slime_core.trainers.optimizer_step import LossSums
-from slime_core.trainers.process_group import least
 from slime_core.trainers.routing import RoutingReplay
 from slime_core.trainers.verify import Slow
 from slime_core.trainers.worker import Tensors, Worker
@@ -75,7 +71,7 @@ class MegatronWorker(Worker):
             context_parallel=layout.cp,
             flops=Flops.of(self.folder.config, frozen_tower=self.train.freeze_vision_tower),
             multiple=self.settings.pack_multiple,
-            tokens=least(self._tokens()),
+            tokens=self.default_tokens(fused=False, ranks=layout.tp),
         )
         self.plugins.notify("slime_megatron_init", "a Megatron rank's start", self.ctx, args=self.settings)
         self.policy: Model = build_model(self.settings, self.bridge, self.folder, self.device, seed=self.config.seed)
@@ -95,12 +91,6 @@ class MegatronWorker(Worker):
         """Of the policy, in a run's config or a stage's."""
         table = config.table("megatron")
         return settings(self.bridge, self.folder.config, table, self.train, self.world, self.device.type)
-
-    def _tokens(self) -> int:
-        """Tokens of a micro-batch, by the memory of a GPU of this kind."""
-        memory = gpu_memory(self.device) if self.device.type == "cuda" else 0
-        sizes = ModelSizes(ModelConfig.of(self.folder.config), ())
-        return micro_batch_tokens(sizes, memory, fused=False, ranks=self.settings.layout.tp)
 
     def prepare_stage(self) -> None:
         assert self.stage is not None
