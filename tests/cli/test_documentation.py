@@ -25,8 +25,10 @@ def rows(page, cells):
 def codes_in_source():
     """Every text of the source that is a code and nothing else."""
     files = [path for folder in ("slime_core", "cli/slime_cli", "plugins") for path in (ROOT / folder).rglob("*.py")]
-    ours = (path for path in files if not {"templates", "tests", "error_codes.py"} & set(path.relative_to(ROOT).parts))
-    return {code for path in ours for code in CODE.findall(path.read_text())}
+    sources = (
+        path for path in files if not {"templates", "tests", "error_codes.py"} & set(path.relative_to(ROOT).parts)
+    )
+    return {code for path in sources for code in CODE.findall(path.read_text())}
 
 
 def test_every_error_code_of_the_source_has_a_meaning_and_no_other():

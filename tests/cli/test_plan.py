@@ -94,10 +94,10 @@ def test_what_cannot_be_planned_is_refused(cli, large, words, text):
 
 def test_a_plan_for_processors_says_so_where_the_run_may_have_gpus(cli, large, monkeypatch):
     monkeypatch.setenv("PATH", "")  # no nvidia-smi
-    said = {
+    notices = {
         device: "slime plan --gpu h100" in cli("plan", *large, "--device", device).out for device in ("cuda", "cpu")
     }
-    assert said == {"cuda": True, "cpu": False}
+    assert notices == {"cuda": True, "cpu": False}
 
 
 def test_a_dry_run_has_the_rows_of_the_plan(cli, own):

@@ -48,9 +48,9 @@ def ranks(request, zygote, tmp_path_factory):
     layout, cases = request.param
     name, dtypes, flags = LAYOUTS[layout]
     (tiny_model if name == "dense" else mixture)(root / name)
-    found = run_ranks(zygote, tmp_path_factory.mktemp("said"), with_and_without, 2, root, name, dtypes, flags, cases)
+    results = run_ranks(zygote, tmp_path_factory.mktemp("said"), with_and_without, 2, root, name, dtypes, flags, cases)
     shutil.rmtree(root)
-    return [one for rank in found for one in rank]
+    return [one for rank in results for one in rank]
 
 
 @pytest.fixture

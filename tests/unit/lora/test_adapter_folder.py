@@ -177,14 +177,14 @@ def test_a_bad_folder_is_refused_with_what_is_wrong(folder, spoil, code, words):
 
 def test_a_start_on_another_base_is_said_where_the_folder_tells_its_own(tmp_path):
     adapters = attach(built(Qwen3Config(**SHAPE)), LoraSpec(rank=4), seed=0)
-    said = {}
+    notices = {}
     for was in ("auto", "fp8", ""):
         base = BaseForm(was, "bfloat16")
         write_adapter(tmp_path, adapters.spec.to_peft("base"), factors_of(adapters, "default"), base)
         for now in ("auto", "nf4"):
             train = TrainSection(lora_rank=4, base_weights=now, lora_load=str(tmp_path))
-            said[was, now] = [f"--base-weights {was} " in text for text in start_notices(train)]
-    assert said == {
+            notices[was, now] = [f"--base-weights {was} " in text for text in start_notices(train)]
+    assert notices == {
         **{("auto", "auto"): [], ("auto", "nf4"): [True], ("fp8", "auto"): [True], ("fp8", "nf4"): [True]},
         **{("", "auto"): [], ("", "nf4"): []},
     }
